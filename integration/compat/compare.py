@@ -65,8 +65,7 @@ class Sides:
     def run(self, side: str, case: Case) -> Run:
         """Run a case's program on one side.
 
-        Raises:
-            RankError: the program failed. The message is the first error of a rank.
+        A failure raises RankError with a rank's first error.
         """
         # A killed process may still write files until its server has ended it.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:

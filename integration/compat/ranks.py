@@ -49,15 +49,9 @@ _ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Exit|I
 
 
 class Ranks:
-    """Ranks started by a launcher.
+    """Ranks started by ``launcher``, interpreter arguments such as ``-m zero_engine run``.
 
-    Args:
-        launcher: interpreter arguments that start ranks, such as ``-m zero_engine run``.
-        num_ranks: number of ranks on this machine.
-        folder: folder for the ranks' files and the launcher's log.
-
-    Raises:
-        RankError: the ranks did not start.
+    Raises RankError if the ranks do not start.
     """
 
     def __init__(self, launcher: Sequence[str], num_ranks: int, folder: Path) -> None:

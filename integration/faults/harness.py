@@ -27,11 +27,7 @@ MARK = "PROGRAM_OUTPUT"
 
 
 class Program:
-    """A program in its own session. All of its processes are killed when the context ends.
-
-    Attributes:
-        pid: pid of the started process.
-    """
+    """A program in its own session. All of its processes are killed when the context ends."""
 
     def __init__(self, *arguments: str, **variables: str) -> None:
         """Run Python with ``arguments`` and with ``variables`` added to the environment."""

@@ -94,13 +94,8 @@ class Moment:
     def wait(self, program: Program, folder: RunFolder, gone: list[int]) -> list[int]:
         """Wait for the moment. Return the ranks, or an empty list if the program has ended.
 
-        Args:
-            program: the launch.
-            folder: the run's folder.
-            gone: killed ranks, whose successors must have started.
-
-        Raises:
-            TimeoutError: training makes no progress.
+        ``gone`` are killed ranks, whose successors must have started. Raises TimeoutError if
+        training makes no progress.
         """
         while not program.has_ended and (not program.ranks() or set(program.ranks()) & set(gone)):
             time.sleep(0.05)

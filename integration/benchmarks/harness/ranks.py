@@ -43,9 +43,7 @@ CPU_ALONE: Mapping[str, str] = {
 class RankError(RuntimeError):
     """A rank failed. The message is the rank's error.
 
-    Attributes:
-        log: output of all ranks.
-        found: last result that rank 0 wrote before the failure.
+    ``log`` is the output of all ranks, ``found`` the last result that rank 0 wrote.
     """
 
     def __init__(self, message: str, log: str) -> None:
@@ -162,8 +160,7 @@ def run_together(
 ) -> None:
     """Run commands at the same time, with their output in files of ``folder``.
 
-    Raises:
-        RankError: a command failed or took longer than ``limit_s`` seconds. All were killed.
+    Raises RankError if a command fails or exceeds the time limit. All commands are then killed.
     """
     # Files instead of pipes, because a full pipe would block a rank and with it all others.
     logs = [folder / f"{number}.log" for number in range(len(commands))]

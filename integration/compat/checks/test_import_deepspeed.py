@@ -94,7 +94,7 @@ def losses(engine: Any, rank: int, first: int) -> list[float]:
 
 
 def write_by_deepspeed(folder: Path) -> None:
-    """Write the checkpoint, conversions and losses of every case on a rank of DeepSpeed's."""
+    """Write every case's checkpoint, conversions and losses on this rank, with DeepSpeed."""
     import deepspeed as original
     import torch.distributed as dist
     from deepspeed.checkpoint.ds_to_universal import main as to_universal

@@ -143,7 +143,7 @@ def losses_by_word(starter: str, folder: Path, zero: dict[str, Any] | None) -> d
         settings = {
             **dict.fromkeys(keys.split(), "auto"),
             "zero_allow_untested_optimizer": True,
-            # Otherwise accelerate replaces the optimizer by an Adam of DeepSpeed's.
+            # Otherwise accelerate replaces the optimizer with DeepSpeed's Adam.
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,
         }

@@ -79,10 +79,7 @@ class Link:
     @classmethod
     @contextmanager
     def made(cls) -> Iterator[Link]:
-        """Create an unlimited link until the context ends.
-
-        Raises LinkError if the system cannot.
-        """
+        """Create an unlimited link that exists until the context ends, or raise LinkError."""
         link = cls(os.getpid())
         keeper = subprocess.Popen(
             ["sh", "-c", REMOVAL, "keeper", *link._namespaces],

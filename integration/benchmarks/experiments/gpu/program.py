@@ -147,10 +147,7 @@ def _read(path: Path) -> dict[str, Row]:
 
 
 def _from_driver(what: str) -> str | None:
-    """Return a property of the first device from nvidia-smi, or None without that program.
-
-    Asking torch would allocate memory on the device in this process.
-    """
+    """Return a property of the first device. torch would allocate memory there for the answer."""
     said = _output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader")
     return None if said is None else said.split("\n")[0].strip()
 

@@ -114,7 +114,7 @@ def _ours(old: Tensor, new: Tensor) -> Row:
     apply_difference(values, encoded)
     assert torch.equal(values.view(torch.int16), new.view(torch.int16))
 
-    def decode() -> None:  # decodes onto other values each time, which does not change the time
+    def decode() -> None:  # each call changes `values`, but not the time of decoding
         apply_difference(values, encoded)
 
     return _figures(old, len(encoded), lambda: encode_difference(old, new), decode)
