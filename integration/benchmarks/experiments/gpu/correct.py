@@ -106,7 +106,7 @@ def _run(context: Context) -> Row:
 
 def measure(place: Place, group: str, is_dry_run: bool) -> Row:
     """Run a group on this rank and write each row as soon as it is known."""
-    # CUDA requires this variable for deterministic matrix products
+    # CUDA requires this variable for deterministic matrix products.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     rows: dict[str, Row] = {}
