@@ -86,8 +86,9 @@ class Section:
             width = None if sys.stdout.isatty() else PAGE_WIDTH
             Console(width=width, highlight=False, markup=False).print(table)
         for name, row in self.rows.items():
-            for kind in {"failure", "skipped"} & row.keys():
-                print(f"{prefix}{name}: {kind}: {row[kind]}")
+            for kind in ("failure", "skipped"):
+                if kind in row:
+                    print(f"{prefix}{name}: {kind}: {row[kind]}")
 
 
 def publish(

@@ -86,9 +86,12 @@ class RewardModel(nn.Module):
         super().__init__()
         self.model = AutoModel.from_pretrained(path)
         self.value_head = nn.Linear(self.model.config.hidden_size, 1, bias=False)
-        with deepspeed.zero.GatheredParameters([self.value_head.weight], modifier_rank=0):
-            if torch.distributed.get_rank() == 0:
-                self.value_head.weight.data.normal_(mean=0.0, std=0.02)
+        if any(hasattr(p, "ds_id") for p in self.model.parameters()):
+            with deepspeed.zero.GatheredParameters([self.value_head.weight], modifier_rank=0):
+                if torch.distributed.get_rank() == 0:
+                    self.value_head.weight.data.normal_(mean=0.0, std=0.02)
+        else:
+            self.value_head.weight.data.normal_(mean=0.0, std=0.02)
 
     def forward(self, input_ids, attention_mask):
         hidden = self.model(input_ids, attention_mask=attention_mask).last_hidden_state

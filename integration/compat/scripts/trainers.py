@@ -197,7 +197,7 @@ def main() -> None:
         eval_dataset=texts.Rows(rows[:NUM_EVAL]),
         **more,
     )
-    result = trainer.train()
+    result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model()
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)

@@ -291,6 +291,7 @@ def _pinned_copy_bytes_per_s(num_bytes: int, device: torch.device) -> dict[str, 
 def _best_s(run: Callable[[], object]) -> float:
     """Return the seconds of the fastest call after one untimed call."""
     run()
+    # timeit turns the garbage collector off while it measures.
     return min(timeit.repeat(run, number=1, repeat=REPEATS))
 
 

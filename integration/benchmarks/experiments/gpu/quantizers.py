@@ -260,29 +260,31 @@ class Stopwatch:
         if device.type != "cpu":
             self._busy = torch.zeros(_BUSY_WIDTH, _BUSY_WIDTH, dtype=torch.bfloat16, device=device)
             self._keep_busy(3)
-            self._busy_s = self._between_events(lambda: self._keep_busy(10)) / 10
+            self._busy_s = self._between_events(lambda: self._keep_busy(1), 10)
 
     def time_s(self, run: Callable[[], object], calls: int) -> float:
         """Return the seconds per call of ``run``, which must have been called once already."""
+        # timeit turns the garbage collector off while it measures.
         if self._device.type == "cpu":
             return timeit.timeit(run, number=calls) / calls
         synchronize(self._device)
         host_s = calls * timeit.timeit(run, number=1)
         synchronize(self._device)
         self._keep_busy(math.ceil(2 * host_s / self._busy_s))
-        return self._between_events(lambda: [run() for _ in range(calls)]) / calls
+        return self._between_events(run, calls)
 
     def _keep_busy(self, times: int) -> None:
         for _ in range(times):
             torch.mm(self._busy, self._busy)
 
-    def _between_events(self, run: Callable[[], object]) -> float:
+    def _between_events(self, run: Callable[[], object], calls: int) -> float:
         start, stop = (torch.Event(self._device.type, enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        for _ in range(calls):
+            run()
         stop.record()
         stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
+        return float(start.elapsed_time(stop)) / 1e3 / calls
 
 
 class WrongResultError(RuntimeError):
