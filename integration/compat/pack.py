@@ -438,23 +438,20 @@ EXAMPLES = [
 ]
 
 # The ways to use DeepSpeed in accelerate's documentation, started by accelerate's launcher.
-LAUNCH = """
-compute_environment: LOCAL_MACHINE
-debug: false
-deepspeed_config:
-{block}
-distributed_type: DEEPSPEED
-downcast_bf16: 'no'
-machine_rank: 0
-main_training_function: main
-main_process_port: 0
-{precision}
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-use_cpu: false
-"""
+LAUNCH: Config = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "distributed_type": "DEEPSPEED",
+    "downcast_bf16": "no",
+    "machine_rank": 0,
+    "main_training_function": "main",
+    "main_process_port": 0,
+    "num_machines": 1,
+    "num_processes": 2,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "use_cpu": False,
+}
 PLUGIN: dict[str, object] = {
     "deepspeed_multinode_launcher": "standard",
     "gradient_accumulation_steps": 2,
@@ -488,31 +485,26 @@ ACCELERATE_2 = {
 FILE = ("accelerate", "launch", "--config_file={files}/launch.yaml")
 
 
-def launch_file(block: dict[str, object], precision: str = "mixed_precision: 'no'") -> str:
-    lines = "\n".join(f"  {name}: {json.dumps(value)}" for name, value in block.items())
-    return LAUNCH.format(block=lines, precision=precision)
-
-
 def accelerated(
     name: str,
     way: str,
     config: Config | None = None,
     launcher: tuple[str, ...] = (),
-    file: str = "",
+    file: Config | None = None,
 ) -> Case:
     run = (way, "--model={model}/bert", "--dataset={data}/pairs", "--output_dir={output}")
-    files = {"launch.yaml": file} if file else {}
+    files = {"launch.yaml": json.dumps(file)} if file else {}  # YAML contains JSON
     return Case("accelerate", name, "accelerate_loops.py", run, config, launcher, files)
 
 
 ACCELERATE = [
     accelerated(
         *("launch with deepspeed_config_file, stage 2", "config_file", ACCELERATE_2, FILE),
-        launch_file({"deepspeed_config_file": "{config}"}, ""),
+        {**LAUNCH, "deepspeed_config": {"deepspeed_config_file": "{config}"}},
     ),
     accelerated(
         *("launch with the plugin's fields, stage 3", "plugin", None, FILE),
-        launch_file(PLUGIN),
+        {**LAUNCH, "deepspeed_config": PLUGIN, "mixed_precision": "no"},
     ),
     accelerated(
         "launch --use_deepspeed --zero_stage=3, all offloaded",

@@ -71,7 +71,7 @@ class Job:
     num_traced: int = 0
     """Steps after the timed ones whose kernels are traced."""
     trace_file: str | None = None
-    """File for the whole trace; None: keep its summary only."""
+    """File for the trace, where ``num_traced`` is not 0."""
     device_limit_bytes: int | None = None
     """Most device memory that torch's allocator may take."""
 

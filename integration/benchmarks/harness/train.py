@@ -18,9 +18,8 @@ import gc
 import gzip
 import importlib
 import json
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,6 @@ from zero_engine.machine import processor_name
 
 NUM_LOSSES = 20
 US = 1e-6
-NUM_KERNELS = 10
-NAME_LENGTH = 100
-"""Characters kept of a kernel's name. Names of C++ templates are long."""
-Events = Sequence[Mapping[str, Any]]
 
 
 def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
@@ -119,9 +114,9 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
     before = side.kept.moved_bytes()
     losses += [side.step(next(following)) for _ in range(num_counted)]
     after = side.kept.moved_bytes()
-    traced = trace(
-        lambda: side.step(next(following)), what.num_traced, device, keep=what.trace_file
-    )
+    traced: Row = {"device_busy_s": None}
+    if what.num_traced and what.trace_file is not None:
+        traced = trace(lambda: side.step(next(following)), what.num_traced, device, what.trace_file)
     if what.is_offloaded:
         peaks = device_peaks(device)
     else:  # keeps about `NUM_LOSSES` losses, the last one included
@@ -141,8 +136,7 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
         "host_share": side.kept.host_share(),
         "ratio_report": side.kept.ratio_report(),
         "moved_bytes": {name: value - before[name] for name, value in after.items()},
-        "device_busy_s": None if traced is None else traced.get("busy_s"),
-        "trace": traced,
+        **traced,
         "device_limit_bytes": limit,
         **peaks,
         "reserved_to_allocated": reserved / allocated if reserved and allocated else None,
@@ -161,74 +155,32 @@ def timed_apart(run: Callable[[], object], steps: int) -> list[float]:
     return times
 
 
-def trace(
-    step: Callable[[], object], num_steps: int, device: torch.device, *, keep: str | None = None
-) -> dict[str, Any] | None:
-    """Trace ``num_steps`` calls of ``step`` and return their `summary`.
+def trace(step: Callable[[], object], num_steps: int, device: torch.device, file: str) -> Row:
+    """Trace ``num_steps`` calls of ``step`` into ``file``, for https://ui.perfetto.dev.
 
-    Args:
-        keep: file for the whole trace, as gzipped JSON for https://ui.perfetto.dev. On the CPU it
-            is written too, but has no kernels.
-
-    Returns:
-        None if torch's profiler sees no kernels of the device, as on the CPU. A dict with
-        ``failure`` if profiling fails, because the job's other measurements must survive.
+    Return ``device_busy_s`` per step, or None if torch's profiler sees no kernels of the device, as
+    on the CPU. A failure becomes an entry, because the job's other measurements must survive it.
     """
     supported = supported_activities()  # type: ignore[no-untyped-call]
     activity = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
-    activities = {ProfilerActivity.CPU, activity} & supported
-    is_seen = activities > {ProfilerActivity.CPU}
-    if not num_steps or not (is_seen or keep):
-        return None
     try:
         synchronize(device)  # work enqueued earlier must not be in the trace
-        with profile(activities=activities) as traced:
+        with profile(activities={ProfilerActivity.CPU, activity} & supported) as traced:
             for _ in range(num_steps):
                 step()
             synchronize(device)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(keep or Path(folder, "trace.json.gz"))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            traced.export_chrome_trace(str(path))
-            with gzip.open(path, "rt", encoding="utf-8") as file:
-                return summary(json.load(file)["traceEvents"], num_steps) if is_seen else None
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        traced.export_chrome_trace(file)
+        with gzip.open(file, "rt", encoding="utf-8") as text:
+            kernels = [e for e in json.load(text)["traceEvents"] if e.get("cat") == "kernel"]
+        return {"device_busy_s": busy_seconds(kernels) / num_steps or None}
     except Exception as error:
-        return {"failure": f"{type(error).__name__}: {error}"}
+        return {"device_busy_s": None, "trace_failure": f"{type(error).__name__}: {error}"}
 
 
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def summary(events: Events, num_steps: int) -> dict[str, Any] | None:
-    """Return figures of a trace per step, or None if it has no kernels.
-
-    ``busy_s`` is the time in which a kernel ran, ``d2h_s`` and ``h2d_s`` the time of copies in
-    either direction, ``num_kernels`` the number of kernels. ``kernels`` lists those with the
-    longest total time, with ``name``, ``s`` and ``calls``.
-    """
-    kernels = _complete(events, "kernel")
-    if not kernels:
-        return None
-    copies = _complete(events, "gpu_memcpy")
-    ways = {"d2h_s": "DtoH", "h2d_s": "HtoD"}
-    by_name: dict[str, list[float]] = {}
-    for event in kernels:
-        by_name.setdefault(event["name"][:NAME_LENGTH], []).append(float(event["dur"]) * US)
-    longest = sorted(by_name.items(), key=lambda item: sum(item[1]), reverse=True)
-    return {
-        "busy_s": busy_seconds(kernels) / num_steps,
-        **{
-            key: busy_seconds(e for e in copies if way in e["name"]) / num_steps
-            for key, way in ways.items()
-        },
-        "num_kernels": len(kernels) / num_steps,
-        "kernels": [
-            {"name": name, "s": sum(times) / num_steps, "calls": len(times) / num_steps}
-            for name, times in longest[:NUM_KERNELS]
-        ],
-    }
 
 
 def busy_seconds(events: Iterable[Mapping[str, Any]]) -> float:
@@ -238,7 +190,3 @@ def busy_seconds(events: Iterable[Mapping[str, Any]]) -> float:
         total += max(0.0, start + duration - max(start, end))
         end = max(end, start + duration)
     return total * US
-
-
-def _complete(events: Events, category: str) -> Events:
-    return [e for e in events if e.get("cat") == category and e.get("ph") == "X"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zero_core.checkpoint.files import Reader, read_buffers, read_weights
 from zero_core.checkpoint.manifest import read_manifest
-from zero_core.testing import seeded, spawn
+from zero_core.testing import seeded, spawn, train
 from zero_engine import deepspeed
 from zero_engine.deepspeed_import.importing import import_checkpoint
 
@@ -83,14 +83,10 @@ def config(case: str) -> dict[str, Any]:
 
 def losses(engine: Any, rank: int, first: int) -> list[float]:
     """Take `NUM_STEPS` steps and return this rank's losses."""
-    found = []
-    for step in range(first, first + NUM_STEPS):
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        loss = engine(torch.randint(0, 7, (4, 3), generator=generator))
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.item())
-    return found
+    draws = [
+        torch.Generator().manual_seed(100 * step + rank) for step in range(first, first + NUM_STEPS)
+    ]
+    return train(engine, [torch.randint(0, 7, (4, 3), generator=draw) for draw in draws])
 
 
 def write_by_deepspeed(folder: Path) -> None:

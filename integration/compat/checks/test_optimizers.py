@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import seeded, spawn, train
+from zero_core.testing import rows, seeded, spawn, train
 
 STEPS = 3
 WIDTH = 72  # 5184 elements are no multiple of 256, so torchao does not quantize this layer's states
@@ -63,11 +63,6 @@ class Blocks(nn.Module):
         return self.last(x).square().mean()
 
 
-def inputs(step: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, 96, generator=generator)
-
-
 def by_ddp(
     make: Callable[[Any], torch.optim.Optimizer], batches: list[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
@@ -93,7 +88,7 @@ def _same_bits(rank: int, world_size: int, names: list[str], folder: str) -> Non
     # Skips torchao's compilation of the update, which takes minutes.
     torch.compiler.set_stance("force_eager")
     warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
-    batches = [inputs(step, rank) for step in range(STEPS)]
+    batches = [rows(step, rank, width=96) for step in range(STEPS)]
     for name in names:
         make = OPTIMIZERS[name]
         expected = by_ddp(make, batches)

@@ -112,10 +112,6 @@ class _Adapted(nn.Module):
         return x.float().square().mean()
 
 
-def _x(step: int, rank: int) -> Tensor:
-    return rows(step, rank, WIDTH)
-
-
 def _raw(value: Tensor) -> list[Tensor]:
     """Return the bytes of a tensor, or of the tensors that a subclass wraps."""
     inner = getattr(value, "__tensor_flatten__", None)
@@ -127,7 +123,7 @@ def _raw(value: Tensor) -> list[Tensor]:
 def _follow(
     ranks: SimulatedRanks, make: Callable[[], nn.Module], stage: int, zero: dict[str, Any]
 ) -> None:
-    plain, batches = make(), [(_x(step, ranks.rank),) for step in range(STEPS)]
+    plain, batches = make(), [(rows(step, ranks.rank, WIDTH),) for step in range(STEPS)]
     losses = train_ddp(plain, ranks, batches)
     values = [p for p in plain.parameters() if p.requires_grad]
     engine = Case(stage, zero=zero).build(ranks, make())
@@ -154,13 +150,13 @@ def test_adapters_on_a_librarys_weights_follow_ddp(kind: str, place: Any) -> Non
 def _evaluate(ranks: SimulatedRanks) -> None:
     """Evaluate between steps, because bitsandbytes then repacks 4-bit weights on some CPUs."""
     expected = _Adapted("nf4").eval()
-    engine = Case(3).build(ranks, _Adapted("nf4"))
+    engine, x = Case(3).build(ranks, _Adapted("nf4")), rows(0, 0, WIDTH)
     for _ in range(2):
         engine.eval()
         with torch.no_grad():
-            assert engine(_x(0, 0)).item() == expected(_x(0, 0)).item()
-        loss = engine.train()(_x(0, 0))
-        assert loss.item() == _Adapted("nf4")(_x(0, 0)).item()
+            assert engine(x).item() == expected(x).item()
+        loss = engine.train()(x)
+        assert loss.item() == _Adapted("nf4")(x).item()
         engine.backward(loss)
 
 

@@ -28,7 +28,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import zero_core
 from faults.harness import Program
-from zero_core.testing import Case, batch, make_model, make_tower, run_alone, seeded, spawn
+from zero_core.testing import Case, batch, make_model, make_tower, run_alone, seeded, spawn, train
 
 WIDTH = 16
 ENDED_WITHIN_S = 4.0
@@ -44,15 +44,9 @@ def _config(stage: int, **zero: Any) -> dict[str, Any]:
     }
 
 
-def _step(engine: zero_core.Engine) -> None:
-    engine.backward(engine(torch.ones(2, WIDTH)))
-    engine.step()
-
-
 def _round(engine: zero_core.Engine, folder: Path) -> None:
     """Train, save, export and synchronize, as programs do."""
-    for _ in range(3):
-        _step(engine)
+    train(engine, [torch.ones(2, WIDTH)] * 3)
     engine.save_checkpoint(folder / "checkpoints", "newest")
     engine.full_state_dict()
     engine.sharded_state.control.barrier()
@@ -63,7 +57,7 @@ EXCHANGES: dict[str, Any] = {
     "load_checkpoint": lambda engine, folder: engine.load_checkpoint(folder / "checkpoints"),
     "full_state_dict": lambda engine, _: engine.full_state_dict(),
     "export_safetensors": lambda engine, folder: engine.export_safetensors(folder / "exported"),
-    "step": lambda engine, _: _step(engine),
+    "step": lambda engine, _: train(engine, [torch.ones(2, WIDTH)]),
     "clip_grad_norm_": lambda engine, _: (
         engine.backward(engine(torch.ones(2, WIDTH))),
         engine.clip_grad_norm_(1.0),
@@ -204,9 +198,7 @@ def _drop(rank: int, world_size: int, stage: int, is_on_host: bool) -> None:
     zero = {"offload_optimizer": {"device": "cpu"}} if is_on_host else {}
 
     def use() -> None:
-        engine = zero_core.build(make_model(), Case(stage, zero=zero).config())
-        engine.backward(engine(**batch(0, 0, rank))["loss"])
-        engine.step()
+        train(zero_core.build(make_model(), Case(stage, zero=zero).config()), [batch(0, 0, rank)])
 
     for _ in range(2):
         use()
@@ -347,8 +339,7 @@ def _steps(engine: zero_core.Engine, drawn: Drawn, root: Path) -> Iterator[int]:
     """Train endlessly, with the work that programs do between steps."""
     number = 0
     while True:
-        engine.backward(engine(torch.ones(2, WIDTH)))
-        engine.step()
+        train(engine, [torch.ones(2, WIDTH)])
         number += 1
         yield number
         if drawn.work == "saves" and number % 3 == 0:

@@ -25,7 +25,7 @@ from torch.multiprocessing import ProcessExitedException
 import zero_core
 from faults.harness import Program
 from zero_core import Engine
-from zero_core.testing import spawn
+from zero_core.testing import spawn, training
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, WIDTH = 50, 8, 2, 40
 WORLDS = (2, 4, 8)
@@ -96,15 +96,9 @@ def config(stage: int, offload: str, variant: str, folder: Path) -> dict[str, An
 
 
 def take_step(engine: Engine) -> Tensor:
-    losses = []
+    numbers = range(engine.rank, MICRO_BATCHES, engine.world_size)
     step = engine.global_steps
-    for micro_step in range(engine.gradient_accumulation_steps):
-        number = micro_step * engine.world_size + engine.rank
-        loss = engine(**batch(step, number))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach().float())
-    return torch.stack(losses)
+    return torch.tensor(training.train(engine, [batch(step, number) for number in numbers]))
 
 
 def write_bits(
