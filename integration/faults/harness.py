@@ -105,6 +105,12 @@ class Program:
         return [found[rank] for rank in sorted(found)]
 
 
+def complete(*arguments: str, **variables: str) -> None:
+    """Run a `Program` that must end with code 0."""
+    with Program(*arguments, **variables) as program:
+        assert program.end() == 0, program.output
+
+
 def last_step(folder: RunFolder) -> int:
     if not folder.metrics.exists():
         return 0

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults.harness import END_S, Program, is_running, last_step, ranks_leave, weights
+from faults.harness import END_S, Program, complete, is_running, last_step, ranks_leave, weights
 from zero_engine.train.settings import RunFolder
 
 STEPS = 60
@@ -146,8 +146,7 @@ class Soak:
         key = (run.stage, run.offload)
         if key not in self._straight:
             folder = RunFolder(self._folder / f"straight-{run.stage}-{run.offload}")
-            with Program(*command(Run(*key, STEPS), folder, 1, 0)) as program:
-                assert program.end() == 0, program.output
+            complete(*command(Run(*key, STEPS), folder, 1, 0))
             self._straight[key] = weights(folder)
         return self._straight[key]
 

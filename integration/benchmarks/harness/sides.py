@@ -62,12 +62,12 @@ class KeptTier:
     def io_seconds(self) -> dict[str, float]:
         """Return seconds of file access so far, or an empty dict if the tier has no file.
 
-        ``io_s`` is the time of reads and writes, ``waited_s`` the time that updates waited for
-        them, ``stall_s`` the time that the training thread waited for an update.
+        ``io_s`` is the time of reads and writes, ``stall_s`` the time that the training thread
+        waited for an update.
         """
         if self.tier is None or (file := self.tier.file) is None:
             return {}
-        return {"io_s": file.io_s, "waited_s": file.waited_s, "stall_s": self.tier.stall_s}
+        return {"io_s": file.io_s, "stall_s": self.tier.stall_s}
 
 
 @dataclass

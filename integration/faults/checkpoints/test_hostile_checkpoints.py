@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import zero_core
-from faults.harness import Program
+from faults.harness import Program, complete
 from zero_core.checkpoint.files import find, read_buffers, read_weights
 from zero_core.checkpoint.load import read_client_state
 from zero_core.checkpoint.manifest import MANIFEST, seal
@@ -537,9 +537,9 @@ STEPS = 40
 KILLS = 12
 
 
-def _saving_program(folder: Path) -> Program:
+def _saving_program(folder: Path) -> tuple[str, ...]:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    return Program(*launcher, SCRIPT, str(folder), str(STEPS))
+    return (*launcher, SCRIPT, str(folder), str(STEPS))
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -553,12 +553,11 @@ def _newest(folder: Path) -> str:
 def test_killed_at_any_moment_the_newest_checkpoint_is_whole_and_training_ends_with_the_same_bits(
     tmp_path: Path,
 ) -> None:
-    with _saving_program(tmp_path / "straight") as straight:
-        assert straight.end() == 0, straight.output
+    complete(*_saving_program(tmp_path / "straight"))
     folder, moments = tmp_path / "killed", random.Random(0)
     for _ in range(KILLS):
         before = _newest(folder)
-        with _saving_program(folder) as program:
+        with Program(*_saving_program(folder)) as program:
             program.wait_for(lambda before=before: _newest(folder) != before)
             time.sleep(moments.uniform(0.0, 0.1))
             program.kill_all()
@@ -566,8 +565,7 @@ def test_killed_at_any_moment_the_newest_checkpoint_is_whole_and_training_ends_w
         assert _weights(folder), found
         if found == f"step-{STEPS}":
             break
-    with _saving_program(folder) as last:
-        assert last.end() == 0, last.output
+    complete(*_saving_program(folder))
     assert _newest(folder) == f"step-{STEPS}"
     theirs = _weights(tmp_path / "straight")
     for name, value in _weights(folder).items():

@@ -13,7 +13,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,12 +23,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import zero_core
 from faults.harness import Program
-from zero_core.testing import Case, batch, make_model, make_tower, run_alone, seeded, spawn, train
+from zero_core.testing import Case, batch, make_model, make_tower, run_alone, spawn, train
 
 WIDTH = 16
 ENDED_WITHIN_S = 4.0
@@ -248,7 +248,7 @@ OF_THE_PROGRAM = {  # with a pattern of the error messages of other ranks
 OF_THE_VALUES = {
     "has another learning rate": "lr",
     "has other betas": "betas",
-    "has frozen a parameter": "blocks.1.bias",
+    "has frozen a parameter": "blocks.1.0.bias",
     "has a buffer more": "more",
 }
 """Faults that only the consistency check of each step detects, with a part of its message."""
@@ -296,28 +296,13 @@ class Drawn:
         }
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(3):
-            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.register_buffer("seen", torch.zeros(1))
-        self.at_block_1: Callable[[], None] = lambda: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            if number == 1:
-                self.at_block_1()
-            x = torch.tanh(block(x))
-        return x.square().mean()
-
-
 def _rank(rank: int, drawn: Drawn, folder: str) -> None:
     root = Path(folder)
     (root / f"pid-{rank}").write_text(str(os.getpid()))
     store = dist.FileStore(str(root / "store"), drawn.world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=drawn.world_size)
-    model = _Net()
+    model = make_tower(depth=3, width=WIDTH)
+    model.register_buffer("seen", torch.zeros(1))
     engine = zero_core.build(model, drawn.config())
     steps = _steps(engine, drawn, root)
     next(steps)
@@ -360,22 +345,23 @@ def _signal_itself(drawn: Drawn, root: Path) -> None:
     os.kill(os.getpid(), OF_THE_PROCESS[drawn.fault])
 
 
-def _suffer(engine: zero_core.Engine, model: _Net, fault: str, root: Path) -> None:
+def _suffer(engine: zero_core.Engine, model: nn.Module, fault: str, root: Path) -> None:
     if fault in OF_THE_PROCESS:
         return
     _note(root)
     group = engine.optimizer.param_groups[0]
+    block = model.get_submodule("blocks.1")
 
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise ValueError("no more data")
 
     match fault:
         case "leaves":
             os._exit(0)
         case "raises an error in a forward":
-            model.at_block_1 = fail
+            block.register_forward_pre_hook(fail)
         case "sleeps in a forward":
-            model.at_block_1 = lambda: time.sleep(START_S)
+            block.register_forward_pre_hook(lambda *_: time.sleep(START_S))
         case "sleeps between two steps":
             time.sleep(START_S)
         case "takes another branch":
@@ -385,7 +371,7 @@ def _suffer(engine: zero_core.Engine, model: _Net, fault: str, root: Path) -> No
         case "has other betas":
             group["betas"] = (0.9, 0.998)
         case "has frozen a parameter":
-            model.blocks[1].bias.requires_grad_(False)
+            block.get_parameter("0.bias").requires_grad_(False)
         case "has a buffer more":
             model.register_buffer("more", torch.ones(1))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.harness import END_S, Program, is_running, last_step, ranks_leave, weights
+from faults.harness import END_S, Program, complete, is_running, last_step, ranks_leave, weights
 from faults.ranks.slurm_stand_ins import slurm_job
 from zero_core.checkpoint.in_memory import keeper, snapshots
 from zero_engine.train.metrics import read_metrics
@@ -56,8 +56,7 @@ def steps_of(folder: RunFolder) -> list[int]:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     folder = RunFolder(tmp_path_factory.mktemp("straight"))
-    with Program(*ONE_NODE, *program(folder)) as run:
-        assert run.end() == 0, run.output
+    complete(*ONE_NODE, *program(folder))
     return folder
 
 
@@ -89,8 +88,7 @@ def test_run_that_is_told_to_stop_saves_and_goes_on(signum, straight, tmp_path):
         assert f"stopped by {signum.name}, checkpoint saved" in run.output
         assert "Traceback" not in run.output
     assert last_step(folder) < STEPS
-    with Program(*ONE_NODE, *program(folder, "--resume")) as run:
-        assert run.end() == 0, run.output
+    complete(*ONE_NODE, *program(folder, "--resume"))
     assert weights(folder) == weights(straight)
 
 
@@ -106,8 +104,7 @@ def test_slurm_job_saves_before_its_end_and_goes_on_when_it_is_requeued(straight
         assert "stopped by SIGUSR1, checkpoint saved" in run.output
     assert (tmp_path / "requeued").exists()
     assert 0 < json.loads(heartbeat.read_text())["step"] <= last_step(folder) < STEPS
-    with Program(*job, **variables) as run:
-        assert run.end() == 0, run.output
+    complete(*job, **variables)
     assert weights(folder) == weights(straight)
 
 
@@ -120,8 +117,7 @@ def test_ranks_of_a_killed_launcher_save_and_leave_and_the_run_goes_on(straight,
     assert len(ranks) == 2
     assert ranks_leave(ranks), "ranks without a launcher train on"
     assert last_step(folder) < STEPS
-    with Program(*ONE_NODE, *program(folder, "--resume=auto")) as run:
-        assert run.end() == 0, run.output
+    complete(*ONE_NODE, *program(folder, "--resume=auto"))
     assert weights(folder) == weights(straight)
 
 
@@ -202,10 +198,8 @@ def test_ranks_that_see_the_folder_of_before_take_the_settings_of_the_first(tmp_
     script.write_text(STALE_VIEW)
     # An earlier run has left a folder on each of the two machines.
     for number, steps in (("1", 3), ("0", 3)):
-        with Program(str(script), str(folder), str(steps), RANK=number) as run:
-            assert run.end() == 0, run.output
-    with Program(*ONE_NODE, str(script), str(folder), "5") as run:
-        assert run.end() == 0, run.output
+        complete(str(script), str(folder), str(steps), RANK=number)
+    complete(*ONE_NODE, str(script), str(folder), "5")
     assert steps_of(RunFolder(tmp_path / "run-0")) == [1, 2, 3, 4, 5]
 
 
@@ -263,8 +257,7 @@ def nothing_left_in_memory() -> Iterator[None]:
 def test_killed_ranks_lose_at_most_one_step(stage: int, device: str, tmp_path: Path) -> None:
     straight, folder = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
     plain = config(tmp_path, stage, device, is_copied=False)
-    with Program(*ONE_NODE, *copied_program(straight, plain)) as run:
-        assert run.end() == 0, run.output
+    complete(*ONE_NODE, *copied_program(straight, plain))
     moments = random.Random(stage)
     copied = config(tmp_path, stage, device, is_copied=True)
     with (
@@ -309,8 +302,7 @@ def keepers(*, is_own: bool = True) -> dict[Path, int]:
 def test_node_that_is_lost_with_its_memory_comes_back_from_the_other_one(tmp_path: Path) -> None:
     straight, folder = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
     plain = config(tmp_path, 3, "none", is_copied=False, is_invariant=True)
-    with Program(*ONE_NODE, *copied_program(straight, plain)) as run:
-        assert run.end() == 0, run.output
+    complete(*ONE_NODE, *copied_program(straight, plain))
     copied = config(tmp_path, 3, "none", is_copied=True, is_invariant=True)
     command = (*node(29613), *copied_program(folder, copied))
     with nothing_left_in_memory(), Program(*command, **OWN_STORE) as first:

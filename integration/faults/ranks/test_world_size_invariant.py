@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.multiprocessing import ProcessExitedException
 
 import zero_core
-from faults.harness import Program
+from faults.harness import complete
 from zero_core import Engine
 from zero_core.testing import spawn, training
 
@@ -205,8 +205,7 @@ def train(output: Path, config: Path, ranks: int, steps: int, *more: str) -> Non
     sizes = ["--layers=1", "--width=32", "--heads=2", "--context=16", "--vocab=300"]
     times = ["--eval-every=100", "--eval-windows=8", f"--steps={steps}", f"--ranks={ranks}"]
     given = [*sizes, f"--config={config}", *times, f"--data={__file__}"] if not more else times[2:]
-    with Program("-m", "zero_engine", "train", f"--output={output}", *given, *more) as run:
-        assert run.end() == 0, run.output
+    complete("-m", "zero_engine", "train", f"--output={output}", *given, *more)
 
 
 def logged(output: Path) -> list[tuple[int, float, float]]:

@@ -359,13 +359,7 @@ def _row_of_capacity(job: Job, context: Context) -> Row:
         "planned_host_bytes": memory.host_bytes,
         "planned_device_bytes": memory.device_bytes,
     }
-    there = available_bytes()
-    print(
-        f"capacity: {job.name}: {job.shape.numel / 1e9:.2f} B parameters; planned without "
-        f"activations: host {memory.host_bytes / GIB:.1f} GiB ({there / GIB:.1f} available), "
-        f"device {memory.device_bytes / GIB:.1f} GiB",
-        flush=True,
-    )
+    print(job.name, flush=True)
     if reason := why_too_large(memory.host_bytes):
         return {**row, "skipped": reason}
     row |= start_on_device(job, context.runner)

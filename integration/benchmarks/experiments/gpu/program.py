@@ -33,9 +33,9 @@ from benchmarks.experiments.gpu import correct, in_memory, offloaded, quantizers
 from benchmarks.experiments.gpu.part import Context
 from benchmarks.harness.options import RESULTS, of
 from benchmarks.harness.ranks import Row, Runner
-from benchmarks.harness.report import Section, write_report
+from benchmarks.harness.report import Section, machine, write_report
 from benchmarks.harness.rounds import measured, version
-from zero_engine.machine import memory_limit_bytes, processor_name
+from zero_engine.machine import memory_limit_bytes
 
 PARTS = {
     part.name: part
@@ -128,8 +128,7 @@ def provenance(device_type: str, *, is_dry_run: bool) -> Row:
         "is_dry_run": is_dry_run,
         "device": "CPU" if device_type == "cpu" else _from_driver("name"),
         "driver": None if device_type == "cpu" else _from_driver("driver_version"),
-        "processor": processor_name(),
-        "cores": os.cpu_count(),
+        **machine(),
         "host_bytes": memory_limit_bytes(),
         "versions": {name: version(name) for name in PACKAGES},
     }
