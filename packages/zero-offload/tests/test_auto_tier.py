@@ -31,7 +31,7 @@ from zero_offload import OffloadedOptimizer
 from zero_offload.testing.virtual_time import VirtualStream, VirtualThread, VirtualTime
 from zero_offload.tiers.auto_ratio import STEPS_PER_PROBE, AutoRatio, Sample
 from zero_offload.tiers.auto_tier import AutoTier, DeviceRoom, MemoryReading, read_memory
-from zero_offload.tiers.clock import DeviceClock
+from zero_offload.tiers.factory import DeviceClock
 from zero_offload.tiers.twin import TwinTier
 
 GROUPS = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
@@ -63,7 +63,7 @@ class LateThread(VirtualThread):
 def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
     """Replace all clocks by virtual time that only kernels advance."""
     made = VirtualTime()
-    monkeypatch.setattr("zero_offload.tiers.clock.perf_counter", made.now)
+    monkeypatch.setattr("zero_offload.tiers.factory.perf_counter", made.now)
     monkeypatch.setattr("zero_offload.tiers.flat_tier.HostThread", lambda _: LateThread(made))
     return made
 

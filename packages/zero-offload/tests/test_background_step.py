@@ -22,8 +22,8 @@ from support.tiers import (
 )
 
 from zero_offload import OffloadError
-from zero_offload.tiers.progress import Progress
 from zero_offload.tiers.twin import TwinTier
+from zero_offload.tiers.worker import Progress
 
 
 def _in_thread(call: Callable[[], object]) -> threading.Thread:

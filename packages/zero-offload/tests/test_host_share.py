@@ -26,7 +26,7 @@ from zero_offload import OffloadedOptimizer
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
 from zero_offload.footprint import tier_footprint
-from zero_offload.tiers.share import device_bytes
+from zero_offload.tiers.shares import device_bytes
 from zero_offload.tiers.twin import TwinTier
 
 NAMES = ("embed.weight", "block.0.bias", "block.0.weight", "block.1.bias", "head.weight")

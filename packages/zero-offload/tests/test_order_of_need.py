@@ -17,7 +17,7 @@ from torch import Tensor, optim
 from zero_offload.flat.geometry import Geometry
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.streams import AcceleratorStreams, block_until
-from zero_offload.rules.plain import AdamRule
+from zero_offload.rules.rule import AdamRule
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.testing.virtual_time import (
     VirtualStream,

@@ -32,7 +32,7 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import StateTier
 from zero_offload.tiers.factory import OffloadTiers
-from zero_offload.tiers.speculation import SpeculativeHostTier
+from zero_offload.tiers.flat_tier import SpeculativeHostTier
 from zero_offload.tiers.twin import TwinTier
 
 SPLITS = (180, 41, 0, 360, 255, 1, 359)

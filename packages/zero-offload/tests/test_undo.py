@@ -25,7 +25,7 @@ from support.tiers import (
 from torch import optim
 
 from zero_offload.errors import OffloadError
-from zero_offload.memory.ring import ALIGNMENT, HostRing, RingSpan
+from zero_offload.steppers.memory_stepper import ALIGNMENT, HostRing, RingSpan
 from zero_offload.tiers.twin import TwinTier
 
 PIECES, NUMEL = range(5), 318

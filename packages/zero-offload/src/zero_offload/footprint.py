@@ -36,7 +36,7 @@ from zero_offload.steppers.memory_stepper import undo_capacity
 from zero_offload.steppers.rule_stepper import BlockLayout
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
 from zero_offload.tiers.accumulation import num_layers
-from zero_offload.tiers.share import end_share, is_chosen, state_bytes, within_budget
+from zero_offload.tiers.shares import end_share, is_chosen, state_bytes, within_budget
 from zero_offload.transfers.differences import NUM_BUFFERS, SHORTEST_NBYTES, part_numel
 
 

@@ -23,7 +23,7 @@ from zero_offload.steppers.torch_stepper import TorchStepper
 from zero_offload.tiers.auto_tier import AutoTier
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import DeviceTier
-from zero_offload.tiers.share import device_bytes, host_share, state_bytes
+from zero_offload.tiers.shares import device_bytes, host_share, state_bytes
 from zero_offload.tiers.twin import BudgetTier, TwinTier
 from zero_offload.transfers.mover import Mover
 

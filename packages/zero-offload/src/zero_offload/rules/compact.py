@@ -16,8 +16,7 @@ from torch import Tensor
 
 from zero_offload.protocols import Bf16AdamKernel, EightBitAdamKernel
 from zero_offload.rules import codes
-from zero_offload.rules.plain import MOMENTS, AdamRule
-from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Grad, Rule, Stored
+from zero_offload.rules.rule import MASTER, MOMENTS, PARAM, REMAINDER, AdamRule, Grad, Rule, Stored
 
 _SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
 _RANDOM_BLOCK = 1 << 20

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from zero_offload.flat.geometry import Geometry, Run, plan_runs
 from zero_offload.flat.grads import GradLedger
 from zero_offload.protocols import Groups, OptimizerClass
-from zero_offload.rules.elementwise import check_elementwise
+from zero_offload.rules.resolve import check_elementwise
 from zero_offload.rules.rule import MASTER
 from zero_offload.steppers.stepper import (
     Chunk,

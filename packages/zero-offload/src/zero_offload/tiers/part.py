@@ -23,8 +23,7 @@ from zero_offload.protocols import (
     StateTier,
 )
 from zero_offload.rules.rule import MASTER
-from zero_offload.tiers.flat_tier import FlatTier, TierReport
-from zero_offload.tiers.speculation import SpeculativeHostTier
+from zero_offload.tiers.flat_tier import FlatTier, SpeculativeHostTier, TierReport
 from zero_offload.transfers.mover import Release
 
 _SQUARED_NUMEL = 1 << 24

@@ -5,11 +5,18 @@
 device never holds two tiers: state that stays there waits in host memory until the old tier has
 been freed. Meanwhile host memory holds the host's old share and its new one, or one of them and the
 waiting state.
+
+Elements that the host holds, by ratio, parameter names or device budget.
+
+`ReportingShares`: what the tiers of a flat space have copied, computed and allocated so far.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -17,11 +24,142 @@ from torch import Tensor
 from zero_offload.errors import OffloadError
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
-from zero_offload.protocols import ChangeWatcher, Groups
+from zero_offload.memory.storage import BlockFile
+from zero_offload.memory.streams import TimedCopy
+from zero_offload.protocols import ChangeWatcher, Groups, OptimizerClass
+from zero_offload.rules.resolve import check_elementwise
+from zero_offload.settings import HostShare, OffloadSettings
+from zero_offload.steppers.torch_stepper import probe_entry
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import TierReport
-from zero_offload.tiers.part import AnyPart, DevicePart, HeldState, HostPart, PartWatcher, migrate
-from zero_offload.tiers.share import end_share
+from zero_offload.tiers.part import (
+    AnyPart,
+    DevicePart,
+    HeldState,
+    HostPart,
+    PartReport,
+    PartWatcher,
+    migrate,
+)
+
+WIDENED_NUMEL = 1 << 26
+"""Elements of 16-bit gradients that a tier on an accelerator widens at once."""
+
+
+def host_share(
+    settings: OffloadSettings,
+    geometry: Geometry,
+    names: Sequence[str],
+    optimizer_class: OptimizerClass,
+    groups: Groups,
+    *,
+    is_accelerated: bool,
+) -> Intervals | None:
+    """Return the elements that the host updates, or None if measurements choose (``"auto"``)."""
+    if settings.parameters is not None:
+        if len(names) != len(geometry.pieces):
+            raise ValueError(
+                f"parameters needs the name of each of the {len(geometry.pieces)} "
+                f"pieces, got {len(names)}: pass names to the factory, or named parameters "
+                f"(model.named_parameters()) to the optimizer"
+            )
+        chosen = [i for i, name in enumerate(names) if is_chosen(name, settings.parameters)]
+        return geometry.padded_spans(chosen)
+    if settings.device_budget is not None:
+        nbytes = state_bytes(optimizer_class, groups, geometry.master_dtype)
+        budget, end = settings.device_budget, settings.host_share
+        return within_budget(geometry, budget, nbytes, end, is_accelerated=is_accelerated)
+    if settings.ratio == "auto":
+        return None
+    return end_share(geometry.numel, round(settings.ratio * geometry.numel), settings.host_share)
+
+
+def end_share(numel: int, num_host: int, end: HostShare) -> Intervals:
+    """Return the ``num_host`` elements at one end of a flat space of ``numel``."""
+    start = 0 if end == "first" else numel - num_host
+    return Intervals([(start, start + num_host)])
+
+
+def is_chosen(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name matches one of the patterns of `fnmatchcase`: ``*`` matches dots too."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ValueError for a pattern that matches none of all the parameters' names."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
+            raise ValueError(
+                f"parameters: {pattern!r} matches no parameter; near it are {list(near)}"
+            )
+
+
+def within_budget(
+    geometry: Geometry,
+    budget: int,
+    element_state_bytes: int,
+    end: HostShare,
+    *,
+    is_accelerated: bool,
+    adds_grads: bool = False,
+) -> Intervals:
+    """Return as few elements of one end as leave at most ``budget`` bytes on the device."""
+    low, high = 0, geometry.numel
+    while low < high:  # fewer on the host are more bytes on the device
+        middle = (low + high) // 2
+        rest = end_share(geometry.numel, middle, end).complement(geometry.numel)
+        held = device_bytes(
+            geometry,
+            rest,
+            element_state_bytes,
+            is_accelerated=is_accelerated,
+            adds_grads=adds_grads,
+        )
+        if held <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return end_share(geometry.numel, low, end)
+
+
+def device_bytes(
+    geometry: Geometry,
+    share: Intervals,
+    element_state_bytes: int,
+    *,
+    is_accelerated: bool,
+    adds_grads: bool = False,
+) -> int:
+    """Return the bytes of a share on the device: states, master weights, one gradient.
+
+    Master weights take nothing if all shards there are their own. A gradient has its shard's dtype:
+    where master weights are wider, an accelerator's tier widens `WIDENED_NUMEL` elements at once.
+    A sum of micro-steps' gradients has the dtype of the master weights.
+    """
+    views = [view for span in share.spans for _, _, view in geometry.overlaps(*span)]
+    master = geometry.master_dtype
+    is_in_place = all(view.dtype == master for view in views)
+    if adds_grads:
+        grads = share.numel * master.itemsize
+    else:
+        grads = sum(view.numel() * view.element_size() for view in views)
+    kept = share.numel * element_state_bytes + grads
+    if is_in_place:
+        return kept
+    widened = min(share.numel, WIDENED_NUMEL) if is_accelerated and not adds_grads else 0
+    return kept + (share.numel + widened) * master.itemsize
+
+
+def state_bytes(optimizer_class: OptimizerClass, groups: Groups, dtype: torch.dtype) -> int:
+    """Return the bytes of one element's optimizer states, without its master weight."""
+    check_elementwise(optimizer_class)
+    dtypes: dict[str, torch.dtype] = {}
+    for group in groups:
+        on_host = {**group, "capturable": False} if group.get("capturable") else group
+        entry = probe_entry(optimizer_class, on_host, torch.device("cpu"), dtype)
+        dtypes.update(entry.elementwise())
+    return sum(found.itemsize for found in dtypes.values())
 
 
 class Shares:
@@ -242,3 +380,89 @@ class Shares:
     ) -> None:
         for part in self._present:
             migrate(part.tier, part.share, write_state, share)
+
+
+class ReportingShares(Shares):
+    """`Shares` with counters. Those of host tiers before a resplit count."""
+
+    def report(self) -> tuple[PartReport, ...]:
+        return tuple(part.report() for part in self._present)
+
+    def _host_reports(self) -> list[TierReport]:
+        host = self._host_part
+        return self._replaced if host is None else [*self._replaced, host.tier.report()]
+
+    @property
+    def bytes_d2h(self) -> int:
+        return self.copied_bytes()[0]
+
+    @property
+    def bytes_h2d(self) -> int:
+        """Parameter bytes brought from the host so far. Complete after ``wait_params``."""
+        return self.copied_bytes()[1]
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that callers were blocked so far because the host was not done."""
+        return sum(report.stall_s for report in self._host_reports())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory of master weights and states, transfer buffers apart."""
+        return sum(r.tier.host_bytes for r in self.report() if r.tier is not None)
+
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes of host memory of the undo log."""
+        return self.host_memory_bytes().get("undo log", 0)
+
+    @property
+    def file(self) -> BlockFile | None:
+        """The file of the host's master weights and state, if there is one, with its counters."""
+        return None if self._host_part is None else self._host_part.tier.file
+
+    def work_s(self) -> dict[str, float]:
+        """Return seconds so far of the host's updates, of its file, and of waiting for that."""
+        found = {"host": sum(report.update_s for report in self._host_reports())}
+        if self.file is not None:
+            found |= {"file": self.file.io_s, "file wait": self.file.waited_s}
+        return found
+
+    def copied_bytes(self) -> tuple[int, int]:
+        """Return bytes copied so far from the device to the host, and back."""
+        reports = self._host_reports()
+        return sum(r.bytes_d2h for r in reports), sum(r.bytes_h2d for r in reports)
+
+    def recent_updates(self) -> list[tuple[float, float]]:
+        """Return start and end of the host's last updates, of `time.perf_counter`."""
+        return [] if self._host_part is None else list(self._host_part.tier.worker.updates)
+
+    def file_traffic(self) -> tuple[int, int]:
+        """Return the bytes of states read from and written to the file since the last resplit.
+
+        Waits for updates and transfers under way. See `BlockFile.traffic`.
+        """
+        if self._host_part is not None:
+            self._host_part.drain()
+        return (0, 0) if self.file is None else self.file.traffic()
+
+    def time_copies(self, *, is_on: bool) -> None:
+        """Time later copies between the device and the host, or no longer. None are on a CPU."""
+        if self._host_part is not None:
+            self._host_part.tier.mover.streams.is_timing = is_on
+
+    def take_copies(self) -> list[TimedCopy]:
+        """Return what was copied since the last call, and events before and after each copy."""
+        host = self._host_part
+        return [] if host is None else host.tier.mover.streams.take_copies()
+
+    def host_memory_bytes(self) -> dict[str, int]:
+        """Return bytes of host memory by kind, without parameter shards and their copies."""
+        found: Counter[str] = Counter()
+        for part in self.report():
+            if part.tier is not None:
+                kinds = dict(part.tier.memory)
+                if part.is_host and self.file is not None:
+                    kinds["NVMe buffers"] = kinds.pop("optimizer states")
+                found.update(kinds)
+        return {kind: nbytes for kind, nbytes in found.items() if nbytes}

@@ -19,8 +19,7 @@ from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import Groups
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.part import AnyPart
-from zero_offload.tiers.share import within_budget
-from zero_offload.tiers.twin_report import ReportingShares
+from zero_offload.tiers.shares import ReportingShares, within_budget
 
 
 class TwinTier(ReportingShares):
@@ -215,7 +214,7 @@ class TwinTier(ReportingShares):
         """Have the host begin a step over its part of the pieces ``active``, before its decision.
 
         Nobody sees it before ``step`` with the same settings and factor, which goes on with it.
-        Anything else undoes it: see `zero_offload.tiers.speculation`. The device's part is
+        Anything else undoes it: see `zero_offload.tiers.flat_tier`. The device's part is
         updated by ``step`` alone.
         """
         if not self._has_undo:

@@ -11,7 +11,7 @@ An element's updates stay in the order of their steps. A stepper that works thro
 one order (`Stepper.is_sequential`) gets its chunks in the order of planning.
 
 [Note: ahead of the decision]
-Tentative chunks (`zero_offload.steppers.undo`) are picked like others, and publish nothing. Once
+Tentative chunks are picked like others, and publish nothing (see `memory_stepper`). Once
 the step is decided those that have not been picked are void. The chunks of the decision follow:
 kept ones are published, and updated only where that was not done, or undone ones are restored, and
 perhaps updated with another factor. All of them are picked in the order of need, but a
@@ -20,14 +20,21 @@ kept one waits while copies up of others are under way, and another one is updat
 The policy (`Worker`) knows no thread: `Worker.run_next` picks and updates one chunk for whoever
 calls it. For a host tier that is a `HostThread`, in tests and in the benchmark ``schedule`` a
 simulated clock.
+
+Progress of the steps under way, for callers that wait for a range of them.
+
+A step publishes its runs in the order in which they are updated, which is that of need and not of
+offsets (see `zero_offload.tiers.worker`). A caller that needs a range waits until every run that
+overlaps it is published, and no longer.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
@@ -36,12 +43,119 @@ from typing import Any, Protocol
 
 import torch
 
+from zero_offload.errors import OffloadError
 from zero_offload.flat.grads import GradLedger
+from zero_offload.flat.intervals import SpanMap
 from zero_offload.memory.streams import enter_device, with_index
+from zero_offload.steppers.memory_stepper import UndoLog
 from zero_offload.steppers.stepper import Chunk, Stepper, spans_of
-from zero_offload.steppers.undo import UndoLog
-from zero_offload.tiers.progress import Progress, Published
 from zero_offload.transfers.mover import Arrival, HostMover
+
+
+@dataclass(slots=True)
+class Published:
+    """Whether a run's new values are published, and the event that fires when they arrive."""
+
+    is_published: bool = False
+    event: torch.Event | None = None
+
+
+class Progress:
+    """Runs of all steps under way, published by one thread and awaited by others.
+
+    ``changed`` guards it and is notified whenever a run is published or a step ends. ``error`` is
+    that of the first step that failed. Steps that queue behind it must not run. ``stall_s`` are the
+    seconds of `wait` so far.
+    """
+
+    def __init__(
+        self,
+        changed: threading.Condition | None = None,
+        now: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._changed = changed or threading.Condition()
+        self._now = now
+        self.stall_s = 0.0
+        self._runs: SpanMap[Published] = SpanMap()  # the last one of each element
+        self._num_open = 0
+        self.error: BaseException | None = None
+
+    def begin(self, runs: Sequence[tuple[int, int]]) -> tuple[list[Published], list[Published]]:
+        """Add a step. Return an entry per run, and earlier ones that must be published first."""
+        with self._changed:
+            new = [Published() for _ in runs]
+            before: list[Published] = []
+            for (start, stop), entry in zip(runs, new, strict=True):
+                before += [v for *_, v in self._runs.overlaps(start, stop) if not v.is_published]
+                self._runs.put(start, stop, entry)
+            self._num_open += 1
+        return new, before
+
+    def begin_unpublished(self, runs: Sequence[tuple[int, int]]) -> list[Published]:
+        """Add work that publishes nothing. Return entries that must be published before it."""
+        with self._changed:
+            self._num_open += 1
+            overlapping = [entry for run in runs for entry in self._overlapping(*run)]
+            return [entry for entry in overlapping if not entry.is_published]
+
+    def publish(self, entry: Published, event: torch.Event | None) -> None:
+        """Mark a run as published. ``event`` fires when its values have arrived."""
+        with self._changed:
+            entry.event, entry.is_published = event, True
+            self._changed.notify_all()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End a step, with an error for all present and later callers if it failed."""
+        with self._changed:
+            self.error = self.error or error
+            self._num_open -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Begin and launch a step in this context. An exception, Ctrl-C too, fails the step."""
+        try:
+            yield
+        except BaseException as error:
+            self.finish(error)
+            raise
+
+    def _overlapping(self, start: int, stop: int) -> list[Published]:
+        return [entry for *_, entry in self._runs.overlaps(start, stop)]
+
+    def wait(self, start: int, stop: int) -> list[torch.Event]:
+        """Block until all runs that overlap a range are published, and return their events."""
+        started = self._now()
+        with self._changed:
+            hits = self._overlapping(start, stop)
+            self._changed.wait_for(lambda: self.error or all(e.is_published for e in hits))
+        self.check()
+        self.stall_s += self._now() - started
+        return [entry.event for entry in hits if entry.event is not None]
+
+    def is_over(self, start: int, stop: int) -> bool:
+        """Return whether all runs in a range have arrived. False after a step that failed."""
+        with self._changed:
+            if self.error is not None:
+                return False
+            hits = self._overlapping(start, stop)
+            return all(e.is_published and (e.event is None or e.event.query()) for e in hits)
+
+    def drain(self) -> None:
+        """Block until no step is under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.error is not None or self._num_open <= 0)
+        self.check()
+
+    def check(self) -> None:
+        """Raise OffloadError if a step failed."""
+        if self.error is not None:
+            raise OffloadError(
+                f"an optimizer step failed midway ({self.error!r}), so master weights and state "
+                f"are partly updated; load a checkpoint into a new tier (with zero_core: build the "
+                "engine again)"
+            ) from self.error
+
 
 _MAX_UPDATES = 256
 
