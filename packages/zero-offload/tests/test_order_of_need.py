@@ -26,7 +26,7 @@ from zero_offload.testing.virtual_time import (
     VirtualTime,
 )
 from zero_offload.tiers.flat_tier import HostTier
-from zero_offload.tiers.worker import UpdateThread
+from zero_offload.tiers.worker import HostThread as UpdateThread
 from zero_offload.transfers.mover import HostMover
 
 NUM_UNITS, UNIT_NUMEL, CHUNK_NUMEL = 20, 120, 40

@@ -32,7 +32,7 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import StateTier
 from zero_offload.tiers.factory import OffloadTiers
-from zero_offload.tiers.flat_tier import SpeculativeHostTier
+from zero_offload.tiers.flat_tier import HostTier
 from zero_offload.tiers.twin import TwinTier
 
 SPLITS = (180, 41, 0, 360, 255, 1, 359)
@@ -146,7 +146,7 @@ class WatchedTiers:
         self.devices: list[weakref.ref[StateTier]] = []
         self.alive: list[bool] = []
 
-    def make_host(self, part: Geometry, share: Intervals, groups: Any) -> SpeculativeHostTier:
+    def make_host(self, part: Geometry, share: Intervals, groups: Any) -> HostTier:
         if isinstance(self.error, OSError):
             raise self.error
         return self.tiers.make_host(part, share, groups)

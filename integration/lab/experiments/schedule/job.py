@@ -54,7 +54,7 @@ from zero_offload.testing.virtual_time import (
 from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.tiers.auto_tier import AutoTier
 from zero_offload.tiers.factory import DeviceClock, OffloadTiers
-from zero_offload.tiers.flat_tier import DeviceTier, SpeculativeHostTier
+from zero_offload.tiers.flat_tier import DeviceTier, HostTier
 from zero_offload.tiers.shares import host_share
 from zero_offload.tiers.twin import TwinTier
 from zero_offload.transfers.mover import HostMover, Mover
@@ -206,7 +206,7 @@ class _Tiers(OffloadTiers):
     def make_clock(self) -> DeviceClock:
         return _Clock(self._job.compute)
 
-    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> SpeculativeHostTier:
+    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:
         job, times = self._job, self._job.times
         thread, copy_s = VirtualThread(job.time), times.link_s / job.numel
         streams: VirtualStreams
@@ -229,7 +229,7 @@ class _Tiers(OffloadTiers):
         return DeviceTier(part, stepper, Mover(part, CPU))
 
 
-class _LoggingTier(SpeculativeHostTier):
+class _LoggingTier(HostTier):
     """A tier whose undo log takes time on the host's lane."""
 
     def __init__(self, job: Job, *args: Any) -> None:

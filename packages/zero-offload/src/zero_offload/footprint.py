@@ -33,7 +33,7 @@ from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.file_stepper import BLOCK_NUMEL
 from zero_offload.steppers.memory_stepper import undo_capacity
-from zero_offload.steppers.rule_stepper import BlockLayout
+from zero_offload.steppers.stepper import BlockLayout
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
 from zero_offload.tiers.accumulation import num_layers
 from zero_offload.tiers.shares import end_share, is_chosen, state_bytes, within_budget

@@ -46,11 +46,9 @@ def _ratio(value: Any, name: str) -> float | Literal["auto"]:
 
 
 def _host_share(value: Any, name: str) -> HostShare:
-    if value == "last":
-        return "last"
-    if value == "first":
-        return "first"
-    raise ValueError(f'{name} must be "last" or "first", got {value!r}')
+    if value not in ("last", "first"):
+        raise ValueError(f'{name} must be "last" or "first", got {value!r}')
+    return value  # type: ignore[no-any-return]
 
 
 def _boolean(value: Any, name: str) -> bool:
@@ -59,14 +57,10 @@ def _boolean(value: Any, name: str) -> bool:
     return value
 
 
-def _whole(value: Any, name: str, kind: str, *, least: int) -> int:
+def _whole(value: Any, name: str, kind: str = "number of bytes", *, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole {kind}, got {value!r}")
     return value
-
-
-def _num_bytes(value: Any, name: str) -> int:
-    return _whole(value, name, "number of bytes", least=0)
 
 
 def _patterns(value: Any, name: str) -> tuple[str, ...]:
@@ -79,12 +73,12 @@ def _patterns(value: Any, name: str) -> tuple[str, ...]:
 _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "ratio": _ratio,
     "parameters": _patterns,
-    "device_budget": _num_bytes,
+    "device_budget": _whole,
     "host_share": _host_share,
     "pin_memory": _boolean,
-    "pin_memory_bytes": _num_bytes,
+    "pin_memory_bytes": _whole,
     "state_dtype": check_state_dtype,
-    "undo_buffer_size": _num_bytes,
+    "undo_buffer_size": _whole,
     "lossless_upload": _boolean,
 }
 """Fields of `OffloadSettings` that are keys, and the check of each, called with value and name."""

@@ -9,7 +9,7 @@ is taken in the master weights' dtype (fp32, as a rule), in the order in which t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,26 +33,18 @@ class GradLedger:
 
     def append(self, start: int, stop: int, source: Tensor, base: int) -> None:
         """Record that ``source[start - base : stop - base]`` is one more term of the range."""
-        for a, b, terms in list(self._spans(start, stop)):
+        for a, b, terms in self.terms(start, stop):
             self._terms.put(a, b, (*terms, (source, base)))
 
     def discard(self, start: int, stop: int) -> None:
         self._terms.discard(start, stop)
 
-    def num_terms(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return ``(a, b, count)`` parts that cover ``[start, stop)``, in order."""
-        return [(a, b, len(terms)) for a, b, terms in self._spans(start, stop)]
+    def terms(self, start: int, stop: int) -> list[tuple[int, int, _Terms]]:
+        """Return ``(a, b, terms)`` parts that cover ``[start, stop)``, in order.
 
-    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, _Terms]]:
-        """The terms of all parts of a range, none where nothing was offered."""
-        end = start
-        for a, b, terms in self._terms.overlaps(start, stop):
-            if end < a:
-                yield end, a, ()
-            yield a, b, terms
-            end = b
-        if end < stop:
-            yield end, stop, ()
+        The terms of a part for which no gradient was offered are an empty tuple.
+        """
+        return [(a, b, terms or ()) for a, b, terms in self._terms.divide(start, stop)]
 
     def take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
         """Move the gradients of the spans to a new ledger and return it, or raise ValueError."""
@@ -79,13 +71,15 @@ class GradLedger:
     def _covering(self, start: int, stop: int) -> list[tuple[int, int, _Terms]]:
         """The terms of a range in order. Adjacent ones of the same memory are one."""
         found: list[tuple[int, int, _Terms]] = []
-        for a, b, terms in self._spans(start, stop):
+        for a, b, terms in self.terms(start, stop):
             if not terms:
                 raise ValueError(
                     f"no gradient was offered for [{a}, {stop}), which a piece listed in `active` "
                     f"needs; call offer_grad before step"
                 )
-            if found and _is_same(found[-1][2], terms):
+            last = found[-1][2] if found else ()
+            # By identity, because == compares tensors element by element.
+            if [(id(t), base) for t, base in last] == [(id(t), base) for t, base in terms]:
                 a = found.pop()[0]
             found.append((a, b, terms))
         return found
@@ -126,8 +120,3 @@ def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
         out.copy_(first)
     for other in others:
         out.add_(other)
-
-
-def _is_same(one: _Terms, other: _Terms) -> bool:
-    pairs = zip(one, other, strict=False)
-    return len(one) == len(other) and all(a is b and m == n for (a, m), (b, n) in pairs)

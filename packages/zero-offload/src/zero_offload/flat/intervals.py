@@ -38,6 +38,16 @@ class SpanMap(Generic[T]):
             if a < b:
                 yield a, b, value
 
+    def divide(self, start: int, stop: int) -> Iterator[tuple[int, int, T | None]]:
+        """Yield ``(a, b, value)`` parts that cover ``[start, stop)``, in order: None in a gap."""
+        for a, b, value in self.overlaps(start, stop):
+            if start < a:
+                yield start, a, None
+            yield a, b, value
+            start = b
+        if start < stop:
+            yield start, stop, None
+
     def put(self, start: int, stop: int, value: T) -> None:
         """Set the value over ``[start, stop)``, in place of the values there."""
         if start < stop:
@@ -109,13 +119,7 @@ class Intervals:
 
     def divide(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
         """Yield ``(a, b, is_in)``: the parts of a range in the set and between, in order."""
-        for a, b in self.overlaps(start, stop):
-            if start < a:
-                yield start, a, False
-            yield a, b, True
-            start = b
-        if start < stop:
-            yield start, stop, False
+        return ((a, b, base is not None) for a, b, base in self._bases.divide(start, stop))
 
     def complement(self, numel: int) -> Intervals:
         """Return the elements of ``[0, numel)`` that are not in the set."""

@@ -87,11 +87,6 @@ class BlockPipeline:
         return list(self._prefetched)
 
     @property
-    def reading(self) -> list[int]:
-        """Announced blocks whose read has begun, and that were not taken, in order."""
-        return list(self._reading)
-
-    @property
     def is_idle(self) -> bool:
         """Whether every announced block was taken."""
         return not self._ahead and not self._reading

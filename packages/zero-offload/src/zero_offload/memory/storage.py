@@ -141,11 +141,6 @@ class BlockFile:
                 if not self._num_running:
                     self.io_s += time.perf_counter() - self._since
 
-    def count(self, *, read: int = 0, written: int = 0) -> None:
-        with self._lock:
-            self.bytes_read += read
-            self.bytes_written += written
-
     def waited(self, seconds: float) -> None:
         with self._lock:
             self.waited_s += seconds
@@ -193,7 +188,8 @@ class BlockFile:
             for span, address, offset in self._spans(block, tensor):
                 self._scratch.read(span, address, offset)
                 checksum.update(span)
-        self.count(read=self.block_bytes[block])
+        with self._lock:
+            self.bytes_read += self.block_bytes[block]
         found = checksum.intdigest()
         if found != expected:
             raise StorageCorruptError(
@@ -217,7 +213,8 @@ class BlockFile:
             raise
         self._lost.pop(block, None)
         self._checksums[block] = checksum.intdigest()
-        self.count(written=self.block_bytes[block])
+        with self._lock:
+            self.bytes_written += self.block_bytes[block]
 
     def _spans(self, block: int, tensor: Tensor) -> Iterator[tuple[memoryview, int, int]]:
         """Memory, address and file offset of each system call's share of a block."""

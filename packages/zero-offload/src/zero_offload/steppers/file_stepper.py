@@ -24,8 +24,7 @@ from zero_offload.memory.direct_io import aligned_empty
 from zero_offload.memory.storage import BlockFile
 from zero_offload.protocols import Groups
 from zero_offload.rules.rule import MASTER, Rule
-from zero_offload.steppers.rule_stepper import Block, BlockLayout, RuleStepper
-from zero_offload.steppers.stepper import Chunk, StateBytes
+from zero_offload.steppers.stepper import Block, BlockLayout, Chunk, RuleStepper, StateBytes
 
 BLOCK_NUMEL = 1 << 20
 """Elements of a block: requests of 4 MiB, and for Adam 12 MiB of host memory per buffer."""

@@ -40,8 +40,16 @@ from zero_offload.flat.intervals import SpanMap
 from zero_offload.protocols import Groups
 from zero_offload.rules.codes import WINDOW_NUMEL
 from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Rule
-from zero_offload.steppers.rule_stepper import Block, BlockLayout, RuleStepper
-from zero_offload.steppers.stepper import Chunk, ShardMasters, SpanMemory, StateBytes, spans_of
+from zero_offload.steppers.stepper import (
+    Block,
+    BlockLayout,
+    Chunk,
+    RuleStepper,
+    ShardMasters,
+    SpanMemory,
+    StateBytes,
+    spans_of,
+)
 
 ALIGNMENT = 64
 """Bytes of a cache line, to whose multiples spans are rounded up."""

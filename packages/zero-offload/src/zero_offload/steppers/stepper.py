@@ -3,22 +3,48 @@
 A stepper works on one kind of storage (host memory, device memory, a file) and knows nothing of
 transfers, threads or streams. `Stepper.plan` runs in the caller's thread and raises for everything
 that can be refused. `Stepper.update` then runs chunk by chunk, on the host tier in its worker.
+
+Update by one fused kernel: a single pass over each run of pieces, whatever memory it is in.
+
+ZeRO-Offload (arXiv 2101.06840, section 5) moves the optimizer to the host and makes it fast there.
+The kernel reads the gradient in the dtype it left the device in, updates master weights and state,
+and writes the rounded parameters in the same pass, so that no separate unscale or cast pass reads
+host memory again.
+
+[Note: blocks]
+A block is a range of elements of one shard with a `Rule` and a set of buffers, the fp32 master
+weights first unless they are split. Under a rule that updates any span, a block is a piece of a
+shard, padding included. Under a rule that counts blocks of its own from a piece's start, it lies in
+one piece and starts at a multiple of those, so that it is one span of that rule (see
+`zero_offload.rules.rule`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry, Run
+from zero_offload.flat.geometry import Geometry, Run, plan_runs
 from zero_offload.flat.grads import GradLedger, add_up
+from zero_offload.flat.intervals import SpanMap
 from zero_offload.memory.storage import BlockFile
 from zero_offload.protocols import ChangeWatcher, Groups
+from zero_offload.rules.rule import (
+    KERNEL_DTYPES,
+    MASTER,
+    PARAM,
+    REMAINDER,
+    Copies,
+    Grad,
+    Rule,
+    Stored,
+)
+from zero_offload.threads import num_kernel_threads
 
 _SQUARED_NUMEL = 1 << 20
 """Elements whose squares are summed at once: bounds the sum of gradients to 4 MiB."""
@@ -218,3 +244,237 @@ def check_num_steps(scalars: Mapping[str, float]) -> int:
     if found is None or found < 0 or found != int(found):
         raise ValueError(f"scalars need a whole, non-negative num_steps, got {dict(scalars)}")
     return int(found)
+
+
+_Kept = Mapping[str, tuple[torch.dtype, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Elements ``[start, stop)``, their rule, and dtype and length of each of their buffers."""
+
+    start: int
+    stop: int
+    rule: Rule
+    kept: _Kept
+
+    def clip(self, stored: Stored, start: int, stop: int) -> dict[str, Tensor]:
+        """Return the buffers of a range. Of the whole block, unless the rule takes any span."""
+        if self.rule.block == 1:
+            low, high = start - self.start, stop - self.start
+            return {name: values[low:high] for name, values in stored.items()}
+        assert (start, stop) == (self.start, self.stop), "a block is one span"
+        return dict(stored)
+
+    def decode(self, stored: Stored, name: str, start: int, stop: int) -> Tensor:
+        """Return what `Rule.decode` does: it may be ``stored``'s own memory."""
+        return self.rule.decode(name, stored, start - self.start, stop - self.start)
+
+    def encode(self, stored: Stored, name: str, start: int, values: Tensor) -> None:
+        self.rule.encode(name, stored, start - self.start, values.to("cpu"))
+
+
+class BlockLayout:
+    """The blocks of a flat space, see [Note: blocks]. Pure arithmetic.
+
+    ``rules`` are those of each shard, after their ``for_params``. All count the same blocks. A
+    block has at most ``block_numel`` elements, rounded up to the rule's own blocks.
+    ``record_bytes`` are those of each buffer of each block in turn, 0 for one that a block has not.
+    """
+
+    def __init__(
+        self, geometry: Geometry, rules: Sequence[Rule], block_numel: int | None = None
+    ) -> None:
+        self.blocks: list[Block] = []
+        shards = zip(geometry.shards, rules, strict=True)
+        ranges = [(start, start + shard.numel(), rule) for (start, shard), rule in shards]
+        if any(rule.block > 1 for rule in rules):
+            pieces = zip(geometry.pieces, geometry.piece_shards, strict=True)
+            ranges = [(piece.start, piece.stop, rules[index]) for piece, index in pieces]
+        for start, stop, rule in ranges:
+            own = rule.block
+            most = stop - start if block_numel is None else -(-block_numel // own) * own
+            for low in range(start, stop, max(most, 1)):
+                high = min(low + most, stop)
+                self.blocks.append(Block(low, high, rule, _kept(rule, high - low)))
+        self._index = SpanMap((b.start, b.stop, i) for i, b in enumerate(self.blocks))
+        everything = [*(_kept(rule, 0) for rule in rules), *(block.kept for block in self.blocks)]
+        self.names = tuple(dict.fromkeys(name for kept in everything for name in kept))
+        kept_or_none = (block.kept.get(n) for block in self.blocks for n in self.names)
+        self.record_bytes = [k[0].itemsize * k[1] if k else 0 for k in kept_or_none]
+
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield ``(index, a, b)``: the parts of ``[start, stop)`` in blocks."""
+        return ((index, a, b) for a, b, index in self._index.overlaps(start, stop))
+
+    def parts_of(self, index: int, name: str) -> list[int]:
+        """Return the indices of the buffers that a state of a block is read from and written to."""
+        block = self.blocks[index]
+        if name == MASTER and block.rule.is_master_split:
+            return [self.names.index(PARAM), self.names.index(REMAINDER)]
+        if name == MASTER or block.rule.block == 1:
+            return [self.names.index(name)]
+        return [part for part, n in enumerate(self.names) if n in block.kept and n != MASTER]
+
+
+def _kept(rule: Rule, numel: int) -> _Kept:
+    whole = {} if rule.is_master_split else {MASTER: (torch.float32, numel)}
+    return {**whole, **rule.stored(numel)}
+
+
+class RuleStepper(Stepper):
+    """Stepper whose update is a `Rule`. A subclass has the blocks in its memory."""
+
+    has_kernel = True
+
+    def __init__(self, geometry: Geometry, rule: Rule, layout: BlockLayout, groups: Groups) -> None:
+        super().__init__(geometry, torch.device("cpu"))
+        self.rule = rule
+        self.layout = layout
+        self.states = rule.states
+        self._initial = [{name: rule.initial(name, g) for name in rule.states} for g in groups]
+
+    @abstractmethod
+    def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
+        """Divide a step into chunks, whose blocks are then taken in this order."""
+
+    @abstractmethod
+    def take(self, index: int) -> dict[str, Tensor]:
+        """Return the buffers of a block, the caller's until `put`."""
+
+    @abstractmethod
+    def put(self, index: int) -> None:
+        """Store the updated buffers of a block that was taken."""
+
+    @torch.no_grad()
+    def fill_fresh(self) -> None:
+        """Write the initial values of all states. To be called once there is memory."""
+        for i in range(len(self.geometry.pieces)):
+            self._fill(i, is_fresh=True)
+
+    def _fill(self, piece: int, *, is_fresh: bool) -> None:
+        """Write the initial values of a piece's states. Fresh storage is zero already."""
+        span = self.geometry.pieces[piece]
+        for name, value in self._initial[span.group].items():
+            if value or not is_fresh:
+                first = torch.full((span.stop - span.start,), value, device="cpu")
+                self.write(name, span.start, first)
+
+    def plan(self, active: Sequence[int], groups: Groups, grads: GradLedger) -> list[Chunk]:
+        """Merge pieces with equal settings into runs, and divide these into chunks."""
+        pieces = self.geometry.pieces
+        keys: dict[int, Hashable] = {
+            i: self.rule.hyper(groups[pieces[i].group], self.num_steps[i] + 1) for i in active
+        }
+        runs = plan_runs(self.geometry, active, keys)
+        for run in runs:
+            grads.segments(run.start, run.stop)  # refuses a missing gradient before any update
+        return self.chunks(runs)
+
+    def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: SpanMemory) -> None:
+        """Call the kernel once per span of gradient memory, or once per block of the rule."""
+        taken: dict[int, dict[str, Tensor]] = {}
+        for run in chunk.runs:
+            rounded = None if self.is_in_place else out(run.start, run.stop)
+            for index, start, stop in self.layout.overlaps(run.start, run.stop):
+                block = self.layout.blocks[index]
+                if index not in taken:
+                    taken[index] = self.take(index)
+                self.update_span(
+                    block,
+                    start,
+                    stop,
+                    block.clip(taken[index], start, stop),
+                    grads,
+                    run.key,
+                    grad_scale,
+                    None if rounded is None else rounded[start - run.start : stop - run.start],
+                )
+        for index in taken:
+            self.put(index)
+
+    def update_span(
+        self,
+        block: Block,
+        start: int,
+        stop: int,
+        stored: Stored,
+        grads: GradLedger,
+        key: Hashable,
+        grad_scale: float,
+        out: Tensor | None,
+        copies: Copies = (),
+    ) -> None:
+        """Update ``[start, stop)`` of a block, whose buffers ``stored`` are, clipped to it.
+
+        ``key`` is the run's, the rule's settings, and ``copies`` are as of `Rule.update`, clipped
+        too.
+        """
+        is_any = block.rule.block == 1
+        calls = (
+            grads.segments(start, stop) if is_any else [(start, stop, grads.joined(start, stop))]
+        )
+        for a, b, terms in calls:
+            own, copied = dict(stored), copies
+            if (a, b) != (start, stop):
+                part = slice(a - start, b - start)
+                own = {name: values[part] for name, values in stored.items()}
+                copied = [(source[part], target[part]) for source, target in copies]
+            block.rule.update(
+                own.pop(MASTER, None),
+                _kernel_grad(block.rule, terms),
+                own,
+                key,
+                grad_scale,
+                None if out is None else out[a - start : b - start],
+                copied,
+            )
+
+    def round_values(self, start: int, values: Tensor, out: Tensor) -> None:
+        """Padding between blocks is written as it is given."""
+        master = values.to("cpu", torch.float32)
+        out.copy_(master)
+        for index, a, b in self.layout.overlaps(start, start + values.numel()):
+            part = slice(a - start, b - start)
+            self.layout.blocks[index].rule.round_to(master[part], out[part])
+
+    def square_sum(self, terms: list[Tensor]) -> float:
+        kernel = self.rule.summing
+        if kernel is None or any(term.dtype not in KERNEL_DTYPES for term in terms):
+            return super().square_sum(terms)
+        total, _ = kernel.grad_norm_sq(terms, num_threads=num_kernel_threads())
+        return total
+
+    def read_scalars(self, piece: int) -> dict[str, float]:
+        """Return the count, also under the name that torch's optimizer has for it, if any."""
+        count = self.num_steps[piece]
+        own = dict.fromkeys(self.rule.scalars, float(count)) if count else {}
+        return {"num_steps": count, **own}
+
+    def check_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        check_num_steps(scalars)
+        unknown = sorted(set(scalars) - {"num_steps", "step"})
+        if unknown:
+            raise ValueError(
+                f"{type(self.rule).__name__} has no scalars {unknown}; the state is another "
+                f"optimizer's"
+            )
+
+    def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        """Restore the count. Torch's ``step`` beside it is the same number."""
+        count = int(scalars["num_steps"])
+        if count == 0:
+            self._fill(piece, is_fresh=False)
+        self.num_steps[piece] = count
+
+
+def _kernel_grad(rule: Rule, terms: list[Tensor]) -> Grad:
+    """The gradient in a form that the rule's kernel takes."""
+    served = [term if term.dtype in KERNEL_DTYPES else term.float() for term in terms]
+    if len(served) == 1:
+        return served[0]
+    if rule.summing is not None:
+        return served
+    total = torch.empty(served[0].numel(), dtype=torch.float32, device="cpu")
+    add_up(served, total)
+    return total

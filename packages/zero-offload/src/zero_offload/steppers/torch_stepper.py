@@ -164,7 +164,7 @@ class TorchStepper(Stepper):
         is_in_place: bool,
     ) -> None:
         check_elementwise(optimizer_class)
-        groups = _served(groups, device)
+        groups = served_groups(groups, device)
         super().__init__(geometry, device)
         self._dtype = geometry.master_dtype
         self._masters = ShardMasters(geometry, device, is_in_place=is_in_place)
@@ -202,7 +202,7 @@ class TorchStepper(Stepper):
 
     def plan(self, active: Sequence[int], groups: Groups, grads: GradLedger) -> list[Chunk]:
         """Return whole runs, as many per chunk as fit its element count."""
-        groups = _served(groups, self.device)
+        groups = served_groups(groups, self.device)
         chunks: list[Chunk] = []
         pending: list[Run] = []
         numel = 0
@@ -308,7 +308,7 @@ class TorchStepper(Stepper):
         self.num_steps[piece] = count
 
 
-def _served(groups: Groups, device: torch.device) -> Groups:
+def served_groups(groups: Groups, device: torch.device) -> Groups:
     """The groups, without ``capturable`` on a CPU: it is about device graphs, not numbers."""
     if device.type != "cpu":
         return groups

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from zero_offload.memory.streams import AcceleratorStreams
-from zero_offload.tiers.worker import Job, Worker
+from zero_offload.tiers.worker import HostThread, Job, Worker
 
 _T = TypeVar("_T")
 
@@ -52,21 +52,16 @@ class VirtualTime:
     worker: float = 0.0
     is_worker: bool = False
     spans: list[Span] = field(default_factory=list)
-    _worker_thread: int = 0
+    worker_thread: int = 0
 
     @contextmanager
     def as_worker(self) -> Iterator[None]:
         """Let this thread be the worker meanwhile."""
-        self.is_worker, self._worker_thread = True, threading.get_ident()
+        self.is_worker, self.worker_thread = True, threading.get_ident()
         try:
             yield
         finally:
             self.is_worker = False
-
-    @property
-    def is_worker_here(self) -> bool:
-        """Whether it is this thread that is the worker."""
-        return self.is_worker and threading.get_ident() == self._worker_thread
 
     def now(self) -> float:
         """Return the clock of whoever runs."""
@@ -162,7 +157,8 @@ class VirtualStreams(AcceleratorStreams):
 
     def wait(self, event: torch.Event) -> None:
         """Let the worker wait. What other threads do beside both clocks takes no time."""
-        if self._compute.time.is_worker_here:
+        time = self._compute.time
+        if time.is_worker and threading.get_ident() == time.worker_thread:
             event.synchronize()
 
     def to_host(self, target: Tensor, source: Tensor) -> torch.Event:
@@ -195,12 +191,13 @@ class _Blocking(threading.Condition):
         return found
 
 
-class VirtualThread:
-    """`UpdateThread` whose worker is run by the caller, on a clock of its own."""
+class VirtualThread(HostThread):
+    """`HostThread` whose worker is run by the caller, on a clock of its own."""
 
     def __init__(self, time: VirtualTime) -> None:
+        super().__init__(torch.device("cpu"))
         self.time = time
-        self.changed: threading.Condition = _Blocking(self)
+        self.changed = _Blocking(self)
         self._submitted: deque[tuple[float, Job]] = deque()
         self._worker: Worker | None = None
         self._num_left = 0

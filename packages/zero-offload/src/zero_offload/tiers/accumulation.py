@@ -70,15 +70,14 @@ class GradSums:
         """Start to copy one more term of a range to a free layer. Returns a release, or None."""
         layers, has_sum = num_layers(self.num_micro_steps, self._mover.kept_dtype(grad.dtype))
         stop, release = start + grad.numel(), None
-        for a, b, count in ledger.num_terms(start, stop):
-            if not count:
+        for a, b, terms in ledger.terms(start, stop):
+            if not terms:
                 self._folds.discard(a, b)
-            layer = count - any(True for _ in self._folds.overlaps(a, b))
+            layer = len(terms) - any(True for _ in self._folds.overlaps(a, b))
             if layer >= layers:  # more micro-steps than were expected
                 self._fold(a, b, ledger)
                 layer = 0
-            for *_, fold in self._folds.overlaps(a, b):
-                fold.result()  # it has read the layers
+            self.settle(a, b)  # a fold under way still reads the layers
             release = self._mover.append(a, grad[a - start : b - start], ledger, layer) or release
         if has_sum and not is_last:
             self._fold(start, stop, ledger)

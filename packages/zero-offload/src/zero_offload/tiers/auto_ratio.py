@@ -19,7 +19,7 @@ held. From then on the ratio changes only if the update's cost is off by more th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import ceil
 from statistics import median
 
@@ -209,10 +209,6 @@ class AutoRatio:
 
 
 def _median(samples: Sequence[Sample]) -> Sample:
-    return Sample(
-        host_numel=round(median(s.host_numel for s in samples)),
-        device_numel=round(median(s.device_numel for s in samples)),
-        host_s=median(s.host_s for s in samples),
-        device_s=median(s.device_s for s in samples),
-        stall_s=median(s.stall_s for s in samples),
-    )
+    columns = zip(*map(astuple, samples), strict=True)
+    host_numel, device_numel, *seconds = (median(column) for column in columns)
+    return Sample(round(host_numel), round(device_numel), *seconds)

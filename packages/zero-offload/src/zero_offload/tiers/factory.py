@@ -33,7 +33,7 @@ from zero_offload.steppers.file_stepper import FileStepper
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.steppers.stepper import SpanMemory, Stepper
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT, TorchStepper
-from zero_offload.tiers.flat_tier import DeviceTier, SpeculativeHostTier
+from zero_offload.tiers.flat_tier import DeviceTier, HostTier
 from zero_offload.transfers.differences import SHORTEST_NBYTES
 from zero_offload.transfers.mover import HostMover, Mover
 
@@ -165,7 +165,7 @@ class OffloadTiers:
         """Create a clock for work that the caller enqueues."""
         return HostClock() if self.device.type == "cpu" else DeviceClock(self.device)
 
-    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> SpeculativeHostTier:
+    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:
         """Create a tier in host memory with a worker of its own. ``share`` is in all elements."""
         is_on_cpu = self.device.type == "cpu"
         memory = HostMemory(
@@ -190,7 +190,7 @@ class OffloadTiers:
             assert self.rule is not None, "refused by the constructor"
             frozen = freeze_groups(groups)
             stepper = FileStepper(part, self.rule, frozen, folder=folder, buffer_count=count)
-        return SpeculativeHostTier(part, stepper, mover)
+        return HostTier(part, stepper, mover)
 
     def make_device(self, part: Geometry, share: Intervals, groups: Groups) -> StateTier:
         """Create a tier on the compute device. On a CPU its update is that of the host's."""

@@ -7,7 +7,7 @@ else is the same code.
 Updates of a host tier ahead of their step's decision.
 
 [Note: speculation]
-`SpeculativeHostTier.speculate` begins a step before it is decided. Only the thread that updates
+`HostTier.speculate` begins a step before it is decided. Only the thread that updates
 sees it. ``step`` with the same settings and factor goes on with it. Anything else (another factor,
 a gradient that is replaced or dropped, a state that is read or written) undoes it first.
 """
@@ -36,10 +36,9 @@ from zero_offload.tiers.worker import (
     Phase,
     Progress,
     Speculation,
-    UpdateThread,
     Worker,
 )
-from zero_offload.transfers.mover import Arrival, HostMover, Mover, Release
+from zero_offload.transfers.mover import HostMover, Mover, Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,13 +264,14 @@ class HostTier(FlatTier):
     """
 
     mover: HostMover
+    _speculation: Speculation | None = None
 
     def __init__(
         self,
         geometry: Geometry,
         stepper: Stepper,
         mover: HostMover,
-        thread: UpdateThread | None = None,
+        thread: HostThread | None = None,
     ) -> None:
         self._thread = HostThread(mover.device) if thread is None else thread
         progress = Progress(self._thread.changed, self._thread.now)
@@ -318,8 +318,13 @@ class HostTier(FlatTier):
         self._sums.reserve(dtypes)
 
     def offer_grad(self, start: int, grad: Tensor) -> Release | None:
+        self._undo_within(start, start + grad.numel())
         self._sums.replaced(start, start + grad.numel())
         return super().offer_grad(start, grad)
+
+    def _admit(self, start: int, grad: Tensor) -> None:
+        self._undo_within(start, start + grad.numel())
+        super()._admit(start, grad)
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Release | None:
         """Copy one more term of the gradient of a range. See `zero_offload.tiers.accumulation`."""
@@ -332,6 +337,7 @@ class HostTier(FlatTier):
 
     def drop_grads(self, start: int, stop: int) -> None:
         """Forget the gradient of a range, so that the next one added is the first."""
+        self._undo_within(start, stop)
         self._sums.replaced(start, stop)
         self._grads.discard(start, stop)
 
@@ -342,6 +348,7 @@ class HostTier(FlatTier):
         return super().read_grad(start, stop)
 
     def discard_grads(self) -> None:
+        self._undo()
         self._sums.close()
         super().discard_grads()
 
@@ -350,55 +357,25 @@ class HostTier(FlatTier):
             self._sums.settle(*span)
         return super()._take(spans)
 
-    def _launch(self, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float) -> None:
-        self._enqueue(Phase.WHOLE, chunks, grads, grad_scale)
+    def _settle(self) -> None:
+        self._undo()
+        super()._settle()
 
-    def _enqueue(
-        self, phase: Phase, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float
+    def _launch(
+        self,
+        chunks: Sequence[Chunk],
+        grads: GradLedger,
+        grad_scale: float,
+        phase: Phase = Phase.WHOLE,
     ) -> None:
         """Have the worker update chunks and publish them."""
         entries, before = self._progress.begin(spans_of(chunks))
         of_run = iter(entries)
         of_chunk = [[next(of_run) for _ in chunk.runs] for chunk in chunks]
-        arrivals, readers = self._arrivals(chunks), self.mover.streams.mark_readers()
+        arrivals = [self.mover.arrival(spans_of([chunk])) for chunk in chunks]
+        readers = self.mover.streams.mark_readers()
         job = Job(phase, chunks, grads, grad_scale, arrivals, before, of_chunk, readers)
         self._thread.submit(self.worker, job)
-
-    def _arrivals(self, chunks: Sequence[Chunk]) -> list[Arrival | None]:
-        return [self.mover.arrival(spans_of([chunk])) for chunk in chunks]
-
-
-class DeviceTier(FlatTier):
-    """Master weights and state on the compute device, updated in the caller's thread."""
-
-    update_s = 0.0
-
-    def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
-        super().__init__(geometry, stepper, mover, Progress())
-
-    def read_grad(self, start: int, stop: int) -> Tensor:
-        self.mover.close_grads()  # another stream may have made it
-        return super().read_grad(start, stop)
-
-    @torch.no_grad()
-    def _launch(self, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float) -> None:
-        self.mover.close_grads()
-        entries = iter(self._progress.begin(spans_of(chunks))[0])
-        for chunk in chunks:
-            self._stepper.announce(spans_of([chunk]))
-            started = perf_counter()
-            self._stepper.update(chunk, grads, grad_scale, self.mover.out)
-            for run in chunk.runs:
-                event = self.mover.publish(run.start, run.stop)
-                self._progress.publish(next(entries), event)
-            self.update_s += perf_counter() - started
-        self._progress.finish()
-
-
-class SpeculativeHostTier(HostTier):
-    """`HostTier` that can begin a step before it is decided, once it has an undo log."""
-
-    _speculation: Speculation | None = None
 
     def enable_undo(self, most_bytes: int | None) -> bool:
         """Prepare for `speculate`, with an undo log of at most ``most_bytes``, None for no limit.
@@ -440,7 +417,8 @@ class SpeculativeHostTier(HostTier):
             before = self._progress.begin_unpublished(spans)
             speculation.pieces.update(indices)
             speculation.chunks += chunks
-            grads, arrivals = self._grads.copy(spans), self._arrivals(chunks)
+            grads = self._grads.copy(spans)
+            arrivals = [self.mover.arrival(spans_of([chunk])) for chunk in chunks]
             job = Job(Phase.TENTATIVE, chunks, grads, grad_scale, arrivals, before)
             job.speculation = speculation
             self._thread.submit(self.worker, job)
@@ -463,7 +441,7 @@ class SpeculativeHostTier(HostTier):
             speculation.end()
             self._stepper.count(sorted(speculation.pieces))
             chunks = sorted(speculation.chunks, key=lambda chunk: chunk.runs[0].start)
-            self._enqueue(Phase.KEEP, chunks, self._take(spans_of(chunks)), grad_scale)
+            self._launch(chunks, self._take(spans_of(chunks)), grad_scale, Phase.KEEP)
 
     def _undo(self) -> None:
         """End the speculation, if there is one, and restore states in the background."""
@@ -487,22 +465,29 @@ class SpeculativeHostTier(HostTier):
             if any(a < stop and start < b for a, b in spans):
                 self._undo()
 
-    def _settle(self) -> None:
-        self._undo()
-        super()._settle()
 
-    def offer_grad(self, start: int, grad: Tensor) -> Release | None:
-        self._undo_within(start, start + grad.numel())
-        return super().offer_grad(start, grad)
+class DeviceTier(FlatTier):
+    """Master weights and state on the compute device, updated in the caller's thread."""
 
-    def _admit(self, start: int, grad: Tensor) -> None:
-        self._undo_within(start, start + grad.numel())
-        super()._admit(start, grad)
+    update_s = 0.0
 
-    def drop_grads(self, start: int, stop: int) -> None:
-        self._undo_within(start, stop)
-        super().drop_grads(start, stop)
+    def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
+        super().__init__(geometry, stepper, mover, Progress())
 
-    def discard_grads(self) -> None:
-        self._undo()
-        super().discard_grads()
+    def read_grad(self, start: int, stop: int) -> Tensor:
+        self.mover.close_grads()  # another stream may have made it
+        return super().read_grad(start, stop)
+
+    @torch.no_grad()
+    def _launch(self, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float) -> None:
+        self.mover.close_grads()
+        entries = iter(self._progress.begin(spans_of(chunks))[0])
+        for chunk in chunks:
+            self._stepper.announce(spans_of([chunk]))
+            started = perf_counter()
+            self._stepper.update(chunk, grads, grad_scale, self.mover.out)
+            for run in chunk.runs:
+                event = self.mover.publish(run.start, run.stop)
+                self._progress.publish(next(entries), event)
+            self.update_s += perf_counter() - started
+        self._progress.finish()

@@ -23,7 +23,7 @@ from zero_offload.protocols import (
     StateTier,
 )
 from zero_offload.rules.rule import MASTER
-from zero_offload.tiers.flat_tier import FlatTier, SpeculativeHostTier, TierReport
+from zero_offload.tiers.flat_tier import FlatTier, HostTier, TierReport
 from zero_offload.transfers.mover import Release
 
 _SQUARED_NUMEL = 1 << 24
@@ -84,7 +84,7 @@ class HostPart(Part):
     """The host's part, which updates in the background."""
 
     is_host = True
-    tier: SpeculativeHostTier
+    tier: HostTier
 
     def drain(self) -> float:
         """Wait for the host's steps and return the seconds of its updates so far."""

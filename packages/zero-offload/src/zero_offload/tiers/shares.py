@@ -29,7 +29,7 @@ from zero_offload.memory.streams import TimedCopy
 from zero_offload.protocols import ChangeWatcher, Groups, OptimizerClass
 from zero_offload.rules.resolve import check_elementwise
 from zero_offload.settings import HostShare, OffloadSettings
-from zero_offload.steppers.torch_stepper import probe_entry
+from zero_offload.steppers.torch_stepper import probe_entry, served_groups
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import TierReport
 from zero_offload.tiers.part import (
@@ -155,9 +155,9 @@ def state_bytes(optimizer_class: OptimizerClass, groups: Groups, dtype: torch.dt
     """Return the bytes of one element's optimizer states, without its master weight."""
     check_elementwise(optimizer_class)
     dtypes: dict[str, torch.dtype] = {}
-    for group in groups:
-        on_host = {**group, "capturable": False} if group.get("capturable") else group
-        entry = probe_entry(optimizer_class, on_host, torch.device("cpu"), dtype)
+    cpu = torch.device("cpu")
+    for group in served_groups(groups, cpu):
+        entry = probe_entry(optimizer_class, group, cpu, dtype)
         dtypes.update(entry.elementwise())
     return sum(found.itemsize for found in dtypes.values())
 

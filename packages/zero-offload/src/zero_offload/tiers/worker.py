@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -191,17 +191,17 @@ class Speculation:
         """Return whether a step with these frozen settings goes on with it."""
         return (self.groups, self.grad_scale) == (groups, grad_scale)
 
-    def enter(self) -> bool:
-        """Begin a chunk, in the thread that updates. Return whether it is still wanted."""
+    @contextmanager
+    def entered(self) -> Iterator[bool]:
+        """Update a chunk in this context, if the value is True: the chunk is still wanted."""
         with self._changed:
-            self._is_entered = not self._is_over
-            return self._is_entered
-
-    def leave(self) -> None:
-        """End the chunk that was begun."""
-        with self._changed:
-            self._is_entered = False
-            self._changed.notify_all()
+            self._is_entered = is_wanted = not self._is_over
+        try:
+            yield is_wanted
+        finally:
+            with self._changed:
+                self._is_entered = False
+                self._changed.notify_all()
 
     def end(self) -> None:
         """Have no further chunk begun."""
@@ -361,14 +361,12 @@ class Worker:
         assert speculation is not None, "a tentative job has one"
         assert log is not None, "and a log"
         started = self._now()
-        if speculation.enter():
-            try:
+        with speculation.entered() as is_wanted:
+            if is_wanted:
                 self._stepper.announce(spans_of([chunk]))
                 self._mover.make_way()
                 started = self._now()
                 log.update(chunk, job.grads, job.grad_scale)
-            finally:
-                speculation.leave()
         return started
 
     def _undo(self, chunk: Chunk) -> float:
@@ -403,20 +401,11 @@ class Worker:
         return started + (mover.waited_s - waited_s)  # as if it had waited before
 
 
-class UpdateThread(Protocol):
-    """Runs a worker beside the caller, who waits for `changed`, which the worker notifies."""
-
-    changed: threading.Condition
-
-    def now(self) -> float:
-        """Return the time on the calling thread, in seconds."""
-
-    def submit(self, worker: Worker, job: Job) -> None:
-        """Have the worker update a job's chunks."""
-
-
 class HostThread:
-    """`UpdateThread` that is a thread. ``device`` becomes its current device."""
+    """Thread in which a worker updates. ``device`` becomes its current device.
+
+    A simulation overrides the methods. ``changed`` is notified whenever a run is published.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.changed = threading.Condition()
@@ -424,9 +413,11 @@ class HostThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload")
 
     def now(self) -> float:
+        """Return the time on the calling thread, in seconds."""
         return perf_counter()
 
     def submit(self, worker: Worker, job: Job) -> None:
+        """Have the worker update a job's chunks."""
         worker.add(job)
         self._executor.submit(_run_all, worker, len(job.chunks), self._device)
 
