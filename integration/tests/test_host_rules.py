@@ -24,7 +24,7 @@ from zero_core.testing import (
     train,
 )
 from zero_core.testing.training import assert_same
-from zero_offload.rules import codes
+from zero_offload.rules import compact as codes
 
 STEPS = 4
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_offload.tiers.auto_ratio import (
+from zero_offload.tiers.auto_tier import (
     CHANGE,
     NOISE,
     PATIENCE,

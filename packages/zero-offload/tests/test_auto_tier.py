@@ -29,8 +29,15 @@ from torch import optim
 
 from zero_offload import OffloadedOptimizer
 from zero_offload.testing.virtual_time import VirtualStream, VirtualThread, VirtualTime
-from zero_offload.tiers.auto_ratio import STEPS_PER_PROBE, AutoRatio, Sample
-from zero_offload.tiers.auto_tier import AutoTier, DeviceRoom, MemoryReading, read_memory
+from zero_offload.tiers.auto_tier import (
+    STEPS_PER_PROBE,
+    AutoRatio,
+    AutoTier,
+    DeviceRoom,
+    MemoryReading,
+    Sample,
+    read_memory,
+)
 from zero_offload.tiers.factory import DeviceClock
 from zero_offload.tiers.twin import TwinTier
 

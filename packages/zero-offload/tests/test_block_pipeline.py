@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.tiers import wait_until
 from torch import Tensor
 
-from zero_offload.memory.block_pipeline import BlockPipeline
 from zero_offload.memory.storage import BlockFile
+from zero_offload.steppers.file_stepper import BlockPipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 TIMEOUT_S = 120.0

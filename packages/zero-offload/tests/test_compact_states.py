@@ -28,7 +28,7 @@ from support.tiers import (
 )
 from torch import optim
 
-from zero_offload.rules import codes
+from zero_offload.rules import compact as codes
 from zero_offload.rules.compact import Bf16AdamRule
 
 compact = pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])

@@ -23,8 +23,7 @@ from support.tiers import (
 from torch import Tensor, nn, optim
 
 from zero_offload import OffloadedOptimizer
-from zero_offload.flat.geometry import Geometry
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Geometry, Intervals
 from zero_offload.footprint import tier_footprint
 from zero_offload.tiers.shares import device_bytes
 from zero_offload.tiers.twin import TwinTier

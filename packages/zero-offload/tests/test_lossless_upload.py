@@ -31,8 +31,7 @@ from zero_offload.optimizer import OffloadedOptimizer
 from zero_offload.rules.resolve import resolve_rule
 from zero_offload.steppers.file_stepper import FileStepper
 from zero_offload.tiers.flat_tier import HostTier
-from zero_offload.transfers.differences import SHORTEST_NBYTES, UploadDifferences, part_numel
-from zero_offload.transfers.mover import HostMover
+from zero_offload.transfers.mover import SHORTEST_NBYTES, HostMover, UploadDifferences, part_numel
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -28,8 +28,8 @@ from torch import optim
 
 from zero_offload import OffloadError
 from zero_offload.errors import StorageCorruptError, StorageError
-from zero_offload.memory.block_pipeline import BlockPipeline
 from zero_offload.memory.storage import BlockFile
+from zero_offload.steppers.file_stepper import BlockPipeline
 from zero_offload.tiers.twin import TwinTier
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
@@ -244,7 +244,7 @@ def _fail_writes(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def fail(*_: Any) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", fail)
+    monkeypatch.setattr("zero_offload.memory.storage.os.pwritev", fail)
 
 
 def test_damaged_state_is_neither_saved_nor_used_by_a_step(tmp_path: Path) -> None:

@@ -287,7 +287,7 @@ def test_a_disk_that_fails_stops_the_update_or_the_fetch(
     tier = _make(tmp_path)
     tier.write(3, 0, _values(3))
     _fetch(tier, 3)
-    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", fail)
+    monkeypatch.setattr("zero_offload.memory.storage.os.pwritev", fail)
     tier.write(3, 0, _values(3, 1))
     with pytest.raises(StorageError, match="No space left"):
         _fetch(tier, 3)

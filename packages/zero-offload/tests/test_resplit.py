@@ -28,8 +28,7 @@ from support.tiers import (
 from torch import optim
 
 from zero_offload import OffloadError
-from zero_offload.flat.geometry import Geometry
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Geometry, Intervals
 from zero_offload.protocols import StateTier
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import HostTier

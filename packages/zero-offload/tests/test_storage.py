@@ -23,8 +23,7 @@ from support.tiers import wait_until
 from torch import Tensor
 
 from zero_offload.errors import StorageCorruptError, StorageError
-from zero_offload.memory.direct_io import ALIGNMENT, aligned_empty, bytes_of
-from zero_offload.memory.storage import BlockFile
+from zero_offload.memory.storage import ALIGNMENT, BlockFile, aligned_empty, bytes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 TIMEOUT_S = 120.0
@@ -56,7 +55,7 @@ def _fail(monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
     def fail(*_: Any) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(f"zero_offload.memory.direct_io.os.{call}", fail)
+    monkeypatch.setattr(f"zero_offload.memory.storage.os.{call}", fail)
 
 
 def _gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -67,7 +66,7 @@ def _gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert gate.wait(TIMEOUT_S)
         return real(fd, views, at)
 
-    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", gated)
+    monkeypatch.setattr("zero_offload.memory.storage.os.pwritev", gated)
     return gate
 
 
@@ -79,7 +78,7 @@ def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, command, argument)
 
-    monkeypatch.setattr("zero_offload.memory.direct_io.fcntl.fcntl", fcntl_without_direct)
+    monkeypatch.setattr("zero_offload.memory.storage.fcntl.fcntl", fcntl_without_direct)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 64])
@@ -274,7 +273,7 @@ def test_short_reads_and_writes_are_continued(
 
     file = BlockFile(tmp_path, [40_000])
     for name in counts:
-        monkeypatch.setattr(f"zero_offload.memory.direct_io.os.{name}", limited(name))
+        monkeypatch.setattr(f"zero_offload.memory.storage.os.{name}", limited(name))
     file.write(0, _aligned(_random(40_000))).wait()
     found = _aligned(torch.zeros(40_000, dtype=torch.uint8))
     file.read(0, found).wait()
@@ -307,7 +306,7 @@ def test_a_folder_that_does_not_serve_is_refused(
             BlockFile(tmp_path / folder, [10])
     tmp_path.chmod(0o500)
     if os.access(tmp_path, os.W_OK):  # root may do anything: the answer of access() is replaced
-        monkeypatch.setattr("zero_offload.memory.direct_io.os.access", lambda *_: False)
+        monkeypatch.setattr("zero_offload.memory.storage.os.access", lambda *_: False)
     with pytest.raises(ValueError, match="not writable"):
         BlockFile(tmp_path, [10])
     tmp_path.chmod(0o700)

@@ -35,9 +35,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import zero_core
-from zero_offload.flat.geometry import Geometry, freeze_groups
+from zero_offload.flat.geometry import Geometry, Intervals, freeze_groups
 from zero_offload.flat.grads import GradLedger
-from zero_offload.flat.intervals import Intervals
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.protocols import Groups, OptimizerClass, ParamStore, UploadCodec
 from zero_offload.rules.rule import AdamRule

@@ -22,22 +22,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry
-from zero_offload.flat.intervals import Intervals
-from zero_offload.memory.block_pipeline import longest_parts
+from zero_offload.flat.geometry import Geometry, Intervals
 from zero_offload.memory.host_memory import packed
 from zero_offload.param_tier import NUM_WRITE_BUFFERS, ParamSettings, num_in_host_memory
 from zero_offload.protocols import Groups, OptimizerClass
 from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
 from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER
 from zero_offload.settings import OffloadSettings
-from zero_offload.steppers.file_stepper import BLOCK_NUMEL
+from zero_offload.steppers.file_stepper import BLOCK_NUMEL, longest_parts
 from zero_offload.steppers.memory_stepper import undo_capacity
 from zero_offload.steppers.stepper import BlockLayout
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
 from zero_offload.tiers.accumulation import num_layers
 from zero_offload.tiers.shares import end_share, is_chosen, state_bytes, within_budget
-from zero_offload.transfers.differences import NUM_BUFFERS, SHORTEST_NBYTES, part_numel
+from zero_offload.transfers.mover import NUM_BUFFERS, SHORTEST_NBYTES, part_numel
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Geometry, Intervals
 from zero_offload.protocols import AdamKernel, Groups, OptimizerClass, UploadCodec
 from zero_offload.rules.resolve import resolve_update
 from zero_offload.rules.rule import MASTER
@@ -50,7 +49,7 @@ from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.shares import check_patterns, host_share
 from zero_offload.tiers.twin import TwinTier
-from zero_offload.transfers.differences import resolve_upload_codec
+from zero_offload.transfers.mover import resolve_upload_codec
 
 
 class LocalPart:
@@ -216,7 +215,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             on one device.
         ratio: the host has the last ``round(ratio * numel)`` of this process's elements, in the
             order of the groups; "auto" measures which ratio is the fastest that fits, see
-            `zero_offload.tiers.auto_ratio`.
+            `zero_offload.tiers.auto_tier`.
         parameters: the host has these parameters: a collection of them, or of patterns of names
             (`fnmatch`), for which ``params`` must be named.
         device_budget: the host has the elements beyond this many bytes of master weights, states

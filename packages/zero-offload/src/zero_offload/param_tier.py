@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from zero_offload.errors import StorageError
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Intervals
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.storage import BlockFile, Transfer
 from zero_offload.memory.streams import Copy, start_copy

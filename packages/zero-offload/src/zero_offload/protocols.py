@@ -166,7 +166,7 @@ class EightBitAdamKernel(Protocol):
         """Apply one Adam update in place.
 
         ``exp_avg`` (int8), ``exp_avg_sq`` (uint8) and their fp32 scales, one per 128 elements, are
-        the codes of [Note: 8-bit codes] in `zero_offload.rules.codes`. ``param`` is fp32 without
+        the codes of [Note: 8-bit codes] in `zero_offload.rules.compact`. ``param`` is fp32 without
         ``remainder``, or bf16 with an int16 one: see [Note: split master] there; ``out`` goes with
         an fp32 ``param`` alone.
         """

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry, freeze_groups
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Geometry, Intervals, freeze_groups
 from zero_offload.protocols import (
     AdamKernel,
     DeviceTierFactory,

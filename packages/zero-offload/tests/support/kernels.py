@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import optim
 
-from zero_offload.rules import codes
+from zero_offload.rules import compact as codes
 
 TIMEOUT_S = 120.0
 

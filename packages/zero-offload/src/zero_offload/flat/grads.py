@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_offload.flat.intervals import SpanMap
+from zero_offload.flat.geometry import SpanMap
 
 _Source = tuple[Tensor, int]
 """A tensor and the element of the flat space at its first element."""

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero_offload.memory.direct_io import aligned_empty
+from zero_offload.memory.storage import aligned_empty
 
 _NUM_PACKED = 8
 """Room of one buffer, in tensors as large as the largest. Less than a tenth of it is wasted."""

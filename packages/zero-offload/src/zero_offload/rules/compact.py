@@ -1,8 +1,27 @@
 """Adam and AdamW with moments of 16 or 8 bits.
 
 Moments are bf16 with stochastic rounding, or block-wise 8 bits after Dettmers et al., 2021 (arXiv
-2110.02861), with the codes of `zero_offload.rules.codes`. Beside them the master weight of a bf16
+2110.02861), with the codes of this module. Beside them the master weight of a bf16
 parameter is kept split: the parameter is its upper half, an int16 remainder the lower.
+
+Conversion of compact optimizer state to fp32 and back.
+
+[Note: 8-bit codes]
+Blocks of 128 elements share an fp32 scale, their largest magnitude (block-wise quantization:
+Dettmers et al., 2021, arXiv 2110.02861). The code of a first moment is, with its sign, nearly the
+square root of its magnitude (half the exponent, linear in between), 127 for the scale itself. The
+code of a second moment is the first 8 bits of the floating-point number that is its square root
+over the scale: 16 codes for each power of two, 255 for the scale itself, down to 0, which is
+``17 / 2**20``. A scale of 0 makes every element of the block 0.
+
+`encode_*` of what `decode_*` gave restores codes and scales, because the largest element is
+decoded as the scale itself, and what rounding moves the others is far less than half a code. The
+limit is fp32's own range: where a block's largest root is under ``2**-56`` (1.4e-17), squares of
+its smallest roots have too few bits in fp32, and these may come back as other codes.
+
+[Note: split master]
+A bf16 parameter is its fp32 master weight rounded to nearest (a tie to the greater magnitude); an
+int16 remainder is the lower half of the master's bits. The two make the master again.
 """
 
 from __future__ import annotations
@@ -13,10 +32,105 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from zero_offload.protocols import Bf16AdamKernel, EightBitAdamKernel
-from zero_offload.rules import codes
 from zero_offload.rules.rule import MASTER, MOMENTS, PARAM, REMAINDER, AdamRule, Grad, Rule, Stored
+
+WINDOW_NUMEL = 1 << 15
+"""Elements that are converted at once. A window is whole blocks, its temporaries fit a cache, and
+torch gives it one thread, because a dozen short operations would mostly wait for other threads."""
+BLOCK_NUMEL = 128
+
+_HALF_OF_ONE = 0x3F800000 // 2
+_ROOT_SHIFT = 19
+_ROOT_BASE = 0x3F800000 - (255 << _ROOT_SHIFT)
+_LEAST_SCALE = 2.0**-100
+
+
+def _rows(values: Tensor) -> Tensor:
+    """The blocks, the last one filled up with zeros."""
+    return pad(values, (0, -values.numel() % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
+
+
+def _expand(codes: Tensor) -> Tensor:
+    """Magnitude that a first moment's code represents, times a constant."""
+    bits = codes.to(torch.float32).view(torch.int32) - _HALF_OF_ONE
+    return (bits.clamp(min=0) << 1).view(torch.float32)
+
+
+def _compress(values: Tensor) -> Tensor:
+    """The inverse of `_expand`, before it is rounded to a whole code."""
+    return ((values.view(torch.int32) >> 1) + _HALF_OF_ONE).view(torch.float32)
+
+
+# On the CPU: the module may be imported while a model is planned on the meta device.
+_LARGEST = float(_expand(torch.tensor([127], device="cpu"))[0])  # 16128
+_TOP = _LARGEST - 1.0  # a little less, so that rounding up does not make it 128
+
+
+def decode_exp_avg(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the first moments of int8 ``codes`` (n) and fp32 ``scales`` (one per block)."""
+    rows = _rows(codes).to(torch.int32)
+    magnitudes = _expand(rows.abs()) * (scales[:, None] * (1.0 / _LARGEST))
+    magnitudes = torch.where(rows.abs() == 127, scales[:, None], magnitudes)
+    return torch.where(rows < 0, -magnitudes, magnitudes).view(-1)[: codes.numel()]
+
+
+def encode_exp_avg(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes and scales of fp32 first moments, NaN for a block that is not finite."""
+    rows = _rows(values)
+    scales, inverse = _scales(rows.abs(), _TOP)
+    magnitudes = _compress(rows.abs() * inverse[:, None])
+    codes = torch.where(rows < 0, -magnitudes, magnitudes).round()
+    codes[scales.isnan()] = 0
+    return codes.to(torch.int8).view(-1)[: values.numel()], scales
+
+
+def decode_exp_avg_sq(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return second moments of uint8 ``codes`` (n) and fp32 ``scales`` of their square roots."""
+    bits = (_rows(codes).to(torch.int32) << _ROOT_SHIFT) + _ROOT_BASE
+    roots = bits.view(torch.float32) * scales[:, None]
+    return roots.square_().view(-1)[: codes.numel()]
+
+
+def encode_exp_avg_sq(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return uint8 codes and scales of fp32 second moments, NaN for a block that is not finite."""
+    # In double precision and rounded once, the root of a rounded square is the number itself.
+    rows = _rows(values).double().sqrt_().float()
+    scales, inverse = _scales(rows, 1.0)
+    bits = (rows * inverse[:, None]).view(torch.int32).clamp(min=_ROOT_BASE) - _ROOT_BASE
+    codes = (bits + (1 << (_ROOT_SHIFT - 1))) >> _ROOT_SHIFT
+    codes[scales.isnan()] = 0
+    return codes.to(torch.uint8).view(-1)[: values.numel()], scales
+
+
+def _scales(magnitudes: Tensor, top: float) -> tuple[Tensor, Tensor]:
+    """Each row's scale, NaN if the row is not finite, and the factor that maps it to ``top``."""
+    largest = magnitudes.amax(dim=1)
+    largest = torch.where(largest < _LEAST_SCALE, 0.0, largest)
+    largest = torch.where(largest.isfinite(), largest, torch.nan)
+    return largest, torch.where(largest == 0, 0.0, top / largest)
+
+
+def join_master(param: Tensor, remainder: Tensor) -> Tensor:
+    """Return the fp32 master weights of bf16 parameters and int16 remainders. Zero stays zero."""
+    upper = param.view(torch.int16).to(torch.int32) << 16
+    is_zero = (upper & 0x7FFFFFFF) == 0
+    return torch.where(is_zero, upper, upper + remainder.to(torch.int32)).view(torch.float32)
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bf16 parameters and int16 remainders of fp32 master weights. NaN stays NaN."""
+    return upper_half(master), master.view(torch.int32).to(torch.int16)
+
+
+def upper_half(master: Tensor) -> Tensor:
+    """Return the bf16 parameters of fp32 master weights that are kept split. NaN stays NaN."""
+    bits = master.view(torch.int32)
+    rounded = torch.where(master.isnan(), bits | 0x00400000, bits + 0x8000)
+    return (rounded >> 16).to(torch.int16).view(torch.bfloat16)
+
 
 _SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
 _RANDOM_BLOCK = 1 << 20
@@ -24,7 +138,7 @@ _RANDOM_BLOCK = 1 << 20
 
 
 def _windows(numel: int) -> Iterator[slice]:
-    size = codes.WINDOW_NUMEL
+    size = WINDOW_NUMEL
     return (slice(low, min(low + size, numel)) for low in range(0, numel, size))
 
 
@@ -67,7 +181,7 @@ class _CompactAdamRule(AdamRule):
             out.copy_(master)
             return
         for part in _windows(master.numel()):
-            out[part].copy_(codes.upper_half(master[part]))
+            out[part].copy_(upper_half(master[part]))
 
     @abstractmethod
     def call_kernel(self, param: Tensor, grad: Grad, stored: Stored, **kw: Any) -> None:
@@ -78,7 +192,7 @@ class _CompactAdamRule(AdamRule):
             found = torch.empty(stop - start, dtype=torch.float32, device="cpu")
             for part in _windows(stop - start):
                 halves = (stored[half][start:stop][part] for half in (PARAM, REMAINDER))
-                found[part].copy_(codes.join_master(*halves))
+                found[part].copy_(join_master(*halves))
             return found
         return super().decode(name, stored, start, stop)
 
@@ -86,7 +200,7 @@ class _CompactAdamRule(AdamRule):
         if name == MASTER and self.is_master_split:
             own = {half: stored[half][start:] for half in (PARAM, REMAINDER)}
             for part in _windows(values.numel()):
-                param, remainder = codes.split_master(values[part].float())
+                param, remainder = split_master(values[part].float())
                 own[PARAM][part].copy_(param)
                 own[REMAINDER][part].copy_(remainder)
         else:
@@ -121,7 +235,7 @@ class Bf16AdamRule(_CompactAdamRule):
 class EightBitAdamRule(_CompactAdamRule):
     """Adam or AdamW with 8-bit moments by ``kernel.adam_step_8bit``."""
 
-    block = codes.BLOCK_NUMEL
+    block = BLOCK_NUMEL
 
     def stored_moments(self, numel: int) -> dict[str, tuple[torch.dtype, int]]:
         num_blocks = -(-numel // self.block)
@@ -141,7 +255,7 @@ class EightBitAdamRule(_CompactAdamRule):
             return super().decode(name, stored, start, stop)
         low = start - start % self.block
         scales = stored[_SCALES[name]][low // self.block : -(-stop // self.block)]
-        read = codes.decode_exp_avg if name == "exp_avg" else codes.decode_exp_avg_sq
+        read = decode_exp_avg if name == "exp_avg" else decode_exp_avg_sq
         return read(stored[name][low:stop], scales)[start - low :]
 
     def encode(self, name: str, stored: Stored, start: int, values: Tensor) -> None:
@@ -155,7 +269,7 @@ class EightBitAdamRule(_CompactAdamRule):
             whole = self.decode(name, stored, low, high)
             whole[start - low : stop - low] = values
             values = whole
-        write = codes.encode_exp_avg if name == "exp_avg" else codes.encode_exp_avg_sq
+        write = encode_exp_avg if name == "exp_avg" else encode_exp_avg_sq
         found, scales = write(values.float())
         stored[name][low:high] = found
         stored[_SCALES[name]][low // self.block : -(-high // self.block)] = scales

@@ -34,11 +34,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry, Run, split_runs
+from zero_offload.flat.geometry import Geometry, Run, SpanMap, split_runs
 from zero_offload.flat.grads import GradLedger
-from zero_offload.flat.intervals import SpanMap
 from zero_offload.protocols import Groups
-from zero_offload.rules.codes import WINDOW_NUMEL
+from zero_offload.rules.compact import WINDOW_NUMEL
 from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Rule
 from zero_offload.steppers.stepper import (
     Block,

@@ -29,9 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry, Run, plan_runs
+from zero_offload.flat.geometry import Geometry, Run, SpanMap, plan_runs
 from zero_offload.flat.grads import GradLedger, add_up
-from zero_offload.flat.intervals import SpanMap
 from zero_offload.memory.storage import BlockFile
 from zero_offload.protocols import ChangeWatcher, Groups
 from zero_offload.rules.rule import (

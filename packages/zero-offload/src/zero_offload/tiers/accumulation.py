@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from zero_offload.flat.geometry import SpanMap
 from zero_offload.flat.grads import GradLedger, add_up
-from zero_offload.flat.intervals import SpanMap
 from zero_offload.memory.streams import enter_device, with_index
 from zero_offload.steppers.stepper import Stepper
 from zero_offload.transfers.mover import HostMover, Release

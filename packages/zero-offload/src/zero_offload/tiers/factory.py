@@ -14,8 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry, freeze_groups
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Geometry, Intervals, freeze_groups
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.protocols import (
     AdamKernel,
@@ -34,8 +33,7 @@ from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.steppers.stepper import SpanMemory, Stepper
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT, TorchStepper
 from zero_offload.tiers.flat_tier import DeviceTier, HostTier
-from zero_offload.transfers.differences import SHORTEST_NBYTES
-from zero_offload.transfers.mover import HostMover, Mover
+from zero_offload.transfers.mover import SHORTEST_NBYTES, HostMover, Mover
 
 
 class HostClock:

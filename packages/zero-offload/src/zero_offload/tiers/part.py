@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Geometry, Intervals
 from zero_offload.protocols import (
     ChangeWatcher,
     DeviceMemory,

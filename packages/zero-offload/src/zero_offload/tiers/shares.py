@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from zero_offload.errors import OffloadError
-from zero_offload.flat.geometry import Geometry
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Geometry, Intervals
 from zero_offload.memory.storage import BlockFile
 from zero_offload.memory.streams import TimedCopy
 from zero_offload.protocols import ChangeWatcher, Groups, OptimizerClass

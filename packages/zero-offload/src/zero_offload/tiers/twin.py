@@ -14,8 +14,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry, check_active
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Geometry, Intervals, check_active
 from zero_offload.protocols import Groups
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.part import AnyPart

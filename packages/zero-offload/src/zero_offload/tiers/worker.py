@@ -44,8 +44,8 @@ from typing import Any
 import torch
 
 from zero_offload.errors import OffloadError
+from zero_offload.flat.geometry import SpanMap
 from zero_offload.flat.grads import GradLedger
-from zero_offload.flat.intervals import SpanMap
 from zero_offload.memory.streams import enter_device, with_index
 from zero_offload.steppers.memory_stepper import UndoLog
 from zero_offload.steppers.stepper import Chunk, Stepper, spans_of
