@@ -211,6 +211,7 @@ def _go_direct(fd: int, folder: str | Path, num_bytes: int) -> bool:
     return True
 
 
+_NUM_THREADS = 4
 _SPAN_BYTES = 4 << 20
 """Bytes per system call: few enough that the checksum finds them in a processor's cache."""
 
@@ -261,12 +262,7 @@ class BlockFile:
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        block_bytes: Sequence[int],
-        *,
-        name: str = "blocks",
-        num_threads: int = 4,
+        self, folder: str | Path, block_bytes: Sequence[int], *, name: str = "blocks"
     ) -> None:
         self.bytes_read = self.bytes_written = 0
         self.io_s = self.waited_s = 0.0
@@ -290,7 +286,7 @@ class BlockFile:
         self.is_direct = self._scratch.is_direct
         # A running transfer holds the file, so nobody reads from a closed descriptor.
         self._closer = weakref.finalize(self, os.close, self._scratch.fd)
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"storage-{name}")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"storage-{name}")
 
     def read(self, block: int, tensor: Tensor) -> Transfer:
         """Start to fill ``tensor`` with a block.

@@ -173,19 +173,17 @@ class Phase(Enum):
     """Restore what was before tentative updates."""
 
 
+@dataclass(slots=True, eq=False)
 class Speculation:
     """Tentative updates of one step, guarded by ``changed``. The worker enters it per chunk."""
 
-    def __init__(
-        self, groups: list[dict[str, Any]], grad_scale: float, changed: threading.Condition
-    ) -> None:
-        self.groups = groups
-        self.grad_scale = grad_scale
-        self.pieces: set[int] = set()
-        self.chunks: list[Chunk] = []
-        self._changed = changed
-        self._is_over = False
-        self._is_entered = False
+    groups: list[dict[str, Any]]
+    grad_scale: float
+    changed: threading.Condition
+    pieces: set[int] = field(default_factory=set)
+    chunks: list[Chunk] = field(default_factory=list)
+    _is_over: bool = False
+    _is_entered: bool = False
 
     def is_of(self, groups: list[dict[str, Any]], grad_scale: float) -> bool:
         """Return whether a step with these frozen settings goes on with it."""
@@ -194,24 +192,24 @@ class Speculation:
     @contextmanager
     def entered(self) -> Iterator[bool]:
         """Update a chunk in this context, if the value is True: the chunk is still wanted."""
-        with self._changed:
+        with self.changed:
             self._is_entered = is_wanted = not self._is_over
         try:
             yield is_wanted
         finally:
-            with self._changed:
+            with self.changed:
                 self._is_entered = False
-                self._changed.notify_all()
+                self.changed.notify_all()
 
     def end(self) -> None:
         """Have no further chunk begun."""
-        with self._changed:
+        with self.changed:
             self._is_over = True
 
     def wait(self) -> None:
         """Block until no chunk is under way, after `end`: gradients are not read any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_entered)
+        with self.changed:
+            self.changed.wait_for(lambda: not self._is_entered)
 
 
 @dataclass(slots=True)
