@@ -347,7 +347,7 @@ def _numel(spans: Sequence[_Span]) -> int:
 
 
 tier_footprint = TierFootprint
-"""The entry point."""
+"""Entry point ``state_tier``."""
 
 
 def param_footprint(

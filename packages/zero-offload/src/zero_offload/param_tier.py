@@ -43,9 +43,9 @@ from zero_offload.protocols import Work
 
 _BLOCK = "offload_param"
 NUM_WRITE_BUFFERS = 2
-"""Buffers in which new values of a shard are collected and sent to the file."""
+"""Buffers that collect new values of a shard and are written to the file."""
 _MAX_KEPT = 4096
-"""Elements of a shard that may be kept in memory because an update does not write them."""
+"""Maximum elements of a shard's gaps that are kept in memory. See [Note: buffers of the file]."""
 
 Shards = Sequence[tuple[int, int, torch.dtype]]
 
@@ -223,7 +223,7 @@ class _Collected:
 
 
 _Kept = tuple[Intervals, list[Tensor]]
-"""Values of a shard that were not new when it was written last, as those of padding."""
+"""Gaps that the last update of a shard did not write, and their values."""
 _NOTHING_KEPT: _Kept = Intervals(), []
 
 

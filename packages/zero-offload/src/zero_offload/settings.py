@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 STATE_DTYPES = ("float32", "bfloat16", "int8")
-"""What ``offload_optimizer.state_dtype`` may be."""
+"""Allowed values of ``offload_optimizer.state_dtype``."""
 
 HostShare = Literal["last", "first"]
-"""The end of the flat space at which the host's share lies, if it is no set of parameters.
+"""End of the flat space at which the host's elements are, unless parameter names select them.
 
-``last``: the last blocks, whose gradients come first in backward and whose new values forward needs
-last. ``first``: the first elements, as in DeepSpeed.
+``last``: the last elements. Backward produces their gradients first, and forward needs their new
+values last. ``first``: the first elements, as in DeepSpeed.
 """
 
 _BLOCK = "offload_optimizer"
@@ -81,7 +81,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "undo_buffer_size": _whole,
     "lossless_upload": _boolean,
 }
-"""Fields of `OffloadSettings` that are keys, and the check of each, called with value and name."""
+"""Validator of each key of the config that is a field of `OffloadSettings`."""
 _SHARES = ("ratio", "parameters", "device_budget")
 _KNOWN = {
     *("device", "nvme_path", "buffer_count", "update_in_backward", *_CHECKS),

@@ -174,8 +174,7 @@ def _merged(pairs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 PUBLISHED_NUMEL = 1 << 24
-"""Default of the most elements that are published at once. Large enough to cost nothing, small
-enough that the update, the copy to the device and the wait for it overlap."""
+"""Default maximum elements published at once. This is small enough for overlap with copies."""
 
 
 @dataclass(frozen=True, slots=True)

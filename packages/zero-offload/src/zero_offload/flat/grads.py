@@ -17,7 +17,7 @@ from torch import Tensor
 from zero_offload.flat.geometry import SpanMap
 
 _Source = tuple[Tensor, int]
-"""A tensor and the element of the flat space at its first element."""
+"""A tensor, and the element of the flat space at its index 0."""
 _Terms = tuple[_Source, ...]
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from zero_offload.memory.storage import aligned_empty
 
 _NUM_PACKED = 8
-"""Room of one buffer, in tensors as large as the largest. Less than a tenth of it is wasted."""
+"""Capacity of a packed buffer, in tensors of the largest size."""
 SMALL_BYTES = 1 << 20
-"""Most bytes that may be rounded up to the next power of two."""
+"""Maximum bytes of a tensor whose size may be rounded up to a power of two."""
 _ALIGNMENT = 64
 
 

@@ -50,7 +50,7 @@ if sys.platform == "linux":
     import fcntl
 
 ALIGNMENT = 4096
-"""Bytes that direct I/O is aligned to."""
+"""Alignment for direct I/O, in bytes."""
 _BOUNCE_BYTES = 1 << 20
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY})
 
@@ -213,7 +213,7 @@ def _go_direct(fd: int, folder: str | Path, num_bytes: int) -> bool:
 
 _NUM_THREADS = 4
 _SPAN_BYTES = 4 << 20
-"""Bytes per system call: few enough that the checksum finds them in a processor's cache."""
+"""Bytes per system call. The checksum then reads them from the CPU cache."""
 
 
 class Transfer:

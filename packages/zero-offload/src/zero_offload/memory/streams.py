@@ -37,7 +37,7 @@ from torch import Tensor
 from zero_offload.protocols import UploadCodec
 
 TimedCopy = tuple[str, torch.Event, torch.Event]
-"""What is copied, and events of a stream before and after it."""
+"""Kind of a copy, and the events before and after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Checksum:
 
 _TO_HOST, _TO_DEVICE = "gradients to the host", "parameters to the device"
 _MAX_COPIES = 4096
-"""Timed copies that are kept until they are taken."""
+"""Maximum number of timed copies that are kept until `HostStreams.take_copies`."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 500e-6
 
 

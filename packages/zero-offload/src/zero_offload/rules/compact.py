@@ -38,8 +38,10 @@ from zero_offload.protocols import Bf16AdamKernel, EightBitAdamKernel
 from zero_offload.rules.rule import MASTER, MOMENTS, PARAM, REMAINDER, AdamRule, Grad, Rule, Stored
 
 WINDOW_NUMEL = 1 << 15
-"""Elements that are converted at once. A window is whole blocks, its temporaries fit a cache, and
-torch gives it one thread, because a dozen short operations would mostly wait for other threads."""
+"""Elements that are converted at once: whole blocks that fit in a CPU cache.
+
+Torch uses one thread for so few elements, which is faster for a dozen short operations.
+"""
 BLOCK_NUMEL = 128
 
 _HALF_OF_ONE = 0x3F800000 // 2
@@ -134,7 +136,7 @@ def upper_half(master: Tensor) -> Tensor:
 
 _SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
 _RANDOM_BLOCK = 1 << 20
-"""Elements after which the random numbers of the stochastic rounding start again."""
+"""Elements after which the random numbers of stochastic rounding repeat."""
 
 
 def _windows(numel: int) -> Iterator[slice]:

@@ -58,7 +58,7 @@ ELEMENTWISE: frozenset[OptimizerClass] = frozenset(
         optim.SGD,
     }
 )
-"""torch's optimizers with an elementwise update. A subclass may differ and is not one of them."""
+"""Torch's elementwise optimizers. A subclass may differ and is not included."""
 
 
 def check_elementwise(optimizer_class: OptimizerClass) -> None:
@@ -87,7 +87,7 @@ _KNOWN: dict[OptimizerClass, str] = {
     optim.Adagrad: "adagrad",
     optim.SGD: "sgd",
 }
-"""Rules of torch's own classes; a subclass may differ and is not among them."""
+"""Rules of torch's own classes. A subclass may differ and is not included."""
 _KINDS = ("adam", "adagrad", "sgd", "lion")
 """Values of the class attribute ``update_rule``."""
 

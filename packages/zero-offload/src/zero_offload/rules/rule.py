@@ -45,11 +45,11 @@ PARAM = "param"
 REMAINDER = "remainder"
 
 Grad = Tensor | list[Tensor]
-"""The gradient of one span: fp32, bf16 or fp16. Several are added in fp32, in order."""
+"""The gradient of one span: fp32, bf16 or fp16. A list is added in fp32, in order."""
 Stored = Mapping[str, Tensor]
 """The 1-D host buffers of one span, by the names of `Rule.stored`."""
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""Sources and targets of one span, each as long as one of its buffers."""
+"""Pairs of source and target, each as long as a buffer of the span."""
 
 
 class Rule(ABC):

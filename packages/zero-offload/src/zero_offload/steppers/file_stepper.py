@@ -220,7 +220,7 @@ class BlockPipeline:
 
 
 BLOCK_NUMEL = 1 << 20
-"""Elements of a block: requests of 4 MiB, and for Adam 12 MiB of host memory per buffer."""
+"""Elements of a block: 4 MiB per request, 12 MiB per buffer for Adam."""
 
 
 class FileStepper(RuleStepper):

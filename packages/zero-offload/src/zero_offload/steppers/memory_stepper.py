@@ -51,7 +51,7 @@ from zero_offload.steppers.stepper import (
 )
 
 ALIGNMENT = 64
-"""Bytes of a cache line, to whose multiples spans are rounded up."""
+"""Bytes of a cache line. Spans are rounded up to multiples of it."""
 
 
 def aligned(nbytes: int) -> int:
@@ -125,7 +125,7 @@ class Record:
 
 
 _MOST_BUFFERS = 6
-"""Of an element: a split master weight, and two moments of 8 bits with their scales."""
+"""Maximum buffers of an element: a split master weight, 8-bit moments and their scales."""
 
 
 def undo_capacity(geometry: Geometry, num_bytes: int) -> int:

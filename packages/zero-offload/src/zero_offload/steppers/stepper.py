@@ -46,10 +46,10 @@ from zero_offload.rules.rule import (
 from zero_offload.threads import num_kernel_threads
 
 _SQUARED_NUMEL = 1 << 20
-"""Elements whose squares are summed at once: bounds the sum of gradients to 4 MiB."""
+"""Elements whose squares are summed at once, so that the temporary sum takes 4 MiB."""
 
 SpanMemory = Callable[[int, int], Tensor]
-"""Returns memory for the rounded parameters of a range inside one shard."""
+"""Function that returns memory for the parameters of a range inside one shard."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,12 +141,12 @@ def probe_entry(
 
 
 FUSED_ALIGNMENT = 16
-"""Elements of a vector in torch's fused CPU kernels, or a multiple of it."""
+"""Elements of a vector in torch's fused CPU kernels, or a multiple of that."""
 
 _HOST_CHUNK_NUMEL = 1 << 20
-"""Elements per optimizer call on the host: bounds the fp32 copy of 16-bit gradients to 4 MiB."""
+"""Elements per optimizer call on the host. The fp32 copy of a 16-bit gradient takes 4 MiB."""
 _DEVICE_CHUNK_NUMEL = 1 << 26
-"""The same on a device, where few launches matter more than 256 MiB."""
+"""Elements per optimizer call on a device: few kernel launches, 256 MiB for the fp32 copy."""
 
 
 class TorchStepper(Stepper):

@@ -32,7 +32,7 @@ from zero_offload.steppers.stepper import Stepper
 from zero_offload.transfers.mover import HostMover, Release
 
 SEPARATE_BYTES = 8
-"""Most bytes per element for layers: four of 16 bits."""
+"""Maximum bytes per element for layers: four of 16 bits."""
 
 T = TypeVar("T")
 

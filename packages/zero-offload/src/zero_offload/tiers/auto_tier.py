@@ -46,13 +46,13 @@ from zero_offload.tiers.twin import TwinTier
 STEPS_PER_PROBE = 3
 """Steps whose median is one probe."""
 RESOLUTION = 1 / 64
-"""The search ends when the bracket is no wider."""
+"""Width of the bracket at which the search ends."""
 NOISE = 0.02
-"""Share of the host's seconds below which a gain does not count."""
+"""Share of the host's seconds below which a gain is ignored."""
 CHANGE = 0.25
-"""Share by which the cost must move before the search begins again."""
+"""Relative change of the cost that restarts the search."""
 PATIENCE = 5
-"""Steps in a row for which it must."""
+"""Steps in a row for which the cost must have changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ def _median(samples: Sequence[Sample]) -> Sample:
 _log = logging.getLogger(__name__)
 
 MARGIN = 0.05
-"""Share of the device's memory that is kept free for fragmentation and libraries."""
+"""Share of the device's memory kept free for fragmentation and libraries."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from zero_offload.tiers.flat_tier import FlatTier, HostTier, TierReport
 from zero_offload.transfers.mover import Release
 
 _SQUARED_NUMEL = 1 << 24
-"""Elements whose squares are summed at once: torch may convert so many to float64."""
+"""Elements whose squares are summed at once, because torch may convert them to float64."""
 
 
 @dataclass(frozen=True, slots=True)

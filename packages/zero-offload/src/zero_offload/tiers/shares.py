@@ -42,7 +42,7 @@ from zero_offload.tiers.part import (
 )
 
 WIDENED_NUMEL = 1 << 26
-"""Elements of 16-bit gradients that a tier on an accelerator widens at once."""
+"""Elements of 16-bit gradients that an accelerator's tier widens at once."""
 
 
 def host_share(

@@ -166,11 +166,11 @@ class Phase(Enum):
     WHOLE = "whole"
     """Update and publish."""
     TENTATIVE = "tentative"
-    """Update, such that it can be undone, and publish nothing."""
+    """Update such that it can be undone, and publish nothing."""
     KEEP = "keep"
-    """Publish tentative updates. Update what was not."""
+    """Publish tentative updates, and update chunks without one."""
     UNDO = "undo"
-    """Restore what was before tentative updates."""
+    """Undo tentative updates."""
 
 
 @dataclass(slots=True, eq=False)

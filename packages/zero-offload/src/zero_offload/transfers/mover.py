@@ -62,12 +62,12 @@ from zero_offload.threads import num_kernel_threads
 
 GROUP = "zero_core.upload_codecs"
 SHORTEST_NBYTES = 1 << 16
-"""Least bytes of new values that are worth a checksum."""
+"""Minimum bytes of new values for which a checksum pays off."""
 NUM_BUFFERS = 2
 _WORD_NUMEL = 4
-"""Elements of 16 bits in a word of a checksum."""
+"""16-bit elements in a word of a checksum."""
 _NUM_CHECKSUMS = 64
-"""Checksums that memory is allocated for at once."""
+"""Number of checksums that are allocated at once."""
 
 
 def resolve_upload_codec(codec: UploadCodec | str | None) -> UploadCodec | None:
@@ -237,7 +237,7 @@ _SUM = -1
 """Layer number of the sum of the micro-steps' gradients."""
 
 Release = Callable[[], None]
-"""To be called before the memory of an offered gradient is written again."""
+"""Must be called before the memory of an offered gradient is overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
