@@ -1,22 +1,15 @@
-"""Layout of pieces and parameter shards in the local flat space. Pure arithmetic.
+"""Layout of parameters in the local flat space. Pure arithmetic.
 
 [Note: terms]
-flat space   the elements ``[0, numel)`` whose optimizer state this process owns, padding included.
-piece        the part of one parameter in the flat space; pieces are sorted and disjoint.
-shard        a 1-D tensor of the compute dtype over ``[start, start + tensor.numel())``, which the
-             new values of its pieces are written to. Every piece lies inside one shard.
-run          a contiguous range of active pieces in one shard, updated and published at once. A
-             unit of the model is one shard (per dtype), so that a run never makes the first unit
-             wait for the second.
-part         a set of elements (`Intervals`) that one tier holds. Compacted, it is a flat space of
-             its own. Pieces and shards that the set splits become several there.
-split point  the element at which the host's share begins (or ends, where it is the first part).
-
-Sets of elements of a flat space, and values over spans of them. Pure arithmetic.
-
-A part of a flat space (the host's share, for example) is a set of elements. Without the gaps
-between them these are the part's own flat space. `Intervals.local` maps the one to the other and
-keeps the order.
+flat space   elements ``[0, numel)`` whose optimizer state this process owns, padding included.
+piece        range of one parameter in the flat space. Pieces are sorted and disjoint.
+shard        1-D tensor in the parameters' dtype over ``[start, start + tensor.numel())``, to which
+             new values are written. A model unit has one shard per dtype. Each piece is inside one
+             shard.
+run          contiguous range of active pieces in one shard, updated and published at once.
+part         set of elements (`Intervals`) that one tier holds. Its elements without gaps are a flat
+             space too. A piece or shard that the set splits becomes several there.
+split point  element at which the host's elements begin or end.
 """
 
 from __future__ import annotations
@@ -70,7 +63,7 @@ class SpanMap(Generic[T]):
             yield start, stop, None
 
     def put(self, start: int, stop: int, value: T) -> None:
-        """Set the value over ``[start, stop)``, in place of the values there."""
+        """Set the value of ``[start, stop)`` and replace earlier values there."""
         if start < stop:
             self.discard(start, stop)
             index = bisect_left(self._starts, start)
@@ -78,7 +71,7 @@ class SpanMap(Generic[T]):
             self._starts.insert(index, start)
 
     def discard(self, start: int, stop: int) -> None:
-        """Remove ``[start, stop)``. Spans that reach beyond it keep the elements outside."""
+        """Remove ``[start, stop)``. A span that extends beyond it keeps its other elements."""
         low = max(bisect_right(self._starts, start) - 1, 0)
         high = bisect_left(self._starts, stop)
         kept = []
@@ -90,9 +83,9 @@ class SpanMap(Generic[T]):
 
 
 class Intervals:
-    """An immutable set of elements, made of ``[a, b)`` pairs that may touch or overlap.
+    """Immutable set of elements, made of ``[a, b)`` pairs that may touch or overlap.
 
-    ``spans`` are the same elements as sorted pairs that do neither.
+    ``spans`` are the merged, sorted pairs. ``numel`` is the number of elements.
     """
 
     __slots__ = ("_bases", "_elements", "numel", "spans")
@@ -120,7 +113,7 @@ class Intervals:
         return f"Intervals({list(self.spans)})"
 
     def local(self, element: int) -> int:
-        """Return the place of ``element`` in the compacted space: the number of elements below."""
+        """Return the number of set elements below ``element``: its offset without the gaps."""
         found = self._bases.last_from(element)
         if found is None:
             return 0
@@ -128,7 +121,7 @@ class Intervals:
         return base + min(element, stop) - start
 
     def element(self, local: int) -> int:
-        """Return the element at place ``local`` of the compacted space, the inverse of `local`."""
+        """Return the element at offset ``local``, the inverse of `local`."""
         found = self._elements.last_from(local)
         assert found is not None, "an empty set has no elements"
         base, _, start = found
@@ -139,7 +132,7 @@ class Intervals:
         return ((a, b) for a, b, _ in self._bases.overlaps(start, stop))
 
     def divide(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield ``(a, b, is_in)``: the parts of a range in the set and between, in order."""
+        """Yield ``(a, b, is_in_set)`` parts that cover ``[start, stop)``, in order."""
         return ((a, b, base is not None) for a, b, base in self._bases.divide(start, stop))
 
     def complement(self, numel: int) -> Intervals:
@@ -202,14 +195,13 @@ class Geometry:
     Args:
         pieces: ``(start, stop, group)``, sorted, disjoint, each inside one shard.
         params: ``(start, tensor)``, sorted, disjoint, 1-D and contiguous.
-        master_dtype: of the master weights. By default float64 when a shard is, so that nothing is
-            lost, and float32 otherwise. A part has the dtype of the whole, because the split must
-            not change a bit.
-        published_numel: most elements of a run that are published at once; `PUBLISHED_NUMEL` by
-            default.
+        master_dtype: dtype of the master weights, by default float64 if a shard is float64 and
+            float32 otherwise. A part has the dtype of the whole, so that a split changes no bit.
+        published_numel: maximum elements of a run that are published at once, by default
+            `PUBLISHED_NUMEL`.
 
     Raises:
-        ValueError: when one of these does not hold, with the offending index.
+        ValueError: an argument violates these conditions. The message has the index.
     """
 
     def __init__(
@@ -262,12 +254,11 @@ class Geometry:
         return shard
 
     def check_range(self, start: int, stop: int) -> None:
-        """Raise ValueError unless ``[start, stop)`` is within the flat space."""
         if not 0 <= start <= stop <= self.numel:
             raise ValueError(f"[{start}, {stop}) is not within the flat space [0, {self.numel})")
 
     def align(self, share: Intervals, alignment: int) -> Intervals:
-        """Move split points within a piece down to a multiple of ``alignment`` from its start."""
+        """Move split points inside a piece down to a multiple of ``alignment`` from its start."""
         return Intervals(
             (self._align_down(start, alignment), self._align_down(stop, alignment))
             for start, stop in share.spans
@@ -281,13 +272,13 @@ class Geometry:
         return start + (split - start) // alignment * alignment
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield the parts ``(a, b, view of the shard)`` of ``[start, stop)`` that shards cover."""
+        """Yield ``(a, b, view of the shard)`` for each part of ``[start, stop)`` in a shard."""
         for a, b, index in self._shards.overlaps(start, stop):
             base, tensor = self.shards[index]
             yield a, b, tensor[a - base : b - base]
 
     def shard_at(self, start: int) -> int:
-        """Return the index of the shard that covers element ``start``, or -1."""
+        """Return the index of the shard at element ``start``, or -1."""
         found = self._shards.last_from(start)
         return -1 if found is None else found[2]
 
@@ -304,9 +295,9 @@ class Geometry:
         return Intervals((self.pieces[i].start, ends[i]) for i in indices)
 
     def part(self, share: Intervals) -> tuple[Geometry, dict[int, tuple[int, ...]]]:
-        """Return a part as a flat space of its own, and its piece indices by those of this one.
+        """Return the geometry of a part, and its piece indices by the piece indices here.
 
-        Offsets there are `Intervals.local`; its shards are views of these.
+        Offsets in the part are `Intervals.local`. Its shards are views of the shards here.
         """
         pieces: list[tuple[int, int, int]] = []
         local: dict[int, tuple[int, ...]] = {}
@@ -333,7 +324,7 @@ class Geometry:
 
 
 def split_runs(runs: Sequence[Run], numel: int) -> list[Run]:
-    """Split runs into runs of at most ``numel`` elements, each with the pieces of its whole."""
+    """Split runs into runs of at most ``numel`` elements, each with all pieces of its run."""
     return [
         Run(low, min(low + numel, run.stop), run.pieces, run.key)
         for run in runs
@@ -344,7 +335,7 @@ def split_runs(runs: Sequence[Run], numel: int) -> list[Run]:
 def plan_runs(
     geometry: Geometry, active: Sequence[int], keys: Mapping[int, Hashable] | None = None
 ) -> list[Run]:
-    """Merge adjacent active pieces of one shard (and of one key) into runs, in order."""
+    """Merge adjacent active pieces of one shard and one key into runs, in order."""
     runs: list[Run] = []
     for i in active:
         piece, key = geometry.pieces[i], None if keys is None else keys[i]
@@ -372,7 +363,7 @@ def check_active(geometry: Geometry, active: Sequence[int]) -> tuple[int, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the number in a one-element tensor. Tuples and lists by element."""
+    """Replace one-element tensors by numbers, also inside tuples and lists."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):
@@ -381,6 +372,6 @@ def _plain(value: Any) -> Any:
 
 
 def freeze_groups(groups: Groups) -> list[dict[str, Any]]:
-    """Return copies that a scheduler cannot change: no parameters, and numbers for tensors."""
+    """Return copies of groups that a scheduler cannot change, without parameters and tensors."""
     left_out = ("params", "param_names")
     return [{k: _plain(v) for k, v in group.items() if k not in left_out} for group in groups]

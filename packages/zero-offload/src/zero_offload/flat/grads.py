@@ -1,10 +1,10 @@
-"""Gradients offered for the next step, and the memory of each.
+"""Gradients offered for the next step, by range of the flat space.
 
-On the host all gradients of one dtype share one flat buffer, so that adjacent offers are one span
-of memory. On the device each offer is a tensor of the caller's.
+On the host all gradients of one dtype share one flat buffer, so adjacent gradients are contiguous
+memory. On the device each gradient is a separate tensor of the caller.
 
-The gradient of a range is the sum of its *terms*, one per micro-step, each in memory of its own. It
-is taken in the master weights' dtype (fp32, as a rule), in the order in which they came.
+The gradient of a range is the sum of its *terms*, one per micro-step. Terms are added in the order
+of the micro-steps, in the master weights' dtype (fp32 by default).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _Terms = tuple[_Source, ...]
 
 
 class GradLedger:
-    """Gradients by range. A later offer replaces an earlier one where they overlap."""
+    """Gradients by range. A later gradient replaces an earlier one of the same elements."""
 
     def __init__(self) -> None:
         self._terms: SpanMap[_Terms] = SpanMap()
 
     def add(self, start: int, stop: int, source: Tensor, base: int) -> None:
-        """Record that ``source[start - base : stop - base]`` is the gradient of the range."""
+        """Record ``source[start - base : stop - base]`` as the gradient of the range."""
         self._terms.put(start, stop, ((source, base),))
 
     def append(self, start: int, stop: int, source: Tensor, base: int) -> None:
-        """Record that ``source[start - base : stop - base]`` is one more term of the range."""
+        """Record ``source[start - base : stop - base]`` as one more term of the range."""
         for a, b, terms in self.terms(start, stop):
             self._terms.put(a, b, (*terms, (source, base)))
 
@@ -42,19 +42,19 @@ class GradLedger:
     def terms(self, start: int, stop: int) -> list[tuple[int, int, _Terms]]:
         """Return ``(a, b, terms)`` parts that cover ``[start, stop)``, in order.
 
-        The terms of a part for which no gradient was offered are an empty tuple.
+        Terms are an empty tuple if no gradient was offered.
         """
         return [(a, b, terms or ()) for a, b, terms in self._terms.divide(start, stop)]
 
     def take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
-        """Move the gradients of the spans to a new ledger and return it, or raise ValueError."""
+        """Move the gradients of ``spans`` to a new ledger and return it, or raise ValueError."""
         taken = self.copy(spans)
         for span in spans:
             self._terms.discard(*span)
         return taken
 
     def copy(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
-        """Return a ledger of the gradients of the spans, which stay here as well."""
+        """Return a new ledger with the gradients of ``spans``, or raise ValueError."""
         found = GradLedger()
         for span in spans:
             for a, b, terms in self._covering(*span):
@@ -69,7 +69,7 @@ class GradLedger:
         ]
 
     def _covering(self, start: int, stop: int) -> list[tuple[int, int, _Terms]]:
-        """The terms of a range in order. Adjacent ones of the same memory are one."""
+        """Return `terms`, with contiguous parts joined, or raise ValueError for a gap."""
         found: list[tuple[int, int, _Terms]] = []
         for a, b, terms in self.terms(start, stop):
             if not terms:
@@ -78,7 +78,7 @@ class GradLedger:
                     f"needs; call offer_grad before step"
                 )
             last = found[-1][2] if found else ()
-            # By identity, because == compares tensors element by element.
+            # Tensors are compared by id, because == compares their elements.
             if [(id(t), base) for t, base in last] == [(id(t), base) for t, base in terms]:
                 a = found.pop()[0]
             found.append((a, b, terms))
@@ -87,7 +87,7 @@ class GradLedger:
     def gather(self, start: int, stop: int, dtype: torch.dtype, grad_scale: float) -> Tensor:
         """Return the gradient of the range as one tensor of ``dtype``, times ``grad_scale``.
 
-        It is the offered memory itself where nothing has to be changed.
+        The result is the offered memory itself if nothing has to be changed.
         """
         parts = self.segments(start, stop)
         first = parts[0][2]
@@ -102,7 +102,7 @@ class GradLedger:
     def joined(self, start: int, stop: int) -> list[Tensor]:
         """Return the terms of a range, each as one tensor.
 
-        If its parts differ in the number of terms or in dtype, it is their sum in fp32 alone.
+        If parts of the range differ in dtype or number of terms, the result is one fp32 sum.
         """
         parts = self.segments(start, stop)
         if len(parts) == 1:
@@ -114,7 +114,7 @@ class GradLedger:
 
 
 def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of ``terms``, in order and in its dtype, to ``out``, which may be the first."""
+    """Write the ordered sum of ``terms`` to ``out``, in its dtype. It may be the first term."""
     first, *others = terms
     if first.data_ptr() != out.data_ptr():
         out.copy_(first)

@@ -1,26 +1,17 @@
 """Blocks of memory in a scratch file, transferred asynchronously and checksummed.
 
-ZeRO-Infinity (arXiv 2104.07857, section 6.1, the infinity offload engine) keeps on NVMe what device
-and host have no room for, and hides the transfers behind the work. `BlockFile` is that engine. Its
-blocks are any memory: optimizer state or parameter shards.
+`BlockFile` is the infinity offload engine of ZeRO-Infinity (arXiv 2104.07857, section 6.1). It
+keeps optimizer states or parameter shards on NVMe and overlaps their transfers with other work.
 
 [Note: terms]
-block       a span of the file of a length fixed at construction, moved as a whole.
-transfer    one block's read or write under way, in one of a few threads of the file's own.
-checksum    XXH3 (64 bits) of a block as it was last written, kept in memory and compared on each
-            read: a disk that returns other bytes than it was given is detected before they are
-            used. A checksum at less than memory's speed would be a part of each step's time.
-
-Direct I/O, which bypasses the page cache, and scratch files for it. Linux only.
+block     range of the file with a fixed length, transferred as a whole.
+transfer  asynchronous read or write of one block, in a thread of the file's pool.
+checksum  XXH3 (64 bits) of each block, computed at a write and compared at a read.
 
 [Note: direct I/O]
-A file opened with O_DIRECT moves data between the disk and the caller's memory without a copy in
-the page cache, which would take host memory that the offloading was to free. The kernel wants
-offset, length and address in multiples of the device's block: `ALIGNMENT` serves every common one.
-Aligned memory is transferred in place. The odd tail, and memory that is not aligned, goes through a
-small aligned bounce buffer. io_uring and libaio would save the waiting threads. No long-lived
-library brings either to Python with wheels, and requests of many MiB keep a disk busy from a few
-threads.
+O_DIRECT bypasses the page cache, which would use the host memory that offloading saves. It needs
+file offset, length and address in multiples of the device's block size, which `ALIGNMENT` is for
+all common devices. An unaligned tail, or unaligned memory, is copied through a bounce buffer.
 """
 
 from __future__ import annotations
@@ -62,7 +53,7 @@ def round_up(num_bytes: int) -> int:
 
 
 def aligned_empty(num_bytes: int, *, pin_memory: bool = False) -> Tensor:
-    """Allocate uninitialised uint8 host memory that direct I/O reads and writes in place."""
+    """Allocate uninitialized uint8 host memory that is aligned for direct I/O."""
     whole = torch.empty(
         num_bytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pin_memory
     )
@@ -71,7 +62,7 @@ def aligned_empty(num_bytes: int, *, pin_memory: bool = False) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the tensor's memory, shared. The tensor must outlive it."""
+    """Return a view of the tensor's memory. The tensor must outlive the view."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
             f"file storage moves contiguous host memory, got a tensor of shape "
@@ -98,7 +89,7 @@ def check_folder(folder: str | Path) -> Path:
 
 
 class Scratch:
-    """An open, unlinked file. ``path`` is the name that it had, for messages."""
+    """An open file without a directory entry. ``path`` is its former name, for messages."""
 
     def __init__(self, fd: int, path: str, *, is_direct: bool) -> None:
         self.fd = fd
@@ -107,7 +98,7 @@ class Scratch:
         self._local = threading.local()
 
     def read(self, view: memoryview, address: int, offset: int) -> None:
-        """Fill ``view`` (memory at ``address``) from ``offset`` on, or raise OSError."""
+        """Fill ``view``, which is memory at ``address``, from ``offset`` on, or raise OSError."""
         in_place = self._in_place(len(view), address)
         self._complete(os.preadv, view[:in_place], offset)
         for at in range(in_place, len(view), _BOUNCE_BYTES):
@@ -117,7 +108,7 @@ class Scratch:
             part[:] = bounce[: len(part)]
 
     def write(self, view: memoryview, address: int, offset: int) -> None:
-        """Write ``view`` (memory at ``address``) to ``offset``, or raise OSError."""
+        """Write ``view``, which is memory at ``address``, to ``offset``, or raise OSError."""
         in_place = self._in_place(len(view), address)
         self._complete(os.pwritev, view[:in_place], offset)
         for at in range(in_place, len(view), _BOUNCE_BYTES):
@@ -132,16 +123,17 @@ class Scratch:
         return 0 if address % ALIGNMENT else num_bytes - num_bytes % ALIGNMENT
 
     def _bounce(self, num_bytes: int) -> memoryview:
-        """This thread's bounce buffer, as long as an aligned transfer of ``num_bytes`` needs."""
-        # foreign: threading.local, which each thread finds empty at first
+        """Return this thread's bounce buffer, cut to the aligned length for ``num_bytes``."""
+        # foreign: threading.local has no attributes in a new thread
         if not hasattr(self._local, "memory"):
-            self._local.memory = aligned_empty(_BOUNCE_BYTES)  # keeps the view's memory alive
+            # The view does not keep this tensor alive.
+            self._local.memory = aligned_empty(_BOUNCE_BYTES)
             self._local.view = bytes_of(self._local.memory)
         view: memoryview = self._local.view
         return view[: round_up(num_bytes)]
 
     def _complete(self, call: _Call, view: memoryview, offset: int) -> None:
-        """Repeat ``call`` until all of ``view`` is moved: a system call may move less."""
+        """Repeat ``call``, because one system call may transfer only a part of ``view``."""
         grain = ALIGNMENT if self.is_direct else 1
         done = 0
         while done < len(view):
@@ -156,9 +148,11 @@ class Scratch:
 def open_scratch(folder: str | Path, name: str, num_bytes: int) -> Scratch:
     """Create an unlinked file of ``num_bytes`` with all its blocks allocated.
 
-    It is unlinked as soon as it is open, so that the disk space is freed however the process ends.
-    Processes that share a folder get different files. ValueError says that no file can be made
-    there, OSError that there is not enough room.
+    The disk space is freed when the process ends in any way. Each process gets its own file.
+
+    Raises:
+        ValueError: no file can be created in ``folder``.
+        OSError: the disk has not enough room.
     """
     try:
         fd, path = tempfile.mkstemp(prefix=f"{name}-", suffix=".bin", dir=check_folder(folder))
@@ -179,7 +173,7 @@ def _allocate(fd: int, path: str, num_bytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
-        os.truncate(fd, 0)  # what was allocated before it failed
+        os.truncate(fd, 0)  # Free the blocks that were allocated before the failure.
         free = shutil.disk_usage(Path(path).parent).free
         raise OSError(
             error.errno,
@@ -190,11 +184,11 @@ def _allocate(fd: int, path: str, num_bytes: int) -> None:
 
 
 def _go_direct(fd: int, folder: str | Path, num_bytes: int) -> bool:
-    """Switch the open file to O_DIRECT if the file system takes it, and return whether it did."""
+    """Switch the open file to O_DIRECT. Return False if the file system does not support it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        if num_bytes:  # some file systems take the flag and refuse the transfer
+        if num_bytes:  # Some file systems accept the flag but fail at the first read.
             os.preadv(fd, [bytes_of(aligned := aligned_empty(ALIGNMENT))], 0)
             del aligned
     except OSError as error:
@@ -217,7 +211,7 @@ _SPAN_BYTES = 4 << 20
 
 
 class Transfer:
-    """Handle of a read or write under way. The tensor is the file's until `wait` returns."""
+    """Handle of a pending read or write. Its tensor must not be used until `wait` returns."""
 
     def __init__(self, future: Future[None], file: BlockFile) -> None:
         self._future = future
@@ -225,11 +219,11 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` returns, or raises, at once."""
+        """Whether `wait` would return, or raise, at once."""
         return self._future.done()
 
     def wait(self) -> None:
-        """Block until the transfer is over. The tensor is the caller's again."""
+        """Block until the transfer is complete. Raise StorageError if it failed."""
         if not self._future.done():
             begin = time.perf_counter()
             try:
@@ -239,26 +233,23 @@ class Transfer:
         self._future.result()
 
     def settle(self) -> None:
-        """Block until the transfer is over, and ignore whether it failed."""
+        """Block until the transfer is complete, and ignore a failure."""
         wait([self._future])
 
 
 class BlockFile:
     """Blocks of fixed lengths in one preallocated file, read and written in the background.
 
-    The file is unlinked when it is created, so that nothing is left on the disk however the process
-    ends. It is allocated at construction, so that a full disk is reported then. Direct I/O is used
-    where the file system has it, with one warning where it has not (``is_direct``).
-
-    A block that was never written reads as zeros, without a transfer. Transfers of different blocks
-    run at the same time and in no order. Of one block only one may be under way.
+    The file is unlinked and allocated at construction, so a full disk raises there. Without direct
+    I/O on its file system (``is_direct``) a warning is issued. A block that was never written reads
+    as zeros. Transfers of different blocks run in any order. A block has at most one pending
+    transfer.
 
     Attributes:
-        bytes_read: bytes of blocks read from the file so far. The disk moves each block rounded up
-            to `direct_io.ALIGNMENT`.
-        bytes_written: bytes of blocks written to the file so far.
+        bytes_read: bytes of blocks read from the file so far, not rounded up to `ALIGNMENT`.
+        bytes_written: bytes of blocks written to the file so far, not rounded up either.
         io_s: seconds during which at least one transfer was running.
-        waited_s: seconds that callers spent in `Transfer.wait`. ``io_s`` less this was hidden.
+        waited_s: seconds that callers spent in `Transfer.wait`.
     """
 
     def __init__(
@@ -284,28 +275,27 @@ class BlockFile:
             raise StorageError(error.errno, str(error.strerror), str(error.filename)) from error
         self.path = self._scratch.path
         self.is_direct = self._scratch.is_direct
-        # A running transfer holds the file, so nobody reads from a closed descriptor.
+        # A running transfer keeps this object alive, so the descriptor is closed after all of them.
         self._closer = weakref.finalize(self, os.close, self._scratch.fd)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"storage-{name}")
 
     def read(self, block: int, tensor: Tensor) -> Transfer:
-        """Start to fill ``tensor`` with a block.
+        """Start to fill ``tensor`` (CPU, contiguous, as many bytes as the block) with a block.
 
-        It is on the CPU, contiguous, of the block's length in bytes, of any dtype. Memory of
-        `direct_io.aligned_empty` is filled in place, other memory through a copy.
+        Memory of `aligned_empty` is filled in place, other memory through a bounce buffer.
         """
         return self._start(self.read_block, block, tensor)
 
     def write(self, block: int, tensor: Tensor) -> Transfer:
-        """Start to write ``tensor``, as `read` takes it, to a block.
+        """Start to write ``tensor``, with the requirements of `read`, to a block.
 
-        Should that fail, the block is lost: reading it raises the same error.
+        If the write fails, later reads of the block raise the same error.
         """
         return self._start(self.write_block, block, tensor)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count the time within as ``io_s``, once however many transfers run."""
+        """Count the time in this context as ``io_s``. Concurrent transfers count once."""
         with self._lock:
             if not self._num_running:
                 self._since = time.perf_counter()
@@ -326,16 +316,15 @@ class BlockFile:
         return self._scratch.fd
 
     def offset(self, block: int) -> int:
-        """Return the offset of a block in the file, in bytes."""
         return self._offsets[block]
 
     def traffic(self) -> tuple[int, int]:
-        """Return `bytes_read` and `bytes_written`, once the transfers under way are over."""
+        """Wait for pending transfers, and return `bytes_read` and `bytes_written`."""
         wait(list(self._current.values()))
         return self.bytes_read, self.bytes_written
 
     def close(self) -> None:
-        """Wait for the transfers under way and free the disk space. May be called again."""
+        """Wait for pending transfers and free the disk space. Further calls have no effect."""
         self._threads.shutdown()
         self._closer()
 
@@ -394,7 +383,6 @@ class BlockFile:
             self.bytes_written += self.block_bytes[block]
 
     def _spans(self, block: int, tensor: Tensor) -> Iterator[tuple[memoryview, int, int]]:
-        """Memory, address and file offset of each system call's share of a block."""
         view, address, offset = bytes_of(tensor), tensor.data_ptr(), self._offsets[block]
         for at in range(0, len(view), _SPAN_BYTES):
             yield view[at : at + _SPAN_BYTES], address + at, offset + at

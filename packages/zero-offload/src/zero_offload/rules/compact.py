@@ -1,27 +1,23 @@
 """Adam and AdamW with moments of 16 or 8 bits.
 
-Moments are bf16 with stochastic rounding, or block-wise 8 bits after Dettmers et al., 2021 (arXiv
-2110.02861), with the codes of this module. Beside them the master weight of a bf16
-parameter is kept split: the parameter is its upper half, an int16 remainder the lower.
-
-Conversion of compact optimizer state to fp32 and back.
+Moments are bf16 with stochastic rounding, or 8-bit block-wise (Dettmers et al., 2021, arXiv
+2110.02861). The master weight of a bf16 parameter is kept split.
 
 [Note: 8-bit codes]
-Blocks of 128 elements share an fp32 scale, their largest magnitude (block-wise quantization:
-Dettmers et al., 2021, arXiv 2110.02861). The code of a first moment is, with its sign, nearly the
-square root of its magnitude (half the exponent, linear in between), 127 for the scale itself. The
-code of a second moment is the first 8 bits of the floating-point number that is its square root
-over the scale: 16 codes for each power of two, 255 for the scale itself, down to 0, which is
-``17 / 2**20``. A scale of 0 makes every element of the block 0.
+128 elements form a block with an fp32 scale, their largest magnitude. The code of a first moment is
+nearly the signed square root of its magnitude over the scale (half the exponent, linear in
+between), with 127 for the scale. The code of a second moment has the first 8 bits of its square
+root over the scale as a floating-point number: 16 codes per power of two, from 255 for the scale to
+0 for ``17 / 2**20``. With scale 0 all elements are 0.
 
-`encode_*` of what `decode_*` gave restores codes and scales, because the largest element is
-decoded as the scale itself, and what rounding moves the others is far less than half a code. The
-limit is fp32's own range: where a block's largest root is under ``2**-56`` (1.4e-17), squares of
-its smallest roots have too few bits in fp32, and these may come back as other codes.
+Encoding decoded values restores codes and scales, because the largest element is decoded to the
+scale exactly, and rounding moves the others by much less than half a code. Only if a block's
+largest root is below ``2**-56`` (1.4e-17), fp32 squares of small roots lose bits and may get other
+codes.
 
 [Note: split master]
-A bf16 parameter is its fp32 master weight rounded to nearest (a tie to the greater magnitude); an
-int16 remainder is the lower half of the master's bits. The two make the master again.
+An fp32 master weight is kept as its bf16 parameter, rounded to nearest (ties to the greater
+magnitude), and an int16 remainder, the lower half of its bits. Together they restore all bits.
 """
 
 from __future__ import annotations
@@ -51,28 +47,28 @@ _LEAST_SCALE = 2.0**-100
 
 
 def _rows(values: Tensor) -> Tensor:
-    """The blocks, the last one filled up with zeros."""
+    """Return the elements as rows of one block each, padded with zeros."""
     return pad(values, (0, -values.numel() % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
 
 
 def _expand(codes: Tensor) -> Tensor:
-    """Magnitude that a first moment's code represents, times a constant."""
+    """Return the magnitude of a first moment's code, up to a constant factor."""
     bits = codes.to(torch.float32).view(torch.int32) - _HALF_OF_ONE
     return (bits.clamp(min=0) << 1).view(torch.float32)
 
 
 def _compress(values: Tensor) -> Tensor:
-    """The inverse of `_expand`, before it is rounded to a whole code."""
+    """Invert `_expand`, without rounding to a whole code."""
     return ((values.view(torch.int32) >> 1) + _HALF_OF_ONE).view(torch.float32)
 
 
-# On the CPU: the module may be imported while a model is planned on the meta device.
+# The module may be imported under torch.device("meta").
 _LARGEST = float(_expand(torch.tensor([127], device="cpu"))[0])  # 16128
-_TOP = _LARGEST - 1.0  # a little less, so that rounding up does not make it 128
+_TOP = _LARGEST - 1.0  # less than 127 in code units, so that rounding never gives 128
 
 
 def decode_exp_avg(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the first moments of int8 ``codes`` (n) and fp32 ``scales`` (one per block)."""
+    """Return first moments of int8 ``codes`` (n) and fp32 ``scales`` (one per block)."""
     rows = _rows(codes).to(torch.int32)
     magnitudes = _expand(rows.abs()) * (scales[:, None] * (1.0 / _LARGEST))
     magnitudes = torch.where(rows.abs() == 127, scales[:, None], magnitudes)
@@ -80,7 +76,7 @@ def decode_exp_avg(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode_exp_avg(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 codes and scales of fp32 first moments, NaN for a block that is not finite."""
+    """Return int8 codes and fp32 scales of first moments. Nonfinite blocks have scale NaN."""
     rows = _rows(values)
     scales, inverse = _scales(rows.abs(), _TOP)
     magnitudes = _compress(rows.abs() * inverse[:, None])
@@ -97,8 +93,8 @@ def decode_exp_avg_sq(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode_exp_avg_sq(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uint8 codes and scales of fp32 second moments, NaN for a block that is not finite."""
-    # In double precision and rounded once, the root of a rounded square is the number itself.
+    """Return uint8 codes and fp32 scales of second moments. Nonfinite blocks have scale NaN."""
+    # In double precision the root of a rounded fp32 square rounds to the original number.
     rows = _rows(values).double().sqrt_().float()
     scales, inverse = _scales(rows, 1.0)
     bits = (rows * inverse[:, None]).view(torch.int32).clamp(min=_ROOT_BASE) - _ROOT_BASE
@@ -108,7 +104,7 @@ def encode_exp_avg_sq(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scales(magnitudes: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """Each row's scale, NaN if the row is not finite, and the factor that maps it to ``top``."""
+    """Return each row's scale, NaN if nonfinite, and the factor from the scale to ``top``."""
     largest = magnitudes.amax(dim=1)
     largest = torch.where(largest < _LEAST_SCALE, 0.0, largest)
     largest = torch.where(largest.isfinite(), largest, torch.nan)
@@ -116,19 +112,19 @@ def _scales(magnitudes: Tensor, top: float) -> tuple[Tensor, Tensor]:
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
-    """Return the fp32 master weights of bf16 parameters and int16 remainders. Zero stays zero."""
+    """Return fp32 master weights of bf16 parameters and int16 remainders. Zero stays zero."""
     upper = param.view(torch.int16).to(torch.int32) << 16
     is_zero = (upper & 0x7FFFFFFF) == 0
     return torch.where(is_zero, upper, upper + remainder.to(torch.int32)).view(torch.float32)
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bf16 parameters and int16 remainders of fp32 master weights. NaN stays NaN."""
+    """Return bf16 parameters and int16 remainders of fp32 master weights. NaN stays NaN."""
     return upper_half(master), master.view(torch.int32).to(torch.int16)
 
 
 def upper_half(master: Tensor) -> Tensor:
-    """Return the bf16 parameters of fp32 master weights that are kept split. NaN stays NaN."""
+    """Return the bf16 parameters of split fp32 master weights. NaN stays NaN."""
     bits = master.view(torch.int32)
     rounded = torch.where(master.isnan(), bits | 0x00400000, bits + 0x8000)
     return (rounded >> 16).to(torch.int16).view(torch.bfloat16)
@@ -145,14 +141,14 @@ def _windows(numel: int) -> Iterator[slice]:
 
 
 class _CompactAdamRule(AdamRule):
-    """Adam with compact moments, and a split master weight for bf16 parameters."""
+    """Adam with compact moments, and split master weights for bf16 parameters."""
 
     def __init__(self, kernel: Any, *, is_decoupled: bool, is_master_split: bool = False) -> None:
         super().__init__(kernel, is_decoupled=is_decoupled)
         self.is_master_split = is_master_split
 
     def for_params(self, dtype: torch.dtype) -> Rule:
-        """Return the rule with a split master for bf16 and with a whole one for fp32 and fp16."""
+        """Return the rule with split master weights for bf16, whole ones for fp32 and fp16."""
         return type(self)(
             self._kernel, is_decoupled=self._is_decoupled, is_master_split=dtype == torch.bfloat16
         )
@@ -178,7 +174,6 @@ class _CompactAdamRule(AdamRule):
             out.copy_(param)
 
     def round_to(self, master: Tensor, out: Tensor) -> None:
-        """Round ties of a split master weight to the greater magnitude, as its upper half is."""
         if not self.is_master_split:
             out.copy_(master)
             return
@@ -187,7 +182,7 @@ class _CompactAdamRule(AdamRule):
 
     @abstractmethod
     def call_kernel(self, param: Tensor, grad: Grad, stored: Stored, **kw: Any) -> None:
-        """Call the kernel for ``param``: master weights, or upper halves with a ``remainder``."""
+        """Call the kernel. ``param`` are master weights, or upper halves with a ``remainder``."""
 
     def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
         if name == MASTER and self.is_master_split:
@@ -210,9 +205,9 @@ class _CompactAdamRule(AdamRule):
 
 
 class Bf16AdamRule(_CompactAdamRule):
-    """Adam or AdamW with bf16 moments, stochastically rounded, by ``kernel.adam_step_bf16``.
+    """Adam or AdamW with stochastically rounded bf16 moments, by ``kernel.adam_step_bf16``.
 
-    The random numbers are a function of the step and of an element's place in its block.
+    The random numbers depend on the step and on an element's index in its block only.
     """
 
     block = _RANDOM_BLOCK
@@ -261,7 +256,7 @@ class EightBitAdamRule(_CompactAdamRule):
         return read(stored[name][low:stop], scales)[start - low :]
 
     def encode(self, name: str, stored: Stored, start: int, values: Tensor) -> None:
-        """Overwrite a state. A block that is overwritten in part is encoded again as a whole."""
+        """Overwrite a state. A partly overwritten block is encoded again as a whole."""
         if name == MASTER:
             super().encode(name, stored, start, values)
             return

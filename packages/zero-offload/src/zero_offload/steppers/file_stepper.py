@@ -1,30 +1,19 @@
 """Master weights and optimizer state in a file on NVMe.
 
-ZeRO-Infinity (arXiv 2104.07857, sections 5.1 and 6.3): optimizer state that the host has no room
-for lies on NVMe, and an update streams it through a few buffers of host memory. Gradients and
-parameters are transferred as for the host tier.
-
-One chunk of a step is one block of the file. It is read, updated in host memory where active pieces
-lie in it, and written back, while the next blocks are read and the last ones written (see
-`zero_offload.steppers.file_stepper`).
-
-Pipeline of blocks between a file and a few buffers: read ahead, updated, written behind.
-
-ZeRO-Infinity (arXiv 2104.07857, section 6.3, overlap-centric design) reads the optimizer state of
-the next parameters and writes that of the last ones while one part is updated.
+As in ZeRO-Infinity (arXiv 2104.07857, sections 5.1 and 6.3) an update streams the state through a
+few host buffers. A chunk of a step is one block of the file. While it is updated, the next blocks
+are read and the last ones written.
 
 [Note: buffers]
-A block has several **parts** (master weights, each state), which are records of a `BlockFile`.
-Part ``p`` of block ``i`` is its record ``i * num_parts + p``, empty if the block has no such part.
-Blocks are **announced** in the order in which they will be taken. A buffer has room for all parts
-of one block and is in one of five states: free, prefetched, being read, taken, being written. So
-memory is bounded by the number of buffers, and three of them are enough for reading, updating and
-writing at the same time.
+A block has several **parts** (master weights, each state), which are records of a `BlockFile`. Part
+``p`` of block ``i`` is record ``i * num_parts + p``, empty if the block lacks the part. Blocks are
+**announced** in the order in which they will be taken. A buffer has room for all parts of one block
+and is free, prefetched, being read, taken or being written. Three buffers are enough to read,
+update and write at the same time.
 
 [Note: prefetch]
-Steps take the same blocks in the same order. While nothing is announced, free buffers are filled
-with the blocks that followed last time, so that a step finds its first blocks in memory. If another
-block is announced, such a buffer is reused.
+All steps take the same blocks in the same order. While nothing is announced, free buffers read the
+blocks that followed in the last step. If other blocks are announced, these buffers are reused.
 """
 
 from __future__ import annotations
@@ -47,7 +36,7 @@ from zero_offload.steppers.stepper import Block, BlockLayout, Chunk, RuleStepper
 
 @dataclass(slots=True)
 class _Buffer:
-    """Aligned memory for each part, and the transfers under way."""
+    """Aligned memory for each part of a block, and the pending transfers."""
 
     parts: list[Tensor]
     transfers: list[Transfer] = field(default_factory=list)
@@ -67,15 +56,15 @@ class _Buffer:
 
 
 def longest_parts(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Return the bytes of the longest of each part, from those of each block's parts in turn."""
+    """Return the maximum bytes of each part. ``sizes`` has the parts of block 0, block 1, ..."""
     return [max(sizes[part::num_parts], default=0) for part in range(num_parts)]
 
 
 class BlockPipeline:
-    """Transfers blocks from a file to buffers and back, with reads ahead and writes behind.
+    """Transfers blocks between a file and buffers, with reads ahead and writes behind.
 
-    `announce` may be called from any thread, all else from one at a time. An earlier block that
-    could not be written raises StorageError in a later call. See [Note: buffers].
+    `announce` may be called from any thread, all else from one thread at a time. A failed write
+    raises StorageError in a later call. See [Note: buffers].
     """
 
     def __init__(self, file: BlockFile, num_parts: int, buffer_count: int) -> None:
@@ -91,7 +80,7 @@ class BlockPipeline:
         self.buffer_bytes = len(self._free) * sum(self._longest)
         self._ahead: deque[tuple[int, tuple[int, ...]]] = deque()
         self._prefetched: dict[int, _Buffer] = {}
-        self._followers: dict[int, int] = {}  # of each block, the next one last time
+        self._followers: dict[int, int] = {}  # the block that followed each block in the last step
         self._last: int | None = None  # announced
         self._reading: dict[int, _Buffer] = {}
         self._held: dict[int, _Buffer] = {}
@@ -110,8 +99,8 @@ class BlockPipeline:
     def announce(self, blocks: Iterable[int], parts: Iterable[int] | None = None) -> None:
         """Announce the blocks that will be taken next, in this order.
 
-        Of each, ``parts`` are read, or all without ``parts``. A block may be announced again before
-        it was taken.
+        ``parts`` of each are read, by default all. A block may be announced again before it is
+        taken.
         """
         blocks = list(blocks)
         if parts is None:
@@ -125,11 +114,12 @@ class BlockPipeline:
     def take(self, block: int) -> list[Tensor]:
         """Wait for the announced block and return the memory of its parts.
 
-        Each is uint8, of the record's length, undefined where it was not read. It is the caller's
-        until `put` or `drop`.
+        Each part is uint8, of its record's length, and undefined if it was not read. The caller may
+        use the memory until `put` or `drop`.
         """
         self._read_ahead()
-        while block not in self._reading:  # its memory, or the block itself, is being written
+        # A pending write uses the only free buffer, or is of this block.
+        while block not in self._reading:
             assert self._ahead[0][0] == block, "blocks are taken in the order of announcement"
             self._retire(next(iter(self._writing)))
             self._read_ahead()
@@ -139,7 +129,7 @@ class BlockPipeline:
         return [memory[: self._size(block, p)] for p, memory in enumerate(buffer.parts)]
 
     def put(self, block: int, parts: Iterable[int] | None = None) -> None:
-        """Start to write ``parts`` of a taken block, or all."""
+        """Start to write ``parts`` of a taken block, by default all."""
         buffer = self._held.pop(block)
         self._writing[block] = buffer
         for p in range(self._num_parts) if parts is None else parts:
@@ -153,14 +143,14 @@ class BlockPipeline:
         self._read_ahead()
 
     def flush(self) -> None:
-        """Wait until everything that was put is in the file."""
+        """Wait for all pending writes."""
         while self._writing:
             self._retire(next(iter(self._writing)))
 
     def prefetch(self) -> None:
-        """Start to read the blocks that followed last time, unless others are announced.
+        """Start to read the blocks that are expected next. See [Note: prefetch].
 
-        See [Note: prefetch]. Writes to the file past this object are not seen from then on.
+        Later changes of the file that bypass this object are not noticed.
         """
         self._read_ahead()
         first = block = None if self._last is None else self._followers.get(self._last)
@@ -174,7 +164,7 @@ class BlockPipeline:
                 return
 
     def abandon(self) -> None:
-        """Drop the announced blocks and wait for all transfers, failed or not, after an error."""
+        """Drop the announced blocks after an error, and wait for all transfers, failed or not."""
         self._ahead.clear()
         for place in (self._prefetched, self._reading, self._held, self._writing):
             for buffer in place.values():
@@ -190,13 +180,13 @@ class BlockPipeline:
         self._free.append(self._writing.pop(block))
 
     def _read_ahead(self) -> None:
-        """Start to read announced blocks while there is memory, without waiting for anything."""
+        """Start to read announced blocks while there are buffers, without blocking."""
         for block in [b for b, buffer in self._writing.items() if buffer.is_done]:
             self._retire(block)
         while self._ahead:
             block, parts = self._ahead[0]
             if block in self._reading or block in self._held or block in self._writing:
-                return  # announced twice: what was put must be in the file first
+                return  # The block was announced twice: its write must complete first.
             if block in self._prefetched:
                 self._ahead.popleft()
                 self._reading[block] = self._prefetched.pop(block)
@@ -208,7 +198,7 @@ class BlockPipeline:
 
     def _start_read(self, block: int, parts: Iterable[int]) -> _Buffer:
         if not self._free:
-            _, reused = self._prefetched.popitem()  # the last in order
+            _, reused = self._prefetched.popitem()  # drops the block that is needed last
             reused.settle()
             self._free.append(reused)
         buffer = self._free.pop()
@@ -224,14 +214,14 @@ BLOCK_NUMEL = 1 << 20
 
 
 class FileStepper(RuleStepper):
-    """`RuleStepper` over blocks of a file in ``folder``, of fp32, bf16 or fp16 shards.
+    """`RuleStepper` with its blocks in a file in ``folder``, for fp32, bf16 or fp16 shards.
 
-    ``buffer_count`` blocks are in host memory at once. 3 or more read, update and write together.
+    ``buffer_count`` blocks are in host memory. With 3 or more, reads, updates and writes overlap.
     """
 
     file: BlockFile
     is_in_place = False
-    is_sequential = True  # blocks are read ahead in the order of planning
+    is_sequential = True  # blocks are read in the planned order
 
     def __init__(
         self,
@@ -249,16 +239,16 @@ class FileStepper(RuleStepper):
         self._pipeline = BlockPipeline(self.file, len(layout.names), buffer_count)
         with torch.no_grad():
             for start, shard in geometry.shards:
-                if not shard.is_meta:  # the values of an offloaded shard come with the first write
+                if not shard.is_meta:  # an offloaded shard has no values yet
                     self.write(MASTER, start, shard)
         self.fill_fresh()
 
     def num_bytes(self) -> StateBytes:
-        """Return the buffers that blocks pass through, all that the state takes of the host."""
+        """Return the bytes of the buffers: the state itself takes no host memory."""
         return StateBytes(0, 0, self._pipeline.buffer_bytes)
 
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
-        """One chunk per block that has active pieces. The blocks are announced to the pipeline."""
+        """Return one chunk per block with active pieces, and announce the blocks."""
         work: dict[int, list[Run]] = {}
         for run in runs:
             for index, a, b in self.layout.overlaps(run.start, run.stop):
@@ -275,7 +265,7 @@ class FileStepper(RuleStepper):
         self._pipeline.put(index)
 
     def settle(self) -> None:
-        """Unless a further step waits, complete the writes and read ahead for the next step."""
+        """Complete all writes and prefetch, unless a further step is announced."""
         if self._pipeline.is_idle:
             self._pipeline.flush()
             self._pipeline.prefetch()
@@ -290,7 +280,7 @@ class FileStepper(RuleStepper):
         return found
 
     def peek(self, name: str, start: int, stop: int) -> Tensor:
-        """Read past the pipeline, whose buffers belong to the thread that updates."""
+        """Read the file directly, because the pipeline belongs to the update thread."""
         found = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         for index, a, b in self.layout.overlaps(start, stop):
             block, stored = self.layout.blocks[index], {}
@@ -304,7 +294,7 @@ class FileStepper(RuleStepper):
         return found
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite the blocks of a range. Those that it replaces entirely are not read first."""
+        """Overwrite a range. A block that is replaced entirely is not read first."""
         spans = list(self.layout.overlaps(start, start + values.numel()))
         replaced = [span for span in spans if self._is_replaced(name, *span)]
         changed = [span for span in spans if not self._is_replaced(name, *span)]
@@ -318,10 +308,10 @@ class FileStepper(RuleStepper):
     def _pass(
         self, name: str, spans: Sequence[tuple[int, int, int]], *, is_read: bool
     ) -> Iterator[Iterator[tuple[int, int, int, Block, dict[str, Tensor]]]]:
-        """``(index, a, b, block, buffers)`` for each span, one after another.
+        """Provide ``(index, a, b, block, buffers)`` for each span, in order.
 
-        The buffers of the state are read before if ``is_read``, and everything that was put is in
-        the file after.
+        With ``is_read`` the buffers of the state are read before. All writes are complete at the
+        end.
         """
         for index, _, _ in spans:
             self._pipeline.announce([index], self.layout.parts_of(index, name) if is_read else ())
@@ -333,7 +323,7 @@ class FileStepper(RuleStepper):
             raise
 
     def _is_replaced(self, name: str, index: int, start: int, stop: int) -> bool:
-        """Whether a write to the range leaves nothing of the buffers that it is written to."""
+        """Whether a write to the range replaces all data of the buffers that it changes."""
         block = self.layout.blocks[index]
         is_alone = name == MASTER or block.rule.block == 1
         return is_alone and (start, stop) == (block.start, block.stop)

@@ -1,28 +1,17 @@
-"""Master weights and optimizer state in host memory.
-
-Ring of host memory, whose spans are taken in order and freed in any order.
-
-A span is contiguous. It ends where the memory ends or where the oldest span in use begins. A
-span that does not fit before the end of the memory begins at its start. The gap that it leaves is
-free again with that span.
-
-Undo log: updates ahead of a step's decision, such that they can be undone.
-
-A step may be clipped or skipped for what the last gradient of backward brings. An update that does
-not wait for that is *tentative*: the log holds what is needed to end it either way. It is the
-speculation and rollback of SuperOffload (arXiv 2509.21271), exact and without a change of values
-that anybody could see.
+"""Master weights and optimizer state in host memory, and updates that can be undone.
 
 [Note: tentative updates]
-record   of one chunk of tentative updates: for each buffer of its states a copy, in a ring of host
-         memory
-saved    a buffer that nobody else reads is updated where it is, and the copy has the old values
-shadow   a buffer in a parameter shard's memory, which gathers read: a full-precision shard that is
-         its own master weight, or the upper half of a split one. The copy is updated, and the shard
-         keeps the old values
+A tentative update runs before its step is confirmed, because clipping or skipping depends on the
+last gradient of backward. This is the speculation and rollback of SuperOffload (arXiv 2509.21271),
+but exact. Readers never see tentative values.
 
-`UndoLog.keep` copies the shadows to their shards. `UndoLog.undo` copies back what is saved, and
-drops the shadows. A chunk for which the ring has no room is not updated ahead.
+record  copies of all buffers of one chunk that a tentative update needs, in a ring of host memory.
+saved   buffer that only the update thread reads. It is updated, and the copy has the old values.
+shadow  buffer in a parameter shard's memory, which other threads read. The copy is updated, and the
+        shard keeps the old values.
+
+`UndoLog.keep` copies shadows to their shards. `UndoLog.undo` restores saved buffers. A chunk
+without room in the ring is not updated tentatively.
 """
 
 from __future__ import annotations
@@ -55,7 +44,6 @@ ALIGNMENT = 64
 
 
 def aligned(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to a multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -69,22 +57,26 @@ class RingSpan:
 
 
 class HostRing:
-    """Host memory of ``capacity`` bytes, allocated with the first span. One thread uses it."""
+    """Ring buffer of ``capacity`` bytes of host memory, for one thread.
+
+    Spans are contiguous, taken in order and freed in any order. A span that does not fit before the
+    end of the memory begins at its start. The memory is allocated with the first span.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._memory: Tensor | None = None
-        self._spans: deque[RingSpan] = deque()  # in use, and free ones behind such
-        self._head = 0  # where the next span begins
+        self._spans: deque[RingSpan] = deque()  # spans in use, and freed spans after them
+        self._head = 0  # offset of the next span
 
     def take(self, nbytes: int) -> RingSpan | None:
-        """Return a span of ``nbytes``, rounded up, or None if there is no room for it now."""
+        """Return a span of ``nbytes``, rounded up, or None if there is no room."""
         needed = aligned(nbytes)
         start = self._place(needed)
         if start is None:
             return None
         if self._memory is None:
-            # Aligned to a cache line, wherever the allocator begins.
+            # The allocator's memory may not be aligned to a cache line.
             memory = torch.empty(self.capacity + ALIGNMENT, dtype=torch.uint8, device="cpu")
             self._memory = memory[-memory.data_ptr() % ALIGNMENT :][: self.capacity]
         span = RingSpan(start, self._memory[start : start + needed])
@@ -97,7 +89,7 @@ class HostRing:
             self._head = 0
             return 0 if needed <= self.capacity else None
         tail = self._spans[0].start
-        if tail >= self._head:  # it has gone round
+        if tail >= self._head:  # the used memory wraps around the end
             return self._head if needed <= tail - self._head else None
         if needed <= self.capacity - self._head:
             return self._head
@@ -112,10 +104,10 @@ class HostRing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """Copies that end one chunk's tentative update. See `zero_offload.steppers.memory_stepper`.
+    """Copies for one chunk's tentative update, in memory ``span``.
 
-    ``saved`` has the buffers that were updated, each with a copy of its old values, ``shadows``
-    those that were not, each with its new values. ``span`` is the memory of the copies.
+    ``saved`` are updated buffers with copies of their old values. ``shadows`` are unchanged buffers
+    with copies that have the new values. See [Note: tentative updates].
     """
 
     chunk: Chunk
@@ -129,9 +121,9 @@ _MOST_BUFFERS = 6
 
 
 def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
-    """Return the bytes of a ring for records of all of a flat space.
+    """Return the bytes of a ring for records of all elements of a flat space.
 
-    ``num_bytes`` are of master weights and states, with shards that are master weights or halves.
+    ``num_bytes`` are the bytes of master weights and states, including those in shards.
     """
     num_spans = len(geometry.pieces) + len(geometry.shards)
     num_spans += geometry.numel // geometry.published_numel
@@ -139,10 +131,10 @@ def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
 
 
 class MemoryStepper(RuleStepper):
-    """`RuleStepper` over one block per shard, or per piece under a rule with blocks.
+    """`RuleStepper` with one block per shard, or per piece under a rule with blocks.
 
-    ``upper`` returns host memory for the parameters of a range inside one shard, which lasts as
-    long as the stepper. A split master weight has its upper half there.
+    ``upper`` returns permanent host memory for the parameters of a range inside one shard. It
+    stores the upper half of a split master weight.
     """
 
     def __init__(
@@ -154,7 +146,7 @@ class MemoryStepper(RuleStepper):
         is_in_place: bool,
         upper: SpanMemory,
     ) -> None:
-        # An offloaded shard is no place for the upper half of a split master weight.
+        # A shard on the meta device has no memory for the upper half of a split master weight.
         shards = [shard for _, shard in geometry.shards]
         rules = [rule if t.is_meta else rule.for_params(t.dtype) for t in shards]
         super().__init__(geometry, rule, BlockLayout(geometry, rules), groups)
@@ -167,7 +159,7 @@ class MemoryStepper(RuleStepper):
             geometry, self.device, is_in_place=is_in_place, upper_halves=halves
         )
         self.is_in_place = self._masters.is_in_place
-        self._buffers: dict[str, Sequence[Tensor]] = {}  # divided among the blocks
+        self._buffers: dict[str, Sequence[Tensor]] = {}  # one tensor per block
         for name in self.layout.names:
             if name not in (MASTER, PARAM):
                 kept = [block.kept.get(name) for block in self.layout.blocks]
@@ -184,7 +176,7 @@ class MemoryStepper(RuleStepper):
         return StateBytes(masters, copies, sum(bytes_of.values()))
 
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
-        """One chunk per run, so that each is published as soon as it is updated."""
+        """Return one chunk per run, so that each run is published as soon as it is updated."""
         if self.rule.block == 1:
             runs = split_runs(runs, self.geometry.published_numel)
         return [Chunk((run,)) for run in runs]
@@ -196,17 +188,16 @@ class MemoryStepper(RuleStepper):
         return {master: self._masters.view(block.start, block.stop), **stored}
 
     def put(self, index: int) -> None:
-        """Return at once: `take` gave the memory itself."""
+        """Do nothing: `take` returned the stored memory itself."""
 
     def undo_capacity(self) -> int:
-        """Return the bytes of a ring that has room for records of all elements."""
         num_bytes = self.num_bytes()
         return undo_capacity(self.geometry, num_bytes.masters + num_bytes.states)
 
     def update_tentatively(
         self, chunk: Chunk, grads: GradLedger, grad_scale: float, ring: HostRing
     ) -> Record | None:
-        """Update a chunk but leave the shards. Do nothing, and return None, if the ring is full."""
+        """Update a chunk but not its shards. Return None, and do nothing, if the ring is full."""
         spans = [
             (run, start, stop, block, block.clip(self.take(index), start, stop))
             for run in chunk.runs
@@ -217,7 +208,7 @@ class MemoryStepper(RuleStepper):
         span = ring.take(sum(aligned(home.nbytes) for home in homes))
         if span is None:
             return None
-        # What gathers read from a shard keeps its values.
+        # All-gathers may read the shards until the step is confirmed.
         shadowed = (MASTER, PARAM) if self.is_in_place else (PARAM,)
         record, at = Record(chunk, [], [], span), 0
         for run, start, stop, block, stored in spans:
@@ -235,13 +226,13 @@ class MemoryStepper(RuleStepper):
         return record
 
     def round_to(self, start: int, stop: int, out: Tensor) -> None:
-        """Write the rounded values of a range inside one shard to ``out``, as an update does."""
+        """Write rounded master weights of a range inside one shard to ``out``."""
         master = self._masters.view(start, stop)
-        if out.data_ptr() != master.data_ptr():  # else it is the upper half of a split one
+        # `out` may be the upper half of the split master itself.
+        if out.data_ptr() != master.data_ptr():
             out.copy_(master)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy. Padding of a split master weight has no lower half."""
         if name == MASTER:
             values = self._masters.read(start, stop)
         else:
@@ -259,7 +250,7 @@ class MemoryStepper(RuleStepper):
     def _windows(
         self, name: str, start: int, stop: int
     ) -> Iterator[tuple[Block, dict[str, Tensor], int, int]]:
-        """The blocks in a range that are coded. Whole master weights are not."""
+        """Yield ``(block, buffers, a, b)`` ranges to decode or encode, except whole masters."""
         for index, low, high in self.layout.overlaps(start, stop):
             block = self.layout.blocks[index]
             if name == MASTER and not block.rule.is_master_split:
@@ -272,10 +263,9 @@ class MemoryStepper(RuleStepper):
 
 
 class UndoLog:
-    """Records of the tentative updates of one tier. The thread that updates uses it.
+    """Records of a tier's tentative updates, used by the update thread only.
 
-    If an update finds a record of its elements, that record is to be undone: the step before has
-    been published, and its record dropped.
+    A new tentative update first undoes an older one of the same elements.
 
     Attributes:
         num_kept: elements whose tentative updates were kept so far.
@@ -295,7 +285,7 @@ class UndoLog:
         return self._ring.capacity
 
     def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float) -> None:
-        """Update a chunk tentatively, if there is room."""
+        """Update a chunk tentatively if the ring has room."""
         self.undo(chunk)
         record = self._stepper.update_tentatively(chunk, grads, grad_scale, self._ring)
         if record is not None:
@@ -303,16 +293,16 @@ class UndoLog:
                 self._records.put(run.start, run.stop, record)
 
     def has(self, chunk: Chunk) -> bool:
-        """Return whether a chunk is updated tentatively."""
+        """Return whether a chunk has a tentative update."""
         return any(record.chunk is chunk for record in self._of(chunk))
 
     def round_to(self, chunk: Chunk, out: SpanMemory) -> None:
-        """Write what an update of a chunk writes to ``out``, from the master weights."""
+        """Write a chunk's rounded master weights to ``out``."""
         for run in chunk.runs:
             self._stepper.round_to(run.start, run.stop, out(run.start, run.stop))
 
     def keep(self, chunk: Chunk) -> bool:
-        """Make a chunk's tentative update final. Return whether there is one."""
+        """Make a chunk's tentative update final. Return False if there is none."""
         if not self.has(chunk):
             return False
         (record,) = self._of(chunk)
@@ -322,7 +312,7 @@ class UndoLog:
         return True
 
     def undo(self, chunk: Chunk) -> None:
-        """Restore the states of a chunk's elements, if they were updated tentatively."""
+        """Restore the states of a chunk's elements if they were updated tentatively."""
         for record in self._of(chunk):
             self.num_undone += self._drop(record)
             for home, old in record.saved:
@@ -334,7 +324,7 @@ class UndoLog:
         return list(dict.fromkeys(found))
 
     def _drop(self, record: Record) -> int:
-        """Forget a record and return its number of elements. Its copies stay for the moment."""
+        """Remove a record and return its number of elements. Its copies are still valid."""
         for run in record.chunk.runs:
             self._records.discard(run.start, run.stop)
         self._ring.free(record.span)

@@ -1,22 +1,17 @@
-"""Interface between a tier and its stepper, which owns master weights and state and updates them.
+"""Storage and update of a tier's master weights and optimizer state, without transfers or threads.
 
-A stepper works on one kind of storage (host memory, device memory, a file) and knows nothing of
-transfers, threads or streams. `Stepper.plan` runs in the caller's thread and raises for everything
-that can be refused. `Stepper.update` then runs chunk by chunk, on the host tier in its worker.
+`Stepper.plan` runs in the caller's thread and raises all errors about its arguments.
+`Stepper.update` then runs chunk by chunk, for a host tier in its worker thread.
 
-Update by one fused kernel: a single pass over each run of pieces, whatever memory it is in.
-
-ZeRO-Offload (arXiv 2101.06840, section 5) moves the optimizer to the host and makes it fast there.
-The kernel reads the gradient in the dtype it left the device in, updates master weights and state,
-and writes the rounded parameters in the same pass, so that no separate unscale or cast pass reads
-host memory again.
+`RuleStepper` updates by one fused kernel pass per run. As in ZeRO-Offload (arXiv 2101.06840,
+section 5) the kernel reads the gradient in its dtype, updates master weights and states, and writes
+the rounded parameters, so that host memory is read once.
 
 [Note: blocks]
-A block is a range of elements of one shard with a `Rule` and a set of buffers, the fp32 master
-weights first unless they are split. Under a rule that updates any span, a block is a piece of a
-shard, padding included. Under a rule that counts blocks of its own from a piece's start, it lies in
-one piece and starts at a multiple of those, so that it is one span of that rule (see
-`zero_offload.rules.rule`).
+A block is a range of elements in one shard with a `Rule` and a set of buffers, with fp32 master
+weights first unless they are split. Under a rule that updates any span, a block covers pieces and
+padding. Under a rule with ``block`` > 1 it is inside one piece and starts at a multiple of
+``block`` elements from the piece's start (see `zero_offload.rules.rule`).
 """
 
 from __future__ import annotations
@@ -54,28 +49,28 @@ SpanMemory = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Runs that are updated in one go, then published one by one."""
+    """Runs that are updated together and then published one by one."""
 
     runs: tuple[Run, ...]
     settings: Any = None
 
 
 def spans_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """Return the elements of all runs."""
+    """Return the ``(start, stop)`` of all runs."""
     return [(run.start, run.stop) for chunk in chunks for run in chunk.runs]
 
 
 class ShardMasters:
     """Master weights of a flat space in one memory, shard by shard.
 
-    With ``is_in_place`` the shards lie on ``device`` too. If all have the master's dtype, they are
-    their own master weights, and no second copy is kept. ``upper_halves`` are, by shard, memory in
-    the shard's dtype for the upper half of a split master weight. It is filled from the shard.
+    With ``is_in_place`` the shards are on ``device``, and are their own master weights if all have
+    the master dtype. ``upper_halves`` maps a shard's index to memory in its dtype for the upper
+    half of a split master weight. The constructor copies the shard there.
 
     Attributes:
-        is_in_place: whether all whole master weights are the shards themselves.
-        num_bytes: of all master weights, shards that are their own included.
-        num_copy_bytes: of these, the bytes that are not the memory of a shard.
+        is_in_place: whether all unsplit master weights are the shards themselves.
+        num_bytes: bytes of all master weights, including shards that are master weights.
+        num_copy_bytes: bytes of master weights that are not memory of a shard.
     """
 
     def __init__(
@@ -96,7 +91,7 @@ class ShardMasters:
         for i, (_, shard) in enumerate(geometry.shards):
             if i in upper:
                 memory.append(upper[i].copy_(shard))
-            elif shard.is_meta:  # an offloaded shard: its values come with the first write
+            elif shard.is_meta:  # An offloaded shard has no values yet.
                 memory.append(torch.zeros(shard.numel(), dtype=dtype, device=device))
             else:
                 copy = shard if self.is_in_place else shard.to(device, dtype, copy=True)
@@ -111,7 +106,7 @@ class ShardMasters:
         )
 
     def view(self, start: int, stop: int) -> Tensor:
-        """Return the memory of a range inside one shard. Of a split master, the upper half."""
+        """Return the memory of a range inside one shard: the upper half if it is split."""
         return self._space.view(start, stop)
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -122,16 +117,15 @@ class ShardMasters:
         return values
 
     def write(self, start: int, values: Tensor) -> None:
-        """Overwrite a range. In place, the shards hold the values with that."""
         for a, b, master in self._space.overlaps(start, start + values.numel()):
             master.copy_(values[a - start : b - start])
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of a stepper's master weights and states, in the memory that it works in.
+    """Bytes of a stepper's master weights and states.
 
-    ``master_copies`` are those of ``masters`` that are not the memory of a shard.
+    ``master_copies`` counts master weights that are not memory of a shard.
     """
 
     masters: int
@@ -143,16 +137,15 @@ class Stepper(ABC):
     """Master weights and optimizer state of one flat space, and their update.
 
     Args:
-        device: the memory of master weights and state.
+        device: device of master weights and states.
 
     Attributes:
-        has_kernel: whether a host kernel computes the update, and not torch.
-        is_in_place: whether the shards are the master weights: an update writes nothing more to
-            them.
+        has_kernel: whether a host kernel, not torch, computes the update.
+        is_in_place: whether the shards are the master weights, so that `update` writes no output.
         states: names and dtypes of the elementwise states, without the master weight.
-        num_steps: updates of each piece.
-        is_sequential: whether chunks must be updated in the order in which they were planned.
-        file: the file of master weights and state, if they are not in memory.
+        num_steps: number of updates of each piece.
+        is_sequential: whether chunks must be updated in the order of `plan`.
+        file: the file of master weights and states, or None if they are in memory.
         watcher: called before states change.
     """
 
@@ -169,7 +162,7 @@ class Stepper(ABC):
         self.watcher: ChangeWatcher | None = None
 
     def announce(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Call the watcher. It precedes every change of states."""
+        """Call the watcher. Required before every change of states."""
         if self.watcher is not None:
             for span in spans:
                 self.watcher.before_change(*span)
@@ -186,38 +179,38 @@ class Stepper(ABC):
         """Update a chunk. Write the rounded values of each run to ``out``, unless in place."""
 
     def round_values(self, start: int, values: Tensor, out: Tensor) -> None:
-        """Write master weights from ``start`` on to ``out``, rounded as by an update."""
+        """Write master weights from ``start`` on to ``out``, rounded like an update does."""
         out.copy_(values.to(self.geometry.master_dtype))
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a 1-D CPU copy of a state or of ``master_weight``, zero where there is none."""
+        """Return a 1-D CPU copy of a state or ``master_weight``, zero if not stored."""
 
     def peek(self, name: str, start: int, stop: int) -> Tensor:
-        """Do as `read`, in any thread, for a range that is not being updated."""
+        """Return what `read` does, in any thread, for a range that is not being updated."""
         return self.read(name, start, stop)
 
     @abstractmethod
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite a known state or ``master_weight`` from ``start`` on."""
+        """Overwrite an existing state or ``master_weight`` from ``start`` on."""
 
     @abstractmethod
     def read_scalars(self, piece: int) -> dict[str, float]:
-        """Return ``num_steps`` and the optimizer's own scalars of one piece."""
+        """Return ``num_steps`` and the optimizer's scalars of one piece."""
 
     @abstractmethod
     def check_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Raise ValueError for scalars that `read_scalars` of this optimizer does not return."""
+        """Raise ValueError if `write_scalars` could not restore these scalars."""
 
     @abstractmethod
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Restore `read_scalars`, checked. The piece's elementwise state counts from then on."""
+        """Restore the result of `read_scalars`, after `check_scalars`."""
 
     def square_sum(self, terms: list[Tensor]) -> float:
-        """Return the sum of the squares of the sum of ``terms``, in double precision.
+        """Return the sum of squares of the sum of ``terms``, in double precision.
 
-        Any thread may call it. ``terms`` are 1-D, in host memory; their sum is taken in the dtype
-        of the master weights, in order.
+        Any thread may call it. ``terms`` are 1-D, in host memory, and are added in order in the
+        dtype of the master weights.
         """
         found = 0.0
         for start in range(0, terms[0].numel(), _SQUARED_NUMEL):
@@ -228,17 +221,17 @@ class Stepper(ABC):
         return found
 
     def settle(self) -> None:
-        """Complete transfers after a step's last chunk, in the thread that updates."""
-        return  # memory has no transfers
+        """Complete transfers after a step's last chunk, in the update thread."""
+        return  # Only a file has transfers.
 
     def count(self, active: Sequence[int]) -> None:
-        """Count one more update of the active pieces, once it has been planned."""
+        """Count one more update of the active pieces."""
         for i in active:
             self.num_steps[i] += 1
 
 
 def check_num_steps(scalars: Mapping[str, float]) -> int:
-    """Return ``num_steps`` of scalars to be restored, or raise ValueError if it is no count."""
+    """Return ``num_steps``, or raise ValueError if it is missing or not a count."""
     found = scalars.get("num_steps")
     if found is None or found < 0 or found != int(found):
         raise ValueError(f"scalars need a whole, non-negative num_steps, got {dict(scalars)}")
@@ -258,7 +251,7 @@ class Block:
     kept: _Kept
 
     def clip(self, stored: Stored, start: int, stop: int) -> dict[str, Tensor]:
-        """Return the buffers of a range. Of the whole block, unless the rule takes any span."""
+        """Return the buffers of a range: a part of them, or all under a rule with blocks."""
         if self.rule.block == 1:
             low, high = start - self.start, stop - self.start
             return {name: values[low:high] for name, values in stored.items()}
@@ -266,7 +259,6 @@ class Block:
         return dict(stored)
 
     def decode(self, stored: Stored, name: str, start: int, stop: int) -> Tensor:
-        """Return what `Rule.decode` does: it may be ``stored``'s own memory."""
         return self.rule.decode(name, stored, start - self.start, stop - self.start)
 
     def encode(self, stored: Stored, name: str, start: int, values: Tensor) -> None:
@@ -276,9 +268,9 @@ class Block:
 class BlockLayout:
     """The blocks of a flat space, see [Note: blocks]. Pure arithmetic.
 
-    ``rules`` are those of each shard, after their ``for_params``. All count the same blocks. A
-    block has at most ``block_numel`` elements, rounded up to the rule's own blocks.
-    ``record_bytes`` are those of each buffer of each block in turn, 0 for one that a block has not.
+    ``rules`` are the rules of the shards, all with the same ``block``. A block has at most
+    ``block_numel`` elements, rounded up to a multiple of the rule's ``block``. ``record_bytes`` are
+    the bytes of each buffer name of each block, 0 if the block lacks the buffer.
     """
 
     def __init__(
@@ -307,7 +299,7 @@ class BlockLayout:
         return ((index, a, b) for a, b, index in self._index.overlaps(start, stop))
 
     def parts_of(self, index: int, name: str) -> list[int]:
-        """Return the indices of the buffers that a state of a block is read from and written to."""
+        """Return the indices of the buffers that store a state of a block."""
         block = self.blocks[index]
         if name == MASTER and block.rule.is_master_split:
             return [self.names.index(PARAM), self.names.index(REMAINDER)]
@@ -322,7 +314,7 @@ def _kept(rule: Rule, numel: int) -> _Kept:
 
 
 class RuleStepper(Stepper):
-    """Stepper whose update is a `Rule`. A subclass has the blocks in its memory."""
+    """Stepper whose update is a `Rule`. Subclasses store the blocks."""
 
     has_kernel = True
 
@@ -335,11 +327,11 @@ class RuleStepper(Stepper):
 
     @abstractmethod
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
-        """Divide a step into chunks, whose blocks are then taken in this order."""
+        """Divide a step into chunks. Their blocks are taken in this order."""
 
     @abstractmethod
     def take(self, index: int) -> dict[str, Tensor]:
-        """Return the buffers of a block, the caller's until `put`."""
+        """Return the buffers of a block, which the caller may use until `put`."""
 
     @abstractmethod
     def put(self, index: int) -> None:
@@ -347,7 +339,7 @@ class RuleStepper(Stepper):
 
     @torch.no_grad()
     def fill_fresh(self) -> None:
-        """Write the initial values of all states. To be called once there is memory."""
+        """Write the initial values of all states to new, zero-filled storage."""
         for i in range(len(self.geometry.pieces)):
             self._fill(i, is_fresh=True)
 
@@ -367,11 +359,11 @@ class RuleStepper(Stepper):
         }
         runs = plan_runs(self.geometry, active, keys)
         for run in runs:
-            grads.segments(run.start, run.stop)  # refuses a missing gradient before any update
+            grads.segments(run.start, run.stop)  # raises for a missing gradient
         return self.chunks(runs)
 
     def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: SpanMemory) -> None:
-        """Call the kernel once per span of gradient memory, or once per block of the rule."""
+        """Call the kernel once per contiguous gradient memory, or once per block of the rule."""
         taken: dict[int, dict[str, Tensor]] = {}
         for run in chunk.runs:
             rounded = None if self.is_in_place else out(run.start, run.stop)
@@ -404,10 +396,9 @@ class RuleStepper(Stepper):
         out: Tensor | None,
         copies: Copies = (),
     ) -> None:
-        """Update ``[start, stop)`` of a block, whose buffers ``stored`` are, clipped to it.
+        """Update ``[start, stop)`` of a block. ``stored`` are its buffers, clipped to the range.
 
-        ``key`` is the run's, the rule's settings, and ``copies`` are as of `Rule.update`, clipped
-        too.
+        ``key`` is the run's key, the rule's settings. ``copies`` are as for `Rule.update`.
         """
         is_any = block.rule.block == 1
         calls = (
@@ -430,7 +421,6 @@ class RuleStepper(Stepper):
             )
 
     def round_values(self, start: int, values: Tensor, out: Tensor) -> None:
-        """Padding between blocks is written as it is given."""
         master = values.to("cpu", torch.float32)
         out.copy_(master)
         for index, a, b in self.layout.overlaps(start, start + values.numel()):
@@ -445,7 +435,6 @@ class RuleStepper(Stepper):
         return total
 
     def read_scalars(self, piece: int) -> dict[str, float]:
-        """Return the count, also under the name that torch's optimizer has for it, if any."""
         count = self.num_steps[piece]
         own = dict.fromkeys(self.rule.scalars, float(count)) if count else {}
         return {"num_steps": count, **own}
@@ -460,7 +449,6 @@ class RuleStepper(Stepper):
             )
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Restore the count. Torch's ``step`` beside it is the same number."""
         count = int(scalars["num_steps"])
         if count == 0:
             self._fill(piece, is_fresh=False)
@@ -468,7 +456,7 @@ class RuleStepper(Stepper):
 
 
 def _kernel_grad(rule: Rule, terms: list[Tensor]) -> Grad:
-    """The gradient in a form that the rule's kernel takes."""
+    """Convert a gradient's terms to dtypes of the rule's kernel, and add them if it cannot."""
     served = [term if term.dtype in KERNEL_DTYPES else term.float() for term in terms]
     if len(served) == 1:
         return served[0]

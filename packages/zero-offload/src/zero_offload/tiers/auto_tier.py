@@ -1,27 +1,21 @@
-"""`AutoTier`: a `TwinTier` that measures its steps and moves its split point to the fastest place.
+"""`AutoTier`: a `TwinTier` that measures its steps and moves to the fastest ratio.
 
-`zero_offload.tiers.auto_tier` decides which that is, within the device's free memory. A step is
-measured when the first gradient of the next one is offered, because the host is done with it then
-and nothing is pending. What the device has not reached by then counts for the next step: nobody
-waits for a measurement. Each rank decides alone: the split point changes where an element is
-updated, not how, so ranks need not agree.
-
-Search for the fastest ratio that fits, over measurements. Pure arithmetic, no clocks.
+A step is measured when the next step's first gradient is offered, because the host is idle then.
+Device work that is still running counts for the next step, so that nothing waits for a measurement.
+Ranks choose independently, because the split changes where an element is updated, not its value.
 
 [Note: search]
-Host and device update their shares at the same time. If the host has not published a parameter when
-it is needed, the caller waits: the *stall*. With ``h`` seconds per element on the host and ``d`` on
-the device, a stall of ``s`` seconds is the work of ``s / (h + d)`` elements too many on the host.
-Each of them moved to the device shortens the host's work by ``h`` and lengthens by ``d`` the time
-in which the host works unnoticed. That removes the stall and costs ``d`` for each of them. A stall
-outweighs that device time if the gain exceeds `NOISE` of the host's seconds. So at every ratio the
-sign of the slope is known, and bisection finds the best ratio: the largest at which the host is in
-time, but no less than device memory allows.
+Host and device update their shares at the same time. If the caller waits for the host's parameters,
+this time is a *stall*. With ``h`` host seconds and ``d`` device seconds per element, a stall of
+``s`` seconds is the work of ``s / (h + d)`` elements. Moving them to the device removes the stall
+and costs ``d`` each. The move pays off if it gains more than `NOISE` of the host's seconds. Each
+measurement thus shows in which direction to go. Bisection finds the largest ratio without a stall
+that device memory allows.
 
-One probe is the median of `STEPS_PER_PROBE` steps at a ratio. The first step after a change pays
-for new memory and does not count. When the bracket is narrower than `RESOLUTION`, its lower end is
-held. From then on the ratio changes only if the update's cost is off by more than `CHANGE` for
-`PATIENCE` steps in a row, or if device memory no longer suffices.
+A probe is the median of `STEPS_PER_PROBE` steps. The first step at a ratio allocates memory and
+does not count. The search ends when the bracket is narrower than `RESOLUTION`. After that the ratio
+changes only if the update's cost differs by more than `CHANGE` for `PATIENCE` steps in a row, or if
+device memory becomes too small.
 """
 
 from __future__ import annotations
@@ -57,7 +51,7 @@ PATIENCE = 5
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Elements and seconds of both sides in a step, and seconds that callers waited."""
+    """Elements and seconds of host and device in a step, and seconds that callers waited."""
 
     host_numel: int
     device_numel: int
@@ -67,23 +61,23 @@ class Sample:
 
     @property
     def cost_s(self) -> float:
-        """Cost that is monitored once a ratio is held: work on both sides, and the stall."""
+        """Seconds of both sides and the stall, which are monitored at a settled ratio."""
         return self.host_s + self.device_s + self.stall_s
 
 
 @dataclass(frozen=True, slots=True)
 class RatioReport:
-    """A settled ratio and the measurements that it follows from.
+    """A settled ratio and its measurements.
 
     Attributes:
         ratio: share of the elements that the host updates from now on.
-        host_s_per_element: seconds; None if the host had none when it was measured.
-        device_s_per_element: seconds; None if the device never had any.
-        stall_s: seconds per step that callers waited for the host, at this ratio if it was probed
-            and at the last one otherwise; so are the host's seconds.
-        least_ratio: the smallest ratio that fits in device memory; 0 where that sets no bound.
-        num_probes: ratios measured in this search.
-        reason: of this ratio, in words.
+        host_s_per_element: seconds; None if the host had no elements.
+        device_s_per_element: seconds; None if the device never had elements.
+        stall_s: seconds per step that callers waited for the host. This and the host's seconds are
+            from this ratio if it was probed, else from the last probe.
+        least_ratio: smallest ratio that fits in device memory, 0 for no bound.
+        num_probes: number of ratios measured in this search.
+        reason: explanation of the ratio.
     """
 
     ratio: float
@@ -108,25 +102,25 @@ def _speed(seconds: float | None) -> str:
 
 
 class AutoRatio:
-    """Controller that chooses each step's ratio from the measurements of the steps before.
+    """Controller that chooses each step's ratio from measurements of earlier steps.
 
     Attributes:
-        ratio: for the next step; 1 at first, where everything that the configuration allows fits.
-        report: of the last settlement; None during the first search.
+        ratio: ratio of the next step, 1 at first.
+        report: the last settled ratio; None during the first search.
     """
 
     def __init__(self) -> None:
         self.ratio = 1.0
         self.report: RatioReport | None = None
         self._samples: list[Sample] = []
-        self._is_first = True  # of this ratio: memory is new
-        self._device_s: float | None = None  # per element, as last seen
-        self._baseline_s: float | None = None  # cost at the ratio that is held
+        self._is_first = True  # the next step is the first at its ratio
+        self._device_s: float | None = None  # last measured seconds per element
+        self._baseline_s: float | None = None  # cost at the settled ratio
         self._restart()
 
     def _restart(self) -> None:
-        self._in_time: float | None = None  # the largest ratio without a stall that counts
-        self._late: float | None = None  # the smallest one with it
+        self._in_time: float | None = None  # largest ratio without a significant stall
+        self._late: float | None = None  # smallest ratio with one
         self._probes: dict[float, Sample] = {}
         self._is_searching = True
         self._num_off = 0
@@ -137,7 +131,7 @@ class AutoRatio:
         ``least_ratio`` is the smallest ratio that fits in device memory now, 0 to 1.
         """
         if least_ratio > self.ratio:
-            # In whole steps, so that a slow drift is not followed.
+            # Rounding up avoids a resplit for each small change of free memory.
             ratio = min(ceil(least_ratio / RESOLUTION) * RESOLUTION, 1.0)
             if self._is_searching:
                 self._set_ratio(ratio)
@@ -180,7 +174,7 @@ class AutoRatio:
             self._settle(low, probe, least_ratio)
 
     def _is_outweighing(self, probe: Sample) -> bool:
-        """Whether the stall outweighs the device time saved. See [Note: search]."""
+        """Whether removing the stall gains more than it costs. See [Note: search]."""
         if not probe.host_numel:
             return False
         host_s = probe.host_s / probe.host_numel
@@ -216,7 +210,7 @@ class AutoRatio:
         return f"the host is in time, and late at ratio {self._late:.3f}"
 
     def _watch(self, sample: Sample) -> None:
-        """Hold the ratio until the cost has changed for `PATIENCE` steps."""
+        """Restart the search if the cost has changed for `PATIENCE` steps."""
         if self._baseline_s is None:
             self._samples.append(sample)
             if len(self._samples) == STEPS_PER_PROBE:
@@ -225,7 +219,7 @@ class AutoRatio:
         is_off = abs(sample.cost_s - self._baseline_s) > CHANGE * self._baseline_s
         self._num_off = self._num_off + 1 if is_off else 0
         if self._num_off == PATIENCE:
-            self._restart()  # the next probe is of this ratio
+            self._restart()  # The next probe measures the present ratio.
 
 
 def _median(samples: Sequence[Sample]) -> Sample:
@@ -245,10 +239,10 @@ class MemoryReading:
     """Bytes of one device's memory that this process may use.
 
     Attributes:
-        available: held by torch's allocator, used or not, and free on the device; no more than this
-            process may take (``set_per_process_memory_fraction``).
-        peak: the most that tensors have taken at once so far.
-        total: of the device, or what this process may take of it.
+        available: free bytes and bytes of torch's allocator, within
+            ``set_per_process_memory_fraction``.
+        peak: maximum bytes of tensors so far.
+        total: bytes of the device, or this process's share.
     """
 
     available: int
@@ -267,24 +261,25 @@ def _warn_unbounded(why: str) -> None:
 
 
 def read_memory(device: torch.device) -> MemoryReading | None:
-    """Return a reading, or None where the device's memory is the host's or has no accounting."""
+    """Return a reading, or None for a CPU or a backend without memory statistics."""
     if device.type == "cpu":
         return None
     try:
         free, total = torch.accelerator.get_memory_info(device)
         reserved = torch.accelerator.memory_reserved(device)
         peak = torch.accelerator.max_memory_allocated(device)
-    except (AttributeError, RuntimeError) as error:  # torch 2.10's, or a backend without it
+    # raised by torch 2.10, or by a backend without memory statistics
+    except (AttributeError, RuntimeError) as error:
         _warn_unbounded(str(error))
         return None
-    # foreign: torch.cuda has a limit on this process's share of the memory, other modules may not
+    # foreign: of torch's device modules only torch.cuda may have this limit
     fraction = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
     allowed = total if fraction is None else round(fraction(device) * total)
     return MemoryReading(min(free + reserved, allowed), peak, min(total, allowed))
 
 
 class DeviceRoom:
-    """Bound on the ratio: the smallest whose device share fits beside everything else."""
+    """Smallest ratio whose device share fits in device memory."""
 
     def __init__(self, numel: int, element_bytes: int) -> None:
         self.element_bytes = element_bytes
@@ -293,7 +288,7 @@ class DeviceRoom:
         self._numel_at_peak = 0
 
     def bound(self, now: MemoryReading | None, device_numel: int) -> float:
-        """Return the bound, 0 to 1. ``device_numel`` were on the device since the last call."""
+        """Return the ratio, 0 to 1. ``device_numel`` is the device's share of the last step."""
         if now is None or not self._numel or not self.element_bytes:
             return 0.0
         if now.peak > self._peak:
@@ -304,7 +299,7 @@ class DeviceRoom:
 
 
 class AutoTier(TwinTier):
-    """A StateTier whose host share begins with everything and ends where steps are fastest."""
+    """A StateTier whose host share starts with all elements and moves to the fastest ratio."""
 
     def __init__(
         self,
@@ -320,10 +315,10 @@ class AutoTier(TwinTier):
         self.controller = controller or AutoRatio()
         self._element_bytes = element_bytes
         self._room = DeviceRoom(geometry.numel, element_bytes)
-        self._updates = factory.make_clock()  # of the device's part
-        self._stalls = factory.make_clock()  # in which the caller's stream waits for the host
-        self._host_s = 0.0  # as the host tier counted when the step began
-        self._num_updated = {True: 0, False: 0}  # elements, on the host and on the device
+        self._updates = factory.make_clock()  # clock of the device's updates
+        self._stalls = factory.make_clock()  # clock of waits for the host
+        self._host_s = 0.0  # host seconds at the start of the step
+        self._num_updated = {True: 0, False: 0}  # updated elements on host and device
 
     @property
     def ratio_report(self) -> RatioReport | None:
@@ -331,7 +326,7 @@ class AutoTier(TwinTier):
         return self.controller.report
 
     def expect_micro_steps(self, count: int) -> None:
-        """Expect sums on the device as well, of which each element takes more than its gradient."""
+        """Expect sums on the device too, which take more memory than gradients."""
         super().expect_micro_steps(count)
         shards = self.geometry.shards
         narrowest = min((shard.element_size() for _, shard in shards), default=0)
@@ -350,9 +345,9 @@ class AutoTier(TwinTier):
             super().wait_part(part, start, stop)
 
     def begin_round(self) -> None:
-        """Evaluate the last step, and resplit before the first gradient of the next is offered."""
+        """Measure the last step, and resplit before the first gradient of the next is offered."""
         sample = self._take_sample()
-        if not self._fresh:  # else a parameter without a gradient before came first
+        if not self._fresh:  # Otherwise gradients of the next step were offered before.
             before = self.controller.report
             device_numel = self.geometry.numel - self.host_numel
             least_ratio = self._room.bound(read_memory(self._factory.device), device_numel)
@@ -363,7 +358,7 @@ class AutoTier(TwinTier):
         self._host_s = self._drain_host()
 
     def _take_sample(self) -> Sample:
-        with self._stalls.measure():  # a host that is not done is late, too
+        with self._stalls.measure():  # A host that still updates is late.
             host_s = self._drain_host() - self._host_s
         sample = Sample(
             host_numel=self._num_updated[True],

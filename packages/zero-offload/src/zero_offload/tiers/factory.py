@@ -1,7 +1,4 @@
-"""Factory of the tiers of the host's part and of the device's.
-
-Clocks for work that the caller has enqueued, which take no time themselves.
-"""
+"""Factory of host and device tiers, and clocks that measure their work."""
 
 from __future__ import annotations
 
@@ -37,14 +34,14 @@ from zero_offload.transfers.mover import SHORTEST_NBYTES, HostMover, Mover
 
 
 class HostClock:
-    """Measures the seconds of calls within `measure`, which return when their work is done."""
+    """Measures the seconds of synchronous work in `measure`."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Count the time of the calls within."""
+        """Measure the calls in this context."""
         started = perf_counter()
         yield
         self._seconds += perf_counter() - started
@@ -56,10 +53,9 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """Measures the seconds that the caller's stream needs from one place to another.
+    """Measures the seconds of the work enqueued in `measure`, including waits of the stream.
 
-    That is the time of the work enqueued within `measure`, its waits included. Two events are its
-    ends; `take` reads those that have fired and waits for none.
+    Two events mark start and end. `take` reads fired events and waits for none.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,20 +64,18 @@ class DeviceClock(HostClock):
         self._spans: deque[tuple[torch.Event, torch.Event]] = deque()
 
     def mark(self) -> torch.Event:
-        """Return an event at the present end of the caller's stream."""
+        """Record an event on the caller's stream."""
         event = torch.Event(self._device, enable_timing=True)
         torch.accelerator.current_stream(self._device).record_event(event)
         return event
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Count the time of work enqueued on the current stream."""
         start = self.mark()
         yield
         self._spans.append((start, self.mark()))
 
     def take(self) -> float:
-        """Return the seconds of what has ended since the last call."""
         while self._spans and self._spans[0][1].query():
             start, end = self._spans.popleft()
             self._seconds += start.elapsed_time(end) / 1e3
@@ -92,15 +86,15 @@ _log = logging.getLogger(__name__)
 
 
 class OffloadTiers:
-    """Creates the tiers of the parts, at first and when the split point moves.
+    """Creates the tiers of host and device, also after a resplit.
 
-    Arguments as for `zero_offload.create_tier`.
+    Arguments are those of `zero_offload.create_tier`.
 
     Attributes:
-        rule: the update by a kernel; None for torch's own.
-        end: at which the host's share lies when its split point moves.
-        device_budget: bytes of the device's part; None without a limit.
-        undo_buffer_size: most bytes of the host part's undo log; None for room for all of it.
+        rule: the update by a kernel; None for torch's own update.
+        end: end of the flat space at which the host's elements are.
+        device_budget: bytes of the device's part; None for no limit.
+        undo_buffer_size: maximum bytes of the undo log; None for no limit.
     """
 
     def __init__(
@@ -148,11 +142,11 @@ class OffloadTiers:
 
     @property
     def can_undo(self) -> bool:
-        """Whether the host's updates can be undone: those of a kernel, in host memory."""
+        """Whether the host's updates can be undone: they use a kernel and are in host memory."""
         return self.rule is not None and self._settings.nvme_path is None
 
     def alignment(self, groups: Groups) -> int:
-        """Return the alignment of split points in elements: they change no bit on a CPU."""
+        """Return the alignment of split points on a CPU, in elements, so that no bit changes."""
         if self.device.type != "cpu":
             return 1
         if self.rule is not None:
@@ -164,7 +158,7 @@ class OffloadTiers:
         return HostClock() if self.device.type == "cpu" else DeviceClock(self.device)
 
     def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:
-        """Create a tier in host memory with a worker of its own. ``share`` is in all elements."""
+        """Create a host tier with its own worker thread. ``share`` are the part's elements."""
         is_on_cpu = self.device.type == "cpu"
         memory = HostMemory(
             should_pin=self._settings.pin_memory and not is_on_cpu,
@@ -182,7 +176,7 @@ class OffloadTiers:
             )
         folder, count = self._settings.nvme_path, self._settings.buffer_count
         if folder is None:
-            # A split master weight has its upper half in the memory that is sent to the device.
+            # Memory that is copied to the device stores upper halves of split master weights.
             stepper = self._make_stepper(part, groups, is_in_place=is_on_cpu, upper=mover.hold)
         else:
             assert self.rule is not None, "refused by the constructor"
@@ -191,7 +185,7 @@ class OffloadTiers:
         return HostTier(part, stepper, mover)
 
     def make_device(self, part: Geometry, share: Intervals, groups: Groups) -> StateTier:
-        """Create a tier on the compute device. On a CPU its update is that of the host's."""
+        """Create a tier on the compute device. On a CPU it uses the host's update."""
         store = self._store_of(share)
         if self.device.type == "cpu":
             stepper = self._make_stepper(part, groups, is_in_place=True, upper=part.view)
@@ -212,7 +206,7 @@ class OffloadTiers:
     def _make_stepper(
         self, part: Geometry, groups: Groups, *, is_in_place: bool, upper: SpanMemory
     ) -> Stepper:
-        """The update in host memory: by the kernel where it can serve, else by torch."""
+        """Create a stepper in host memory, by the kernel if there is a rule, else by torch."""
         frozen = freeze_groups(groups)
         if self.rule is None:
             cpu = torch.device("cpu")
@@ -221,7 +215,7 @@ class OffloadTiers:
 
 
 class _PartStore:
-    """`ParamStore` for the flat space of a part. A run there is in one span of the part."""
+    """`ParamStore` with the offsets of a part."""
 
     def __init__(self, store: ParamStore, share: Intervals) -> None:
         self._store = store

@@ -1,15 +1,12 @@
 """State tiers over one kind of memory: a stepper, a mover, and a thread.
 
-`HostTier` keeps master weights and state in host memory and updates them in a worker thread.
-`DeviceTier` keeps them on the compute device and updates them in the caller's thread. Everything
-else is the same code.
-
-Updates of a host tier ahead of their step's decision.
+`HostTier` keeps master weights and states in host memory and updates them in a worker thread.
+`DeviceTier` keeps them on the compute device and updates them in the caller's thread.
 
 [Note: speculation]
-`HostTier.speculate` begins a step before it is decided. Only the thread that updates
-sees it. ``step`` with the same settings and factor goes on with it. Anything else (another factor,
-a gradient that is replaced or dropped, a state that is read or written) undoes it first.
+`HostTier.speculate` begins a step before it is confirmed, without publishing values. ``step`` with
+the same settings and scale completes it. Any other scale or setting, a replaced or dropped
+gradient, or an access to states undoes it first.
 """
 
 from __future__ import annotations
@@ -46,19 +43,19 @@ class TierReport:
     """Counters and sizes of one tier so far.
 
     Attributes:
-        has_kernel: whether a host kernel computes the update, and not torch.
-        update_s: seconds spent on updates, without waiting for gradients or memory.
-        host_bytes: host memory of master weights and states, transfer buffers apart. Parameter
-            shards that are master weights, or the upper halves of some, count.
+        has_kernel: whether a host kernel, not torch, computes the update.
+        update_s: seconds of updates, without waits for gradients or memory.
+        host_bytes: host memory of master weights and states, including parameter shards that are
+            master weights or upper halves of them.
         memory: bytes in the tier's memory by kind, without parameter shards: "master weights",
             "optimizer states", "gradient copies", "published weights" and "undo log".
         bytes_d2h: gradient bytes copied to the host.
-        bytes_h2d: parameter bytes brought back to the compute device.
-        stall_s: seconds that callers were blocked because a step was not done.
-        num_kept: elements updated before the decision of their step, and kept.
-        num_undone: elements updated before the decision of their step, and undone.
-        num_differences: parts of new parameters that were sent to the device as differences.
-        num_changed: parts that were sent whole because the device did not have what was sent last.
+        bytes_h2d: parameter bytes copied to the compute device.
+        stall_s: seconds that callers waited for a step.
+        num_kept: elements whose tentative updates were kept.
+        num_undone: elements whose tentative updates were undone.
+        num_differences: parts of new parameters sent as differences.
+        num_changed: parts sent whole because the device's values had changed.
     """
 
     has_kernel: bool
@@ -75,11 +72,10 @@ class TierReport:
 
 
 class FlatTier(ABC):
-    """A StateTier with master weights and state in one memory.
+    """A StateTier with master weights and states in one memory.
 
-    Reading and writing state first waits for the steps under way. A gradient may be offered as soon
-    as the last one of its range was used. After a step that failed in the background every call
-    raises `OffloadError`.
+    Reading and writing state first waits for pending steps. After a step that failed in the
+    background every call raises `OffloadError`.
     """
 
     def __init__(
@@ -117,20 +113,20 @@ class FlatTier(ABC):
         )
 
     def _settle(self) -> None:
-        """Wait until master weights and states are those after the last step."""
+        """Wait for pending steps."""
         self._progress.drain()
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
         """Accept the gradient of ``[start, start + grad.numel())``, in place of an earlier one.
 
-        `HostTier` copies it, `DeviceTier` uses it where it lies until ``step`` or ``discard_grads``
-        returns. Return None, or what must be called before the memory of ``grad`` is written again.
+        `HostTier` copies it. `DeviceTier` reads it until ``step`` or ``discard_grads`` returns.
+        Return None, or a function to call before the memory of ``grad`` is overwritten.
         """
         self._admit(start, grad)
         return self.mover.offer(start, grad, self._grads)
 
     def _admit(self, start: int, grad: Tensor) -> None:
-        """Check a gradient, and wait for a step that may still read the last one of its range."""
+        """Check a gradient, and wait for a step that may still read an earlier one."""
         if grad.dim() != 1 or not grad.is_contiguous() or not grad.is_floating_point():
             raise ValueError(
                 f"a gradient must be 1-D, contiguous and floating point; got {grad.dtype} of "
@@ -141,7 +137,7 @@ class FlatTier(ABC):
         self._progress.wait(start, stop)
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        """Return a CPU copy of a gradient in its dtype, or of a sum in the master weights'."""
+        """Return a CPU copy of a gradient in its dtype, or of a sum in the master dtype."""
         self.geometry.check_range(start, stop)
         found = [torch.empty(0)]
         for a, b, terms in self._grads.segments(start, stop):
@@ -160,27 +156,25 @@ class FlatTier(ABC):
     def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
         """Update the pieces in ``active`` with the offered gradients times ``grad_scale``.
 
-        Settings are copied, so that a scheduler may change ``groups`` right after. Errors in the
-        arguments are raised before anything is updated. The gradients used are no longer offered.
-        Others stay, for a further step over other pieces.
+        Settings are copied, so a scheduler may change ``groups`` afterwards. Invalid arguments
+        raise before anything is updated. Gradients of other pieces stay for a later call.
         """
         self._progress.check()
         indices = check_active(self.geometry, active)
         if not indices:
             return
         chunks = self._stepper.plan(indices, freeze_groups(groups), self._grads)
-        # A sum may have failed: before the steps are counted.
+        # This may raise if a sum failed, so steps are counted afterwards.
         grads = self._take(spans_of(chunks))
         with self._progress.launching():
             self._stepper.count(indices)
             self._launch(chunks, grads, grad_scale)
 
     def _take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
-        """Return the gradients of ``spans``, which are no longer offered."""
         return self._grads.take(spans)
 
     def wait_params(self, start: int, stop: int) -> None:
-        """Return once the caller, or its stream, is ordered after the new values of a range."""
+        """Order the caller, or its current stream, after the new values of a range."""
         for event in self._progress.wait(start, stop):
             self.mover.arrive(event)
 
@@ -188,7 +182,7 @@ class FlatTier(ABC):
         return self._progress.is_over(start, stop)
 
     def state_names(self) -> Sequence[str]:
-        """Return ``master_weight``, then every elementwise state that the optimizer has."""
+        """Return ``master_weight``, then every elementwise state of the optimizer."""
         return (MASTER, *self._stepper.states)
 
     def _check_state(self, name: str, start: int, stop: int) -> None:
@@ -197,7 +191,7 @@ class FlatTier(ABC):
             raise KeyError(f"the optimizer has no state {name!r}, only {list(self.state_names())}")
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy of one state over a range, 1-D, on the CPU, zero where there is none."""
+        """Return a 1-D CPU copy of one state over a range, zero if not stored."""
         self._settle()
         self._check_state(name, start, stop)
         return self._stepper.read(name, start, stop)
@@ -208,12 +202,12 @@ class FlatTier(ABC):
         self._stepper.watcher = watcher
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Do as `read_state` for a range that is not being updated, in any thread."""
+        """Return what `read_state` does, in any thread, for a range that is not being updated."""
         self._check_state(name, start, stop)
         return self._stepper.peek(name, start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well."""
+        """Overwrite one state. ``master_weight`` is also rounded into the parameter shards."""
         self._settle()
         stop = start + values.numel()
         self._check_state(name, start, stop)
@@ -237,7 +231,7 @@ class FlatTier(ABC):
                     self.mover.arrive(event)
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        """Return ``num_steps`` (updates applied to the piece) and the optimizer's own scalars."""
+        """Return ``num_steps`` (updates of the piece) and the optimizer's scalars."""
         self._settle()
         return self._stepper.read_scalars(piece)
 
@@ -250,7 +244,7 @@ class FlatTier(ABC):
         self._stepper.write_scalars(piece, scalars)
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing."""
+        """Raise if `write_state` or `write_scalars` would raise, and change nothing."""
         for name in names:
             self._check_state(name, 0, 0)
         for piece, of_piece in enumerate(scalars):
@@ -258,9 +252,9 @@ class FlatTier(ABC):
 
 
 class HostTier(FlatTier):
-    """Master weights and state in host memory, updated in a background thread.
+    """Master weights and states in host memory, updated in a worker thread.
 
-    ``step`` returns at once, and steps queue up. See `zero_offload.tiers.worker` for their order.
+    ``step`` returns at once. See `zero_offload.tiers.worker` for the order of updates.
     """
 
     mover: HostMover
@@ -305,16 +299,16 @@ class HostTier(FlatTier):
         )
 
     def drain(self) -> float:
-        """Wait for the steps under way, and return the seconds spent on updates so far."""
+        """Wait for pending steps, and return the seconds spent on updates so far."""
         self._progress.drain()
         return self.worker.update_s
 
     def expect_micro_steps(self, count: int) -> None:
-        """Expect ``count`` calls of `add_grad` per range and step. It decides on memory alone."""
+        """Set the expected `add_grad` calls per range and step. This affects memory only."""
         self._sums.num_micro_steps = count
 
     def reserve(self, dtypes: Collection[torch.dtype]) -> None:
-        """Allocate what gradients of these dtypes, and parameters, pass through."""
+        """Allocate the buffers for gradients of these dtypes and for parameters."""
         self._sums.reserve(dtypes)
 
     def offer_grad(self, start: int, grad: Tensor) -> Release | None:
@@ -327,12 +321,12 @@ class HostTier(FlatTier):
         super()._admit(start, grad)
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Release | None:
-        """Copy one more term of the gradient of a range. See `zero_offload.tiers.accumulation`."""
+        """Copy one more term of a range's gradient. See `zero_offload.tiers.accumulation`."""
         self._admit(start, grad)
         return self._sums.add(start, grad, self._grads, is_last=is_last)
 
     def square_sum(self, start: int, stop: int) -> Future[float]:
-        """Start to compute the sum of the squares of a range's gradient, in double precision."""
+        """Start to compute the sum of squares of a range's gradient in double precision."""
         return self._sums.square_sum(start, stop, self._grads)
 
     def drop_grads(self, start: int, stop: int) -> None:
@@ -368,7 +362,6 @@ class HostTier(FlatTier):
         grad_scale: float,
         phase: Phase = Phase.WHOLE,
     ) -> None:
-        """Have the worker update chunks and publish them."""
         entries, before = self._progress.begin(spans_of(chunks))
         of_run = iter(entries)
         of_chunk = [[next(of_run) for _ in chunk.runs] for chunk in chunks]
@@ -378,9 +371,9 @@ class HostTier(FlatTier):
         self._thread.submit(self.worker, job)
 
     def enable_undo(self, most_bytes: int | None) -> bool:
-        """Prepare for `speculate`, with an undo log of at most ``most_bytes``, None for no limit.
+        """Create an undo log of at most ``most_bytes`` (None: no limit) for `speculate`.
 
-        Return whether this tier's updates can be undone: those of a kernel, in host memory.
+        Return whether updates can be undone: they use a kernel and are in host memory.
         """
         stepper = self._stepper
         if not isinstance(stepper, MemoryStepper):
@@ -393,7 +386,7 @@ class HostTier(FlatTier):
         return True
 
     def speculate(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
-        """Begin a step over the pieces ``active`` before it is decided. See [Note: speculation].
+        """Begin a step over the pieces ``active`` before it is confirmed. See [Note: speculation].
 
         It may be called several times before ``step``, each time for other pieces.
         """
@@ -403,7 +396,7 @@ class HostTier(FlatTier):
         indices, frozen = check_active(self.geometry, active), freeze_groups(groups)
         if not indices:
             return
-        # It may refuse: before there is a speculation, which must have chunks.
+        # plan() may raise, so it precedes the creation of the speculation.
         chunks = self._stepper.plan(indices, frozen, self._grads)
         spans = spans_of(chunks)
         for span in spans:
@@ -444,12 +437,12 @@ class HostTier(FlatTier):
             self._launch(chunks, self._take(spans_of(chunks)), grad_scale, Phase.KEEP)
 
     def _undo(self) -> None:
-        """End the speculation, if there is one, and restore states in the background."""
+        """End the speculation, if any, and restore states in the background."""
         speculation = self._speculation
         if speculation is None:
             return
         speculation.end()
-        speculation.wait()  # Ctrl-C may break it off: then the next call undoes
+        speculation.wait()  # if Ctrl-C interrupts, the next call undoes
         chunks = speculation.chunks
         with self._progress.launching():
             before = self._progress.begin_unpublished(())
@@ -467,7 +460,7 @@ class HostTier(FlatTier):
 
 
 class DeviceTier(FlatTier):
-    """Master weights and state on the compute device, updated in the caller's thread."""
+    """Master weights and states on the compute device, updated in the caller's thread."""
 
     update_s = 0.0
 
@@ -475,7 +468,7 @@ class DeviceTier(FlatTier):
         super().__init__(geometry, stepper, mover, Progress())
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        self.mover.close_grads()  # another stream may have made it
+        self.mover.close_grads()  # another stream may have produced the gradient
         return super().read_grad(start, stop)
 
     @torch.no_grad()

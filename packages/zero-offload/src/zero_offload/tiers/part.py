@@ -1,7 +1,6 @@
-"""Part of a flat space that one tier holds, and migration of its state to another tier.
+"""Part of a flat space that one tier holds, and migration of state between tiers.
 
-State migrates a block at a time. Only the StateTier's own calls are used, so that it can migrate
-between any two tiers.
+Migration uses StateTier methods only, so it works between any two tiers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _SQUARED_NUMEL = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """Sorted ``(start, stop)`` spans of one part, and its tier's report: None of a foreign tier."""
+    """Sorted ``(start, stop)`` spans of a part, and its tier's report: None for an engine's."""
 
     is_host: bool
     spans: tuple[tuple[int, int], ...]
@@ -43,11 +42,11 @@ class Part:
     """A tier over some elements of a flat space.
 
     Attributes:
-        tier: has coordinates of its own, `Intervals.local`.
-        geometry: its flat space.
+        tier: the tier, whose offsets are `Intervals.local`.
+        geometry: the tier's flat space.
         share: the elements.
-        local: the tier's piece indices by those of the whole space.
-        is_host: whether the tier is the host's, which updates in the background.
+        local: the tier's piece indices, by piece index of the whole space.
+        is_host: whether the tier is on the host and updates in the background.
     """
 
     is_host: ClassVar[bool]
@@ -57,19 +56,19 @@ class Part:
     local: Mapping[int, tuple[int, ...]]
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite a state. Padding alone has no optimizer and no states but master weights."""
+        """Overwrite a state. A part with padding only has no states but master weights."""
         if self.local or name == MASTER:
             self.tier.write_state(name, start, values)
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Refuse what could not be written of the whole space's pieces that are here."""
+        """Raise unless the states and scalars of the part's pieces could be written."""
         own = {index: piece for piece, indices in self.local.items() for index in indices}
         self.tier.check_states(
             names if own else (), [scalars[own[index]] for index in range(len(own))]
         )
 
     def snapshots(self) -> SnapshotTier:
-        """Return the tier if its states can be read beside training, or raise TypeError."""
+        """Return the tier if its states can be read during training, else raise TypeError."""
         if not isinstance(self.tier, SnapshotTier):
             raise TypeError(
                 f"{type(self.tier).__name__} has no watch_changes() and peek_state(), which a save "
@@ -86,24 +85,24 @@ class HostPart(Part):
     tier: HostTier
 
     def drain(self) -> float:
-        """Wait for the host's steps and return the seconds of its updates so far."""
+        """Wait for pending steps and return the seconds of the host's updates so far."""
         return self.tier.drain()
 
     def add_grad(
         self, start: int, grad: Tensor, *, is_first: bool, is_last: bool
     ) -> Release | None:
-        """Add a gradient to the tier's, of which it ``is_last``."""
+        """Add a gradient to the tier's gradient."""
         return self.tier.add_grad(start, grad, is_last=is_last)
 
     def offer_grad(self, start: int, grad: Tensor) -> Release | None:
         return self.tier.offer_grad(start, grad)
 
     def square_sum(self, start: int, stop: int) -> Callable[[], float]:
-        """Start to compute a square sum, as `TwinTier.square_sum`. The call returned waits."""
+        """Start to compute a sum of squares, see `TwinTier.square_sum`. The result waits for it."""
         return self.tier.square_sum(start, stop).result
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]], device: torch.device) -> None:
-        """Allocate memory for ``(start, stop, dtype)`` of what is going to be offered."""
+        """Allocate memory for gradients ``(start, stop, dtype)``."""
         self.tier.reserve({dtype for *_, dtype in grads})
 
     def report(self) -> PartReport:
@@ -112,29 +111,30 @@ class HostPart(Part):
 
 @dataclass(eq=False)
 class DevicePart(Part):
-    """The device's part, with device memory for its gradients: the caller's may be reused.
+    """The device's part, with device memory for copies of gradients.
 
-    Copies, sums and the update are enqueued on the caller's stream, in order. ``has_sum``: copies
-    are kept in the dtype of the master weights, in which micro-steps are added up.
+    Copies, sums and updates are enqueued on the caller's stream, in order. With ``has_sum``
+    micro-steps are added in the master weights' dtype.
     """
 
     is_host = False
     has_sum: bool = False
-    _memory: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False)  # of gradients
+    # gradients by dtype
+    _memory: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False)
 
     def drain(self) -> float:
-        """Return the seconds of the host's updates: none."""
+        """Return the seconds of the host's updates: 0."""
         return 0.0
 
     def add_grad(
         self, start: int, grad: Tensor, *, is_first: bool, is_last: bool
     ) -> Release | None:
-        """Add a gradient to the tier's, of which it ``is_first``."""
+        """Add a gradient to the tier's gradient, or replace it if ``is_first``."""
         total = self._memory_of(start, grad)
         return self.tier.offer_grad(start, total.copy_(grad) if is_first else total.add_(grad))
 
     def offer_grad(self, start: int, grad: Tensor) -> Release | None:
-        """Offer the tier a copy of a gradient that lasts."""
+        """Offer the tier a copy of the gradient, because the caller may reuse its memory."""
         return self.tier.offer_grad(start, self._memory_of(start, grad).copy_(grad))
 
     def _memory_of(self, start: int, grad: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class DevicePart(Part):
             self._memory[dtype] = torch.empty(self.geometry.numel, dtype=dtype, device=device)
 
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
-        """Compute a square sum, as `TwinTier.square_sum`: 0-dim, on the device."""
+        """Compute a sum of squares, see `TwinTier.square_sum`, as a scalar tensor on the device."""
         (memory,) = self._memory.values()
         found = memory.new_zeros((), dtype=torch.float64)
         for part in torch.split(memory[start:stop], _SQUARED_NUMEL):
@@ -158,7 +158,7 @@ class DevicePart(Part):
         return lambda: found
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]], device: torch.device) -> None:
-        """Allocate memory for ``(start, stop, dtype)`` of what is going to be offered."""
+        """Allocate memory for gradients ``(start, stop, dtype)``."""
         kept = [(start, stop, self._kept_dtype(dtype)) for start, stop, dtype in grads]
         for *_, dtype in kept:
             self._allocate(dtype, device)
@@ -166,7 +166,7 @@ class DevicePart(Part):
             self.tier.reserve(kept)
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        """Return tensors of the tier, and the copies of gradients: "gradients"."""
+        """Return the tier's tensors, with the copies of gradients as "gradients"."""
         held = self.tier.device_tensors() if isinstance(self.tier, DeviceMemory) else {}
         found = {kind: list(tensors) for kind, tensors in held.items()}
         found["gradients"] = [*found.get("gradients", []), *self._memory.values()]
@@ -186,7 +186,7 @@ AnyPart = HostPart | DevicePart
 
 @dataclass(frozen=True, slots=True)
 class PartWatcher:
-    """`ChangeWatcher` of a part: ``watcher`` gets elements of the whole space."""
+    """`ChangeWatcher` of a part, which passes offsets of the whole space to ``watcher``."""
 
     watcher: ChangeWatcher
     share: Intervals
@@ -216,7 +216,7 @@ class HeldState:
         return self.states[name][start:stop]
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Copy one state's values. The dtype is that of the first."""
+        """Copy one state's values. Its first values determine the dtype."""
         if name not in self.states:
             self.states[name] = torch.zeros(self.numel, dtype=values.dtype, device="cpu")
         self.states[name][start : start + values.numel()].copy_(values)
@@ -228,7 +228,7 @@ def migrate(
     write_state: Callable[[str, int, Tensor], None],
     share: Intervals,
 ) -> None:
-    """Copy all states of the elements in both shares. ``write_state`` is that of ``share``."""
+    """Copy all states of the elements in both shares. ``write_state`` has offsets in ``share``."""
     common = source_share.intersection(share)
     for name in source.state_names():
         for low, high in common.spans:

@@ -1,14 +1,9 @@
-"""`Shares`: which elements of a flat space the host holds and which the device, and their moves.
+"""Division of a flat space's elements between host and device, and its changes.
 
 [Note: resplit]
-`Shares.resplit` makes new tiers and migrates the state from the old ones, a block at a time. The
-device never holds two tiers: state that stays there waits in host memory until the old tier has
-been freed. Meanwhile host memory holds the host's old share and its new one, or one of them and the
-waiting state.
-
-Elements that the host holds, by ratio, parameter names or device budget.
-
-`ReportingShares`: what the tiers of a flat space have copied, computed and allocated so far.
+`Shares.resplit` creates new tiers and migrates the state in blocks. Device memory never holds two
+tiers: state that stays on the device waits in host memory until the old tier is freed. Host memory
+then holds the host's old and new share, or one of them and the waiting state.
 """
 
 from __future__ import annotations
@@ -54,7 +49,7 @@ def host_share(
     *,
     is_accelerated: bool,
 ) -> Intervals | None:
-    """Return the elements that the host updates, or None if measurements choose (``"auto"``)."""
+    """Return the elements that the host updates, or None for ratio ``"auto"``."""
     if settings.parameters is not None:
         if len(names) != len(geometry.pieces):
             raise ValueError(
@@ -80,12 +75,12 @@ def end_share(numel: int, num_host: int, end: HostShare) -> Intervals:
 
 
 def is_chosen(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name matches one of the patterns of `fnmatchcase`: ``*`` matches dots too."""
+    """Whether a name matches a pattern of `fnmatchcase`, in which ``*`` matches dots too."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ValueError for a pattern that matches none of all the parameters' names."""
+    """Raise ValueError for a pattern that matches no parameter name."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
@@ -103,9 +98,9 @@ def within_budget(
     is_accelerated: bool,
     adds_grads: bool = False,
 ) -> Intervals:
-    """Return as few elements of one end as leave at most ``budget`` bytes on the device."""
+    """Return the fewest elements of one end that leave at most ``budget`` bytes on the device."""
     low, high = 0, geometry.numel
-    while low < high:  # fewer on the host are more bytes on the device
+    while low < high:  # Bisection works because fewer host elements need more device bytes.
         middle = (low + high) // 2
         rest = end_share(geometry.numel, middle, end).complement(geometry.numel)
         held = device_bytes(
@@ -132,9 +127,9 @@ def device_bytes(
 ) -> int:
     """Return the bytes of a share on the device: states, master weights, one gradient.
 
-    Master weights take nothing if all shards there are their own. A gradient has its shard's dtype:
-    where master weights are wider, an accelerator's tier widens `WIDENED_NUMEL` elements at once.
-    A sum of micro-steps' gradients has the dtype of the master weights.
+    Master weights take no bytes if all shards have the master dtype. A gradient has its shard's
+    dtype, and a sum of micro-steps the master dtype. If the master dtype is wider, an accelerator's
+    tier converts `WIDENED_NUMEL` elements at once.
     """
     views = [view for span in share.spans for _, _, view in geometry.overlaps(*span)]
     master = geometry.master_dtype
@@ -162,9 +157,9 @@ def state_bytes(optimizer_class: OptimizerClass, groups: Groups, dtype: torch.dt
 
 
 class Shares:
-    """The host's part of a flat space and the device's, of which one may be missing.
+    """The host's and the device's part of a flat space, one of which may be missing.
 
-    ``host`` are the host's elements. Split points are aligned, such that they change no bit.
+    ``host`` are the host's elements. Split points are aligned so that no bit changes.
     """
 
     def __init__(
@@ -174,19 +169,20 @@ class Shares:
         self._alignment = factory.alignment(groups)
         self._groups = groups
         self._factory = factory
-        self._num_micro_steps = 0  # none: gradients are offered, not added
-        self._reserved: list[tuple[int, int, torch.dtype]] = []  # gradients with memory
-        self._has_undo = False  # the host's part has an undo log
-        self._replaced: list[TierReport] = []  # of host tiers before a resplit
-        self._has_dropped = False  # a tier, in the resplit under way
+        self._num_micro_steps = 0  # 0 until expect_micro_steps
+        self._reserved: list[tuple[int, int, torch.dtype]] = []  # arguments of reserve()
+        self._has_undo = False  # whether the host's part has an undo log
+        self._replaced: list[TierReport] = []  # reports of host tiers before a resplit
+        self._has_dropped = False  # whether the current resplit has freed a tier
         self._lost: BaseException | None = None
         self._watcher: ChangeWatcher | None = None
-        self.make_parts(geometry.align(host, self._alignment))  # chosen parameters stay whole
+        # Parameters chosen by name are not split.
+        self.make_parts(geometry.align(host, self._alignment))
 
     def make_parts(self, host: Intervals) -> None:
-        """Make the parts for the host's share, without state, in place of any. For subclasses."""
+        """Create the parts for the host's elements, without state, in place of existing ones."""
         self._host = host
-        self._set_parts(None, None)  # freed before their successors are allocated
+        self._set_parts(None, None)  # frees the old parts first
         rest = host.complement(self.geometry.numel)
         on_host = self._make_host(host) if host or not self.geometry.numel else None
         self._set_parts(on_host, self._make_device(rest) if rest else None)
@@ -219,7 +215,7 @@ class Shares:
 
     @property
     def parts(self) -> Sequence[AnyPart]:
-        """The host's part and the device's, after `check_whole`."""
+        """The host's part and the device's. Raises after a failed resplit."""
         self.check_whole()
         return self._present
 
@@ -233,13 +229,13 @@ class Shares:
 
     @property
     def host_numel(self) -> int:
-        """Number of elements that the host holds."""
+        """Number of elements on the host."""
         return self._host.numel
 
     def expect_micro_steps(self, count: int) -> None:
-        """Expect ``count`` calls of `add_grad` per range and step. It decides on memory alone.
+        """Set the expected `add_grad` calls per range and step. This affects memory only.
 
-        To be called before state is written and before the first gradient that is added.
+        Call it before state is written and before the first gradient is added.
         """
         self.check_whole()
         self._num_micro_steps = count
@@ -249,9 +245,9 @@ class Shares:
             self._device_part.has_sum = True
 
     def enable_undo(self) -> bool:
-        """Prepare for `speculate`: have an undo log of at most ``undo_buffer_size`` bytes.
+        """Create the undo log for `speculate`, of at most ``undo_buffer_size`` bytes.
 
-        Return whether the host's updates can be undone: those of a host kernel, in host memory.
+        Return whether the host's updates can be undone: they use a kernel and are in host memory.
         """
         if self._factory.can_undo:
             self.check_whole()
@@ -260,17 +256,17 @@ class Shares:
         return self._has_undo
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
-        """Allocate what gradients are copied to, or widened in, and what copies pass through.
+        """Allocate the memory for gradients, for their conversion, and for copies of parameters.
 
-        Without it that is done when it is needed. It follows `expect_micro_steps`. ``grads`` are
-        ``(start, stop, dtype)`` of what is going to be offered or added.
+        Without this call, memory is allocated when needed. Call it after `expect_micro_steps`.
+        ``grads`` are ``(start, stop, dtype)`` of the gradients that will be offered or added.
         """
         self._reserved = list(grads)
         for part in self.parts:
             self._reserve_part(part)
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        """Return long-lived tensors on the device, of its part: the host's has none there."""
+        """Return all long-lived tensors on the device. The host's part has none there."""
         self.check_whole()
         return {} if self._device_part is None else self._device_part.device_tensors()
 
@@ -284,9 +280,9 @@ class Shares:
             part.reserve(grads, self._factory.device)
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
-        """Call ``watcher`` before states change, in the host's thread or the caller's.
+        """Call ``watcher`` before states change, in the thread that changes them.
 
-        A resplit announces everything.
+        A resplit announces all elements.
         """
         self._watcher = watcher
         for part in self.parts:
@@ -297,7 +293,7 @@ class Shares:
             part.snapshots().watch_changes(PartWatcher(self._watcher, part.share))
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        """Return ``num_steps`` and the optimizer's scalars. The parts of a split piece agree."""
+        """Return ``num_steps`` and the optimizer's scalars. All parts of a piece have the same."""
         part = next(part for part in self.parts if piece in part.local)
         return part.tier.read_scalars(part.local[piece][0])
 
@@ -308,14 +304,14 @@ class Shares:
 
     @torch.no_grad()
     def resplit(self, num_host: int) -> None:
-        """Let the host hold so many elements of its end from now on, and the device the rest.
+        """Move elements between host and device, so that the host has ``num_host`` of its end.
 
-        To be called between steps; it waits for one under way. No result changes but the byte
-        counters, in which master weights that are published again count. See [Note: resplit].
+        Call it between steps. It waits for a pending step. Results do not change, except byte
+        counters, because master weights are published again. See [Note: resplit].
 
         Raises:
-            ValueError: there are not so many elements, or the host's share is chosen by name.
-            RuntimeError: gradients have been offered for a step that has not been taken.
+            ValueError: ``num_host`` is out of range, or parameter names select the host's elements.
+            RuntimeError: gradients were offered for a step that has not been taken.
         """
         numel, end = self.geometry.numel, self._factory.end
         self.geometry.check_range(0, num_host)
@@ -331,7 +327,8 @@ class Shares:
         rest = host.complement(numel)
         try:
             self._host = host
-            if host.numel > before.numel:  # the host's new tier is filled from the device's old one
+            # The host's new tier needs the state of the device's old tier.
+            if host.numel > before.numel:
                 self._replace_host(host)
                 self._replace_device(rest)
             else:
@@ -343,15 +340,16 @@ class Shares:
             if self._has_dropped:
                 self._lost = error
             else:
-                self._host = before  # no room for the new share; the old one is whole
+                # The new tier could not be allocated, and the old one is unchanged.
+                self._host = before
             raise
 
     def may_move(self, host: Intervals) -> bool:
-        """Return whether ``host`` is another share, once no step is under way. For subclasses."""
+        """Return whether ``host`` differs from the current elements. Subclasses add checks."""
         return host != self._host
 
     def _replace_host(self, share: Intervals) -> None:
-        """Fill a new host tier from all old ones, then drop the host's old one."""
+        """Fill a new host tier from all old tiers, then drop the old host tier."""
         new = self._make_host(share) if share else None
         if new is not None:
             self._migrate_to(new.write_state, share)
@@ -361,7 +359,7 @@ class Shares:
         self._set_parts(new, self._device_part)
 
     def _replace_device(self, share: Intervals) -> None:
-        """Drop the device's old tier before the new one is made, and fill that from the host."""
+        """Drop the old device tier, then create the new one and fill it from host memory."""
         on_host = Intervals() if self._host_part is None else self._host_part.share
         kept = share.difference(on_host)
         held = HeldState(kept.numel)
@@ -382,7 +380,7 @@ class Shares:
 
 
 class ReportingShares(Shares):
-    """`Shares` with counters. Those of host tiers before a resplit count."""
+    """`Shares` with counters, which include host tiers before a resplit."""
 
     def report(self) -> tuple[PartReport, ...]:
         return tuple(part.report() for part in self._present)
@@ -397,17 +395,17 @@ class ReportingShares(Shares):
 
     @property
     def bytes_h2d(self) -> int:
-        """Parameter bytes brought from the host so far. Complete after ``wait_params``."""
+        """Parameter bytes copied from the host so far. Complete after ``wait_params``."""
         return self.copied_bytes()[1]
 
     @property
     def stall_s(self) -> float:
-        """Seconds that callers were blocked so far because the host was not done."""
+        """Seconds that callers waited for the host so far."""
         return sum(report.stall_s for report in self._host_reports())
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory of master weights and states, transfer buffers apart."""
+        """Bytes of host memory of master weights and states, without transfer buffers."""
         return sum(r.tier.host_bytes for r in self.report() if r.tier is not None)
 
     @property
@@ -417,11 +415,11 @@ class ReportingShares(Shares):
 
     @property
     def file(self) -> BlockFile | None:
-        """The file of the host's master weights and state, if there is one, with its counters."""
+        """The file of the host's master weights and states, or None."""
         return None if self._host_part is None else self._host_part.tier.file
 
     def work_s(self) -> dict[str, float]:
-        """Return seconds so far of the host's updates, of its file, and of waiting for that."""
+        """Return seconds so far of the host's updates, of file transfers, and of waits for them."""
         found = {"host": sum(report.update_s for report in self._host_reports())}
         if self.file is not None:
             found |= {"file": self.file.io_s, "file wait": self.file.waited_s}
@@ -433,25 +431,25 @@ class ReportingShares(Shares):
         return sum(r.bytes_d2h for r in reports), sum(r.bytes_h2d for r in reports)
 
     def recent_updates(self) -> list[tuple[float, float]]:
-        """Return start and end of the host's last updates, of `time.perf_counter`."""
+        """Return start and end of the host's last updates, as `time.perf_counter` seconds."""
         return [] if self._host_part is None else list(self._host_part.tier.worker.updates)
 
     def file_traffic(self) -> tuple[int, int]:
         """Return the bytes of states read from and written to the file since the last resplit.
 
-        Waits for updates and transfers under way. See `BlockFile.traffic`.
+        Waits for pending updates and transfers.
         """
         if self._host_part is not None:
             self._host_part.drain()
         return (0, 0) if self.file is None else self.file.traffic()
 
     def time_copies(self, *, is_on: bool) -> None:
-        """Time later copies between the device and the host, or no longer. None are on a CPU."""
+        """Start or stop timing copies between device and host. A CPU has no such copies."""
         if self._host_part is not None:
             self._host_part.tier.mover.streams.is_timing = is_on
 
     def take_copies(self) -> list[TimedCopy]:
-        """Return what was copied since the last call, and events before and after each copy."""
+        """Return the copies timed since the last call, with the events around each."""
         host = self._host_part
         return [] if host is None else host.tier.mover.streams.take_copies()
 

@@ -1,9 +1,8 @@
-"""Twin-Flow: one optimizer state, updated on the host and on the device at the same time.
+"""Twin-Flow: optimizer state that host and device update at the same time.
 
-The host holds and updates a share of the elements, the device the rest (DeepSpeed ZeRO-Offload++,
-Twin-Flow). The share is a set of elements: the last ones, or those of some parameters. A piece
-that it splits is one parameter in several parts whose scalars stay equal, so that a checkpoint does
-not depend on the share and loads at any other.
+As in DeepSpeed ZeRO-Offload++ (Twin-Flow) the host updates a set of elements, the last ones or some
+parameters, and the device all others. A piece that is split has equal scalars in all parts, so a
+checkpoint does not depend on the split.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from zero_offload.tiers.shares import ReportingShares, within_budget
 
 
 class TwinTier(ReportingShares):
-    """A StateTier made of a host tier over a share of the elements and a device tier over the rest.
+    """A StateTier made of a host tier for some elements and a device tier for the others.
 
-    It keeps its own copy of every gradient, on the host or on the device.
+    The tier copies every gradient.
     """
 
     owns_grads = True
@@ -33,18 +32,18 @@ class TwinTier(ReportingShares):
         self, geometry: Geometry, groups: Groups, host: Intervals, factory: OffloadTiers
     ) -> None:
         super().__init__(geometry, groups, host, factory)
-        self._offered = Intervals()  # and not updated yet
-        self._fresh = Intervals()  # offered since the last call of step
-        self._closed = Intervals()  # offered for this optimizer step before that call
+        self._offered = Intervals()  # ranges with a gradient that no step has used
+        self._fresh = Intervals()  # ranges offered since the last call of step
+        self._closed = Intervals()  # ranges offered before it, for the same optimizer step
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
-        """Copy the gradient of ``[start, start + grad.numel())``, to each part its share.
+        """Copy the gradient of ``[start, start + grad.numel())`` to host and device.
 
-        Return None, or a call to make before the memory of ``grad`` is written again.
+        Return None, or a function to call before the memory of ``grad`` is overwritten.
         """
         stop = start + grad.numel()
         self._begin_offer(start, stop, self._closed)
-        release = None  # the host's copies are in order: the last release stands for all
+        release = None  # copies are in order: the last release covers all
         for part in self.parts:
             for a, b in part.share.overlaps(start, stop):
                 own = grad[a - start : b - start]
@@ -54,13 +53,13 @@ class TwinTier(ReportingShares):
         return release
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Callable[[], None] | None:
-        """Add to the gradient of ``[start, start + grad.numel())``, to each part its share.
+        """Add to the gradient of ``[start, start + grad.numel())`` on host and device.
 
-        The sum is taken in the dtype of the master weights, in the order of the calls since the
-        last step of the range, and does not depend on the share. What a step left out is dropped
-        when a range that it updated gets its next gradient. See `zero_offload.tiers.accumulation`.
+        Gradients since the range's last step are added in order, in the master weights' dtype. When
+        a range that a step has updated gets its next gradient, unused gradients are dropped. See
+        `zero_offload.tiers.accumulation`.
 
-        Return None, or a call to make before the memory of ``grad`` is written again.
+        Return None, or a function to call before the memory of ``grad`` is overwritten.
         """
         if not self._num_micro_steps:
             raise RuntimeError("add_grad without expect_micro_steps: call that once before")
@@ -78,10 +77,10 @@ class TwinTier(ReportingShares):
         return release
 
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
-        """Start to compute the sum of the squares of the gradient of ``[start, stop)``.
+        """Start to compute the sum of squares of the gradient of ``[start, stop)``.
 
-        Return a call that waits for it: 0-dim, on the CPU or the device. It is float64, so that it
-        does not depend on the share, but for its last digits.
+        Return a function that waits for the result, a float64 scalar tensor on the CPU or the
+        device. Only its last digits depend on the split.
         """
         self._check_offered(Intervals([(start, stop)]))
         spans = [(p, p.share.local(start), p.share.local(stop)) for p in self.parts]
@@ -96,20 +95,20 @@ class TwinTier(ReportingShares):
         return total
 
     def _begin_offer(self, start: int, stop: int, ended: Intervals) -> None:
-        """Check the range. It begins a new optimizer step if it has ``ended`` elements."""
+        """Check the range. If it has ``ended`` elements, begin a new optimizer step."""
         self.geometry.check_range(start, stop)
         if any(ended.overlaps(start, stop)):
             self.check_whole()
             left = self._closed.difference(self._fresh)
             self._closed, self._offered = Intervals(), self._fresh
-            host = self._host_part  # the device's next gradient replaces the last in any case
+            host = self._host_part  # a gradient on the device is replaced anyway
             if host is not None:
                 for a, b in host.share.intersection(left).spans:
                     host.tier.drop_grads(host.share.local(a), host.share.local(b))
             self.begin_round()
 
     def _check_offered(self, needed: Intervals) -> None:
-        """Raise ValueError if an element has no gradient that waits for a step."""
+        """Raise ValueError if an element has no gradient, or a step has used it."""
         missing = needed.difference(self._offered)
         if missing:
             start, stop = missing.spans[0]
@@ -119,7 +118,7 @@ class TwinTier(ReportingShares):
             )
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        """Return a copy of the gradient offered for ``[start, stop)``, 1-D, on the CPU."""
+        """Return a 1-D CPU copy of the gradient offered for ``[start, stop)``."""
         self._check_offered(Intervals([(start, stop)]))
         found: list[tuple[int, Tensor]] = []
         for part in self.parts:
@@ -129,7 +128,7 @@ class TwinTier(ReportingShares):
         return torch.cat([values for _, values in sorted(found, key=itemgetter(0))])
 
     def begin_round(self) -> None:
-        """Begin a new optimizer step, which may call ``step`` several times. For subclasses."""
+        """Called at the start of an optimizer step, which may call ``step`` several times."""
 
     def discard_grads(self) -> None:
         self._offered = self._fresh = Intervals()
@@ -137,27 +136,27 @@ class TwinTier(ReportingShares):
             part.tier.discard_grads()
 
     def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
-        """Update the pieces in ``active``: the host first, in its worker, then the device."""
+        """Update the pieces in ``active`` on the host, in its worker, and on the device."""
         indices = check_active(self.geometry, active)
         pieces = (self.geometry.pieces[i] for i in indices)
-        # No part may be updated when another one refuses.
+        # Invalid arguments must raise before any part is updated.
         self._check_offered(Intervals((p.start, p.stop) for p in pieces))
         self._groups = groups
-        for part in self.parts:  # the host's first: it alone may refuse, for a sum that failed
+        for part in self.parts:  # the host first: it may raise for a failed sum
             local = [own for i in indices for own in part.local.get(i, ())]
             self.step_part(part, local, grad_scale)
         self._offered = self._offered.difference(self.geometry.padded_spans(indices))
         self._closed, self._fresh = self._closed.union(self._fresh), Intervals()
 
     def step_part(self, part: AnyPart, active: Sequence[int], grad_scale: float) -> None:
-        """Update the part's own pieces in ``active``. For subclasses."""
+        """Update the part's pieces in ``active``."""
         part.tier.step(self._groups, active, grad_scale=grad_scale)
 
     def may_move(self, host: Intervals) -> bool:
-        """Do as `Shares.may_move`, which waits for the step under way.
+        """Return whether ``host`` differs from the current elements, after pending steps.
 
         Raises:
-            RuntimeError: gradients have been offered for a step that has not been taken.
+            RuntimeError: gradients were offered for a step that has not been taken.
         """
         if self._fresh:
             raise RuntimeError("a resplit between offer_grad and step: step or discard first")
@@ -173,7 +172,7 @@ class TwinTier(ReportingShares):
                 self.wait_part(part, a, b)
 
     def wait_part(self, part: AnyPart, start: int, stop: int) -> None:
-        """Wait for the part's own range ``[start, stop)``. For subclasses."""
+        """Wait for the part's range ``[start, stop)``."""
         part.tier.wait_params(start, stop)
 
     def are_params_ready(self, start: int, stop: int) -> bool:
@@ -184,11 +183,11 @@ class TwinTier(ReportingShares):
         return tuple(dict.fromkeys(n for part in self.parts for n in part.tier.state_names()))
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy of a state over ``[start, stop)``, 1-D, on the CPU, zero without one."""
+        """Return a 1-D CPU copy of a state over ``[start, stop)``, zero if not stored."""
         return self._joined(name, start, stop, is_peek=False)
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return what `read_state` does, of a range that is not being updated, in any thread."""
+        """Return what `read_state` does, in any thread, for a range that is not being updated."""
         return self._joined(name, start, stop, is_peek=True)
 
     def _joined(self, name: str, start: int, stop: int, *, is_peek: bool) -> Tensor:
@@ -210,11 +209,11 @@ class TwinTier(ReportingShares):
         return whole
 
     def speculate(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
-        """Have the host begin a step over its part of the pieces ``active``, before its decision.
+        """Begin a step over the host's elements of ``active`` before the step is confirmed.
 
-        Nobody sees it before ``step`` with the same settings and factor, which goes on with it.
-        Anything else undoes it: see `zero_offload.tiers.flat_tier`. The device's part is
-        updated by ``step`` alone.
+        No value is published before ``step`` with the same settings and scale, which completes it.
+        Other calls undo it: see [Note: speculation] of `zero_offload.tiers.flat_tier`. The device's
+        part is updated by ``step`` only.
         """
         if not self._has_undo:
             raise RuntimeError("speculate without enable_undo: call that once before")
@@ -225,7 +224,7 @@ class TwinTier(ReportingShares):
             host.tier.speculate(groups, local, grad_scale=grad_scale)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well."""
+        """Overwrite one state. ``master_weight`` is also rounded into the parameter shards."""
         stop = start + values.numel()
         self.geometry.check_range(start, stop)
         for part in self.parts:
@@ -233,13 +232,13 @@ class TwinTier(ReportingShares):
                 part.write_state(name, part.share.local(a), values[a - start : b - start])
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing."""
+        """Raise if `write_state` or `write_scalars` would raise, and change nothing."""
         for part in self.parts:
             part.check_states(names, scalars)
 
 
 class BudgetTier(TwinTier):
-    """A StateTier that gives the host what does not fit in a budget of device memory."""
+    """A StateTier whose device part fits in a budget of device memory."""
 
     def __init__(
         self,
@@ -255,7 +254,7 @@ class BudgetTier(TwinTier):
         self._has_state = False
 
     def expect_micro_steps(self, count: int) -> None:
-        """Make room in the budget for sums of gradients, which are wider than one gradient."""
+        """Choose the host's elements again, because sums are wider than gradients."""
         if self._has_state or self._offered or self._closed:
             raise RuntimeError(
                 "expect_micro_steps after state was written or a gradient offered: with "

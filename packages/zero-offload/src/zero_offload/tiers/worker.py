@@ -1,31 +1,23 @@
-"""Updates of one tier: which chunk is next, its update, and the thread that does it.
+"""Updates of one tier: order of chunks, their update, and the thread that runs it.
+
+A caller that needs a range of parameters waits until every run that overlaps it is published. Runs
+are published in the order of their updates.
 
 [Note: order of need]
-Backward delivers gradients from the last unit to the first, forward needs new values from the first
-to the last. Among the chunks whose gradient has arrived, the worker updates the one that forward
-needs first: that of the lowest offset. So in backward it follows the newest gradients, and after it
-goes from the first unit to the last, with the next forward behind it. What it updates last is what
-forward needs last, and whose gradient comes first in the next backward: a host that bounds the step
-hardly ever waits. If no gradient has arrived it waits for the oldest, as copies down are in order.
-An element's updates stay in the order of their steps. A stepper that works through its memory in
-one order (`Stepper.is_sequential`) gets its chunks in the order of planning.
+Backward produces gradients from the last unit to the first, and forward needs new values from the
+first to the last. Of the chunks whose gradient has arrived, the worker updates the one at the
+lowest offset, which forward needs first. The chunk updated last is then needed last, and the next
+backward produces its gradient first, so a slow host rarely waits. If no gradient has arrived, the
+worker waits for the oldest copy. Updates of an element keep the order of steps. With
+`Stepper.is_sequential` chunks keep the planned order.
 
 [Note: ahead of the decision]
-Tentative chunks are picked like others, and publish nothing (see `memory_stepper`). Once
-the step is decided those that have not been picked are void. The chunks of the decision follow:
-kept ones are published, and updated only where that was not done, or undone ones are restored, and
-perhaps updated with another factor. All of them are picked in the order of need, but a
-kept one waits while copies up of others are under way, and another one is updated meanwhile.
+Tentative chunks (see `memory_stepper`) are updated in the same order and publish nothing. When the
+step is confirmed, remaining ones are dropped. Then kept chunks are published, after an update if
+they have none, or tentative updates are undone. A kept chunk waits while other copies to the device
+are pending, and the worker updates other chunks first.
 
-The policy (`Worker`) knows no thread: `Worker.run_next` picks and updates one chunk for whoever
-calls it. For a host tier that is a `HostThread`, in tests and in the benchmark ``schedule`` a
-simulated clock.
-
-Progress of the steps under way, for callers that wait for a range of them.
-
-A step publishes its runs in the order in which they are updated, which is that of need and not of
-offsets (see `zero_offload.tiers.worker`). A caller that needs a range waits until every run that
-overlaps it is published, and no longer.
+`Worker.run_next` updates one chunk for any caller: a `HostThread`, or a simulated clock.
 """
 
 from __future__ import annotations
@@ -61,11 +53,11 @@ class Published:
 
 
 class Progress:
-    """Runs of all steps under way, published by one thread and awaited by others.
+    """Runs of all pending steps, published by one thread and awaited by others.
 
-    ``changed`` guards it and is notified whenever a run is published or a step ends. ``error`` is
-    that of the first step that failed. Steps that queue behind it must not run. ``stall_s`` are the
-    seconds of `wait` so far.
+    ``changed`` guards all fields. It is notified when a run is published or a step ends. ``error``
+    is the error of the first failed step. Later steps must not run. ``stall_s`` are the seconds of
+    `wait`.
     """
 
     def __init__(
@@ -76,12 +68,12 @@ class Progress:
         self._changed = changed or threading.Condition()
         self._now = now
         self.stall_s = 0.0
-        self._runs: SpanMap[Published] = SpanMap()  # the last one of each element
+        self._runs: SpanMap[Published] = SpanMap()  # the last run of each element
         self._num_open = 0
         self.error: BaseException | None = None
 
     def begin(self, runs: Sequence[tuple[int, int]]) -> tuple[list[Published], list[Published]]:
-        """Add a step. Return an entry per run, and earlier ones that must be published first."""
+        """Add a step. Return an entry per run, and entries that must be published before."""
         with self._changed:
             new = [Published() for _ in runs]
             before: list[Published] = []
@@ -105,7 +97,7 @@ class Progress:
             self._changed.notify_all()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End a step, with an error for all present and later callers if it failed."""
+        """End a step. If it failed, later calls raise ``error``."""
         with self._changed:
             self.error = self.error or error
             self._num_open -= 1
@@ -113,7 +105,7 @@ class Progress:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Begin and launch a step in this context. An exception, Ctrl-C too, fails the step."""
+        """Fail the step if an exception, such as Ctrl-C, interrupts its launch in this context."""
         try:
             yield
         except BaseException as error:
@@ -134,7 +126,7 @@ class Progress:
         return [entry.event for entry in hits if entry.event is not None]
 
     def is_over(self, start: int, stop: int) -> bool:
-        """Return whether all runs in a range have arrived. False after a step that failed."""
+        """Return whether all runs in a range have arrived. False after a failed step."""
         with self._changed:
             if self.error is not None:
                 return False
@@ -142,7 +134,7 @@ class Progress:
             return all(e.is_published and (e.event is None or e.event.query()) for e in hits)
 
     def drain(self) -> None:
-        """Block until no step is under way."""
+        """Block until no step is pending."""
         with self._changed:
             self._changed.wait_for(lambda: self.error is not None or self._num_open <= 0)
         self.check()
@@ -161,7 +153,7 @@ _MAX_UPDATES = 256
 
 
 class Phase(Enum):
-    """Part of an update that a job does."""
+    """Work that a job does."""
 
     WHOLE = "whole"
     """Update and publish."""
@@ -175,7 +167,7 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Speculation:
-    """Tentative updates of one step, guarded by ``changed``. The worker enters it per chunk."""
+    """Tentative updates of one step, guarded by ``changed``."""
 
     groups: list[dict[str, Any]]
     grad_scale: float
@@ -186,12 +178,12 @@ class Speculation:
     _is_entered: bool = False
 
     def is_of(self, groups: list[dict[str, Any]], grad_scale: float) -> bool:
-        """Return whether a step with these frozen settings goes on with it."""
+        """Return whether a step with these frozen settings can keep the updates."""
         return (self.groups, self.grad_scale) == (groups, grad_scale)
 
     @contextmanager
     def entered(self) -> Iterator[bool]:
-        """Update a chunk in this context, if the value is True: the chunk is still wanted."""
+        """Enter a chunk's update in this context. Yields False if it is no longer wanted."""
         with self.changed:
             self._is_entered = is_wanted = not self._is_over
         try:
@@ -202,26 +194,26 @@ class Speculation:
                 self.changed.notify_all()
 
     def end(self) -> None:
-        """Have no further chunk begun."""
+        """Prevent the update of further chunks."""
         with self.changed:
             self._is_over = True
 
     def wait(self) -> None:
-        """Block until no chunk is under way, after `end`: gradients are not read any more."""
+        """Block until no chunk is being updated, so that no gradient is read. Follows `end`."""
         with self.changed:
             self.changed.wait_for(lambda: not self._is_entered)
 
 
 @dataclass(slots=True)
 class Job:
-    """The chunks of one call of ``step``, in ascending order, on their way through a worker.
+    """The chunks of one call of ``step``, in ascending order, for a worker.
 
     Attributes:
-        arrivals: of each chunk's gradient; None if it is in the tier's memory.
-        before: entries of earlier steps over the same elements that were not updated yet.
-        entries: of each chunk's runs, in `Progress`, if they are published.
-        readers: fires when the parameters may be overwritten; None if they may be.
-        num_left: chunks that were not updated yet.
+        arrivals: arrival of each chunk's gradient; None if it is in memory.
+        before: entries of earlier steps over the same elements.
+        entries: `Progress` entries of each chunk's runs, if the phase publishes.
+        readers: event after which parameters may be overwritten; None for no wait.
+        num_left: number of chunks that were not updated yet.
     """
 
     phase: Phase
@@ -244,14 +236,14 @@ _Ready = tuple[int, int, int, Job]
 
 
 class Worker:
-    """Picks chunks in the order of need and updates them. See [Note: order of need].
+    """Updates chunks in the order of need. See [Note: order of need].
 
-    `add` may be called from any thread, all else from one at a time.
+    `add` may be called from any thread, all else from one thread at a time.
 
     Attributes:
-        update_s: seconds spent on updates so far, without waiting for gradients or memory.
-        updates: start and end of the last updates, by the clock ``now``.
-        log: of tentative updates; None if there are none.
+        update_s: seconds spent on updates so far, without waits for gradients or memory.
+        updates: start and end of recent updates, by the clock ``now``.
+        log: records of tentative updates; None without undo log.
     """
 
     def __init__(
@@ -264,8 +256,9 @@ class Worker:
         self._mover = mover
         self._progress = progress
         self._now = now
-        self._waiting: deque[tuple[Job, int]] = deque()  # for gradients, in the order of arrival
-        self._ready: list[_Ready] = []  # a heap
+        # chunks without gradient, in order of arrival
+        self._waiting: deque[tuple[Job, int]] = deque()
+        self._ready: list[_Ready] = []  # heap
         self._num_ready = 0
 
     def add(self, job: Job) -> None:
@@ -278,7 +271,7 @@ class Worker:
         self._waiting.extend((job, index) for index in sorted(range(len(job.chunks)), key=number))
 
     def awaited(self) -> torch.Event | None:
-        """Return the event that `run_next` would wait for, or None if it would start at once."""
+        """Return the event that `run_next` would wait for, or None if it would not wait."""
         self._admit()
         if self._ready or not self._waiting:
             return None
@@ -287,7 +280,7 @@ class Worker:
         return None if arrival is None else arrival.event
 
     def run_next(self) -> None:
-        """Update one chunk. After a failed one it does nothing. Grad mode is per thread."""
+        """Update one chunk, or do nothing after a failure."""
         if self._progress.error is not None:
             return
         try:
@@ -297,19 +290,19 @@ class Worker:
                 *_, index, job = self._pop()
                 self._update(job, index)
         except BaseException as error:
-            self.fail(error)  # the next call of the tier raises it, whatever it is
+            self.fail(error)  # Later calls of the tier raise the error.
             raise
         if not job.num_left:
             self._progress.finish()
 
     def fail(self, error: BaseException) -> None:
-        """End all jobs with an error."""
+        """Fail all jobs with an error."""
         self._progress.finish(error)
         self._waiting.clear()
         self._ready.clear()
 
     def _pop(self) -> _Ready:
-        """Return the ready chunk that is needed first. Kept ones may wait for copies up."""
+        """Return the ready chunk that is needed first. A kept chunk may wait for copies."""
         if self._is_kept(self._ready[0]) and self._mover.is_full:
             others = [ready for ready in self._ready if not self._is_kept(ready)]
             if others:
@@ -326,14 +319,14 @@ class Worker:
         return self.log.has(job.chunks[index])
 
     def _admit(self) -> None:
-        """Make the chunks ready whose gradients have arrived."""
+        """Move chunks whose gradients have arrived to the ready heap."""
         while self._waiting:
             job, index = self._waiting[0]
             arrival = job.arrivals[index]
             if arrival is not None and not arrival.event.query():
                 return
             if not all(entry.is_published for entry in job.before):
-                return  # they are among the ready ones
+                return  # their runs are among the ready chunks
             self._waiting.popleft()
             offset = 0 if self._stepper.is_sequential else job.chunks[index].runs[0].start
             heappush(self._ready, (offset, self._num_ready, index, job))
@@ -354,7 +347,7 @@ class Worker:
         self.updates.append((started, ended))
 
     def _update_tentatively(self, job: Job, index: int) -> float:
-        """Update a chunk such that it can be undone, if that is still wanted. Return the start."""
+        """Update a chunk tentatively if that is still wanted. Return the start time."""
         speculation, log, chunk = job.speculation, self.log, job.chunks[index]
         assert speculation is not None, "a tentative job has one"
         assert log is not None, "and a log"
@@ -368,7 +361,7 @@ class Worker:
         return started
 
     def _undo(self, chunk: Chunk) -> float:
-        """Restore what was before a chunk's tentative update, if there is one. Return the start."""
+        """Undo a chunk's tentative update, if there is one. Return the start time."""
         assert self.log is not None, "there are tentative updates"
         if self.log.has(chunk):
             self._stepper.announce(spans_of([chunk]))
@@ -377,7 +370,7 @@ class Worker:
         return started
 
     def _update_finally(self, job: Job, index: int) -> float:
-        """Update a chunk, unless a tentative update is kept, and publish it. Return the start."""
+        """Update a chunk, or keep its tentative update, and publish it. Return the start time."""
         chunk, mover = job.chunks[index], self._mover
         if job.readers is not None:
             mover.streams.follow(job.readers)
@@ -396,13 +389,13 @@ class Worker:
         waited_s = mover.waited_s
         for run, entry in zip(chunk.runs, job.entries[index], strict=True):
             self._progress.publish(entry, mover.publish(run.start, run.stop))
-        return started + (mover.waited_s - waited_s)  # as if it had waited before
+        return started + (mover.waited_s - waited_s)  # waits do not count as update time
 
 
 class HostThread:
-    """Thread in which a worker updates. ``device`` becomes its current device.
+    """Thread that runs a worker, with ``device`` as its current device.
 
-    A simulation overrides the methods. ``changed`` is notified whenever a run is published.
+    ``changed`` is notified when a run is published. A simulation overrides the methods.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -411,11 +404,11 @@ class HostThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload")
 
     def now(self) -> float:
-        """Return the time on the calling thread, in seconds."""
+        """Return the caller's time in seconds."""
         return perf_counter()
 
     def submit(self, worker: Worker, job: Job) -> None:
-        """Have the worker update a job's chunks."""
+        """Run a job's chunks in the thread."""
         worker.add(job)
         self._executor.submit(_run_all, worker, len(job.chunks), self._device)
 

@@ -1,40 +1,27 @@
-"""Copies of gradients into a tier's memory and of updated parameters back to their shards.
+"""Copies of gradients into a tier's memory and of updated parameters to their shards.
 
 [Note: buffers]
-gradient staging   host buffers that cover ``[0, numel)`` once per gradient dtype, allocated when a
-                   gradient of that dtype first arrives. Gradients keep their dtype: 16 bits stay
-                   16. With several micro-steps there are several per dtype, and a sum: see
-                   `zero_offload.tiers.accumulation`.
-parameter staging  two small host buffers per parameter dtype, in which rounded parameters wait for
-                   their copy to the device. One is filled while the other is sent. With an undo log
-                   there are three: an update need not wait for what is only published. A parameter
-                   shard in host memory needs none: the update writes the rounded values into it.
-offloaded          a parameter shard that is kept off the device. In host memory the update writes
-                   its new values, without staging and without a copy. On the meta device it stands
-                   for one that only a `ParamStore` can write: its new values wait in a buffer of
-                   one run's length until the store has taken them.
-held               a lasting host copy of a parameter shard, in place of staging, where the update
-                   needs the 16-bit parameter itself (a master weight that is split in two).
-published weights  the values that were sent last, where new ones go up as differences: see
-                   `zero_offload.transfers.mover`.
+gradient staging   host buffers over ``[0, numel)``, one per gradient dtype and layer (see
+                   `zero_offload.tiers.accumulation`), allocated at the first gradient.
+parameter staging  two small host buffers per parameter dtype. One is filled with rounded parameters
+                   while the other is copied to the device. An undo log adds a third.
+offloaded          parameter shard off the device, without staging. In host memory the update writes
+                   to it directly. On the meta device it stands for a shard that a `ParamStore`
+                   writes.
+held               permanent host copy of a parameter shard in place of staging, if the update reads
+                   the 16-bit parameter as the upper half of a split master weight.
+published weights  the values that were sent last, if new ones are sent as differences.
 
-ZeRO-Offload (arXiv 2101.06840, section 4): per parameter and step one 16-bit gradient goes down
-and one 16-bit parameter goes up, the least that an offloaded optimizer state allows. A test
-compares the byte counters here with that. If the compute device is the CPU, they count the bytes
-that are handed over.
+As in ZeRO-Offload (arXiv 2101.06840, section 4) each step copies one 16-bit gradient to the host
+and one 16-bit parameter to the device per parameter. If the device is the CPU, the byte counters
+count the same bytes.
 
-Lossless differences of new parameters, for shards that hold what the host sent last.
-
-[Note: what a difference starts from]
-The host keeps the values that it sent last. Other code may have written to the shard since: an edit
-of a weight, or a copy back after the device's memory was given away. So while the host updates, the
-device computes a checksum of the values that are about to change. The host compares it with that of
-the values that it keeps. Where the two are equal it sends what changed, else the new values: the
-shard holds the same bits afterwards.
-
-A long span is sent in several parts. Each passes through one of two buffers: the host encodes into
-one while the other is copied to the device. Short parts are sent whole, without a checksum. So are
-up to three elements at either end of a span, such that the others are whole words of a checksum.
+[Note: differences]
+The host keeps the values that it sent last, but other code may have written to the shard since.
+While the host updates, the device therefore computes a checksum of its values. If it equals the
+host's checksum, the host sends the lossless difference, else the new values. A long span is sent in
+parts, which alternate between two buffers. Short parts are sent whole, without a checksum, as are
+up to three elements at either end, so that the others are whole checksum words.
 """
 
 from __future__ import annotations
@@ -71,7 +58,7 @@ _NUM_CHECKSUMS = 64
 
 
 def resolve_upload_codec(codec: UploadCodec | str | None) -> UploadCodec | None:
-    """Return a codec, given as an object, as the name of an installed one, or as None."""
+    """Return the codec, which may be given by the name of its entry point. None stays None."""
     if isinstance(codec, str):
         found = tuple(entry_points(group=GROUP, name=codec))
         if not found:
@@ -89,18 +76,18 @@ def resolve_upload_codec(codec: UploadCodec | str | None) -> UploadCodec | None:
 
 
 def part_numel(published_numel: int) -> int:
-    """Return the most elements of a difference: with its overhead no longer than a whole run."""
+    """Return the maximum elements of a difference, which with overhead is no longer than a run."""
     numel = published_numel - published_numel // 16
     return max(numel - numel % _WORD_NUMEL, _WORD_NUMEL)
 
 
 def is_kept(shard: Tensor) -> bool:
-    """Whether a shard is long enough that parts of it may be sent as differences."""
+    """Whether a shard is long enough for differences."""
     return shard.numel() * shard.element_size() >= SHORTEST_NBYTES
 
 
 class _Buffer:
-    """Host memory of one difference, until ``sent`` has fired."""
+    """Host memory for one difference, in use until the event ``sent`` has fired."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -108,15 +95,15 @@ class _Buffer:
 
 
 class UploadDifferences:
-    """Keeps the values that were sent last, and sends what changed. See the module.
+    """Sends lossless differences of new parameters. See [Note: differences].
 
-    Used by one thread at a time. New values are copied to the shards with the indices ``staged``.
+    Used by one thread at a time. ``staged`` are indices of shards that are copied to the device.
 
     Attributes:
         num_bytes: bytes of host memory for the values that were sent last.
-        num_differences: parts that were sent as differences.
-        num_changed: parts that were sent whole because the device did not have what was sent last.
-        waited_s: seconds for which the caller waited for checksums and for copies to the device.
+        num_differences: number of parts sent as differences.
+        num_changed: number of parts sent whole because the device's values had changed.
+        waited_s: seconds that the caller waited for checksums and for copies to the device.
     """
 
     def __init__(
@@ -134,7 +121,7 @@ class UploadDifferences:
         self._codec = codec
         self._memory = memory
         self._streams = streams
-        # Pageable, as it is never sent. The first values are written to untouched zeros.
+        # Pageable memory is enough, because these values are never copied to the device.
         self._kept = {
             index: torch.zeros(shard.numel(), dtype=shard.dtype, device="cpu")
             for index, (_, shard) in enumerate(geometry.shards)
@@ -147,14 +134,13 @@ class UploadDifferences:
         self._buffers = cycle([_Buffer(room) for room in rooms])
         if room:
             streams.reserve_difference(room)
-        self._checksums: dict[int, Checksum] = {}  # by the first element of the part
-        self._free_values: list[Tensor] = []  # host memory of checksums
+        self._checksums: dict[int, Checksum] = {}  # checksums of opened parts, by first element
+        self._free_values: list[Tensor] = []  # host memory for checksums
         if self._kept:
             self._add_values()
         self._sent: SpanMap[torch.Event] = SpanMap()
 
     def _room(self, values: Tensor) -> int:
-        """Return the most bytes of a difference of ``values``, or of their longest part."""
         numel = min(values.numel(), self._part_numel)
         return self._codec.max_nbytes(numel, values.element_size())
 
@@ -162,7 +148,7 @@ class UploadDifferences:
         self._free_values += self._memory.empty(_NUM_CHECKSUMS, torch.int64).unbind()
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
-        """Yield the parts of a span, with what is kept of each: None for shards without it."""
+        """Yield the parts of a span, with their last sent values, or None without such."""
         index = self._geometry.shard_at(start)
         base, kept = self._geometry.shards[index][0], self._kept.get(index)
         if kept is None:
@@ -176,7 +162,7 @@ class UploadDifferences:
                 yield low, high, kept[low - base : high - base]
 
     def open(self, start: int, stop: int) -> None:
-        """Start to compute checksums of a span that is going to be updated."""
+        """Start to compute the device's checksums of a span before its update."""
         for low, high, kept in self._parts(start, stop):
             if kept is None or not is_kept(kept):
                 continue
@@ -188,9 +174,9 @@ class UploadDifferences:
             self._checksums[low] = self._streams.checksum(self._codec, view, value, earlier)
 
     def send(self, start: int, view: Tensor, values: Tensor) -> tuple[torch.Event | None, int]:
-        """Send a span that was opened: its new values, in host memory until the event fires.
+        """Send the new values of an opened span. They must not change until the event fires.
 
-        Return an event that fires when they have arrived, None if they have, and the bytes sent.
+        Return the event that fires on arrival, or None if the copy is complete, and the bytes sent.
         """
         event, nbytes = None, 0
         for low, high, kept in self._parts(start, start + view.numel()):
@@ -207,12 +193,13 @@ class UploadDifferences:
     def _send_part(
         self, start: int, view: Tensor, values: Tensor, kept: Tensor
     ) -> tuple[torch.Event | None, int]:
-        checksum = self._checksums.pop(start, None)  # None: it is short
+        checksum = self._checksums.pop(start, None)  # None for a short part
         nbytes = values.nbytes
         if checksum is not None:
             self._wait(checksum.event)
             self._free_values.append(checksum.value)
-            if int(checksum.value) == int(self._codec.checksum(kept)):  # the device has ``kept``
+            # the device holds what was sent last
+            if int(checksum.value) == int(self._codec.checksum(kept)):
                 buffer = next(self._buffers)
                 self._wait(buffer.sent)
                 room = buffer.memory[: self._room(values)]
@@ -242,24 +229,23 @@ Release = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A gradient's copy to the host: its number, in which order copies end, and its event."""
+    """A gradient's copy to the host: number in the order of copies, and completion event."""
 
     number: int
     event: torch.Event
 
 
 class Mover:
-    """Uses gradients in place and writes parameters directly.
+    """Mover for a tier on the compute device: uses gradients in place and writes parameters.
 
-    On an accelerator everything is enqueued on the caller's current stream. Gradients may come
-    from other streams and parameters be read on them; events order those.
+    Work is enqueued on the caller's current stream, after the streams that produced gradients.
 
     Args:
-        geometry: the flat space; its shards lie on ``device``, on the CPU or on meta.
-        streams: of copies; those of a CPU where nothing is copied.
+        geometry: the flat space, with shards on ``device``, on the CPU or on meta.
+        streams: copy streams, by default synchronous copies.
 
     Raises:
-        ValueError: there is a shard on meta and no store.
+        ValueError: a shard is on meta and there is no store.
     """
 
     def __init__(
@@ -273,7 +259,7 @@ class Mover:
         self.device = device
         self.streams = streams or HostStreams()
         self._store = store
-        self._rounded: dict[int, Tensor] = {}  # new values of a run on meta, by start
+        self._rounded: dict[int, Tensor] = {}  # new values of runs in meta shards, by start
         self._offered: list[torch.Event] = []
         if store is None and any(t.is_meta for _, t in geometry.shards):
             raise ValueError(
@@ -287,7 +273,7 @@ class Mover:
         return torch.accelerator.current_stream(self.device).record_event()
 
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
-        """Record a gradient in ``ledger``. Returns a release if it is being copied."""
+        """Record a gradient in ``ledger``. Return a release if it is copied asynchronously."""
         event = self._record()
         if event is not None:
             self._offered.append(event)
@@ -295,16 +281,15 @@ class Mover:
         return None
 
     def close_grads(self) -> None:
-        """End the offers for a step: the stepping stream waits for those that made gradients."""
+        """Make the current stream wait for the streams that produced the offered gradients."""
         for event in self._offered:
             self.arrive(event)
         self._offered.clear()
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Block the updating thread until there is memory for the values of ``spans``.
+        """Block the updating thread until `out` has memory for ``spans``, each inside one shard.
 
-        Each span lies in one shard. Where values are sent as differences, it also starts to check
-        what the device has. Parameters that are written directly need none.
+        If values are sent as differences, also start to compute the device's checksums.
         """
 
     def out(self, start: int, stop: int) -> Tensor:
@@ -315,7 +300,7 @@ class Mover:
         return view
 
     def publish(self, start: int, stop: int) -> torch.Event | None:
-        """Copy what was written to `out` to the shards. Returns an event if that takes time."""
+        """Copy the values in `out` to the shards. Return an event if that is asynchronous."""
         view = self.geometry.view(start, stop)
         if view.is_meta:
             assert self._store is not None, "checked at construction"
@@ -323,16 +308,15 @@ class Mover:
         return None if self._is_offloaded(view) else self._record()
 
     def _is_offloaded(self, shard: Tensor) -> bool:
-        """Whether a shard is off the device. In host memory an update writes it directly."""
         return shard.is_meta or (shard.is_cpu and self.device.type != "cpu")
 
     def arrive(self, event: torch.Event) -> None:
-        """Make the caller's current stream wait for a `publish`."""
+        """Make the caller's current stream wait for an event of `publish`."""
         torch.accelerator.current_stream(self.device).wait_event(event)
 
 
 class _Staging:
-    """One of the buffers of [Note: buffers]: filled run by run, then sent."""
+    """One buffer of parameter staging: filled run by run, then sent. See [Note: buffers]."""
 
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, Tensor] = {}
@@ -341,15 +325,15 @@ class _Staging:
         self.sent: list[torch.Event] = []
 
     def open(self, needs: dict[torch.dtype, int], memory: HostMemory) -> None:
-        """Start again, with memory for ``needs`` elements of each dtype."""
+        """Clear the buffer and ensure room for ``needs`` elements of each dtype."""
         for dtype, numel in needs.items():
             if dtype not in self._memory or self._memory[dtype].numel() < numel:
-                self._memory.pop(dtype, None)  # before its successor is allocated
+                self._memory.pop(dtype, None)  # frees the old memory first
                 self._memory[dtype] = memory.empty(numel, dtype)
         self._used, self._places, self.sent = {}, {}, []
 
     def reserve(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the memory of the run that begins at ``start``, the same at every call."""
+        """Return the memory of the run that begins at ``start``, the same at each call."""
         if start not in self._places:
             low = self._used.get(dtype, 0)
             self._used[dtype] = low + numel
@@ -358,18 +342,18 @@ class _Staging:
 
 
 class HostMover(Mover):
-    """Copies gradients to host buffers and parameters back.
+    """Mover for a host tier: copies gradients to host buffers and parameters to their shards.
 
     Args:
-        is_staged: shards in host memory are staged too, as those of an accelerator.
-        codec: of differences; without one new values are sent whole.
+        is_staged: also stage shards in host memory, like those of an accelerator. For tests.
+        codec: codec of differences; None sends new values whole.
 
     Attributes:
         bytes_d2h: gradient bytes copied from the compute device to the host so far.
-        bytes_h2d: parameter bytes brought from the host to the compute device so far.
+        bytes_h2d: parameter bytes copied from the host to the compute device so far.
         grad_bytes: bytes of the gradient staging.
         differences: sends new values as differences; None if they are sent whole.
-        arrived: fires when all gradients offered so far have arrived; None if they have.
+        arrived: event that fires when all gradients so far have arrived; None on a CPU.
     """
 
     def __init__(
@@ -393,11 +377,11 @@ class HostMover(Mover):
         self._reads: tuple[tuple[torch.Event | None, Future[Any]], ...] = ()
         self._arrivals: SpanMap[Arrival] = SpanMap()
         self._num_copies = 0
-        # In the order of their use, the last one first.
+        # In order of use, the most recent buffer first.
         self._staging: tuple[_Staging, ...] = (_Staging(), _Staging())
-        self._held: dict[int, Tensor] = {}  # by shard
-        self._sent: SpanMap[torch.Event] = SpanMap()  # from held memory
-        self._usual: dict[torch.dtype, int] = {}  # elements of the longest run of each dtype
+        self._held: dict[int, Tensor] = {}  # held memory by shard index
+        self._sent: SpanMap[torch.Event] = SpanMap()  # pending copies from held memory
+        self._usual: dict[torch.dtype, int] = {}  # longest run of each dtype
         for _, shard in geometry.shards:
             if self._must_stage(shard):
                 longest = min(shard.numel(), geometry.published_numel)
@@ -407,12 +391,11 @@ class HostMover(Mover):
             self.differences = UploadDifferences(geometry, staged, codec, memory, self.streams)
 
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
-        """Start the one copy down, into the staging of the gradient's dtype."""
         ledger.discard(start, start + grad.numel())
         return self.append(start, grad, ledger, 0)
 
     def append(self, start: int, grad: Tensor, ledger: GradLedger, layer: int) -> Release | None:
-        """Start the copy down of one more term, in pieces no longer than a chunk of the update."""
+        """Start to copy one more term, in parts no longer than a chunk of the update."""
         event = None
         staging = self._staging_of(self.kept_dtype(grad.dtype), layer)
         longest = self.geometry.published_numel
@@ -428,7 +411,7 @@ class HostMover(Mover):
         self.bytes_d2h += grad.numel() * grad.element_size()
         if event is None:
             return None
-        self.arrived = event  # copies down are in order: the last event stands for all
+        self.arrived = event  # copies run in order: the last event covers all
         return partial(self.streams.release, event)
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -436,7 +419,7 @@ class HostMover(Mover):
         return dtype if dtype in KERNEL_DTYPES else self.geometry.master_dtype
 
     def sums(self) -> SpanMap[tuple[int, Tensor]]:
-        """Return the memory for sums: by span its first element and a tensor of masters' dtype."""
+        """Return the memory for sums, in the master weights' dtype: ``(first element, tensor)``."""
         return self._staging_of(self.geometry.master_dtype, _SUM)
 
     def _staging_of(self, dtype: torch.dtype, layer: int) -> SpanMap[tuple[int, Tensor]]:
@@ -450,7 +433,7 @@ class HostMover(Mover):
         return self._grads[key]
 
     def reserve(self, dtype: torch.dtype, num_layers: int, *, has_sum: bool) -> None:
-        """Allocate layers for gradients of ``dtype``, a sum, and what copies up pass through."""
+        """Allocate gradient layers, a sum if ``has_sum``, and parameter staging."""
         for layer in range(num_layers):
             self._staging_of(self.kept_dtype(dtype), layer)
         if has_sum:
@@ -460,22 +443,22 @@ class HostMover(Mover):
             staging.open(needs, self._memory)
 
     def arrival(self, spans: Sequence[tuple[int, int]]) -> Arrival | None:
-        """Return the arrival of the last gradient offered for ``spans``, or None if it is there."""
+        """Return the last arrival of gradients in ``spans``, or None on a CPU."""
         found = [value for span in spans for *_, value in self._arrivals.overlaps(*span)]
         return max(found, key=attrgetter("number"), default=None)
 
     def note_read(self, read: Future[Any]) -> None:
-        """Note that another thread will ``read`` the gradients so far once they have arrived."""
+        """Record that another thread's job ``read`` reads the gradients offered so far."""
         self._reads = (*(r for r in self._reads if not r[1].done()), (self.arrived, read))
 
     def make_way(self) -> None:
-        """Block the updating thread while others read gradients that the caller waits for."""
+        """Block the updating thread while other threads read gradients that have arrived."""
         for arrived, read in self._reads:
             if arrived is None or arrived.query():
                 wait([read])
 
     def add_staging(self) -> None:
-        """Have one more buffer of parameter staging."""
+        """Add one more buffer of parameter staging."""
         self._staging = (*self._staging, _Staging())
 
     @property
@@ -485,17 +468,18 @@ class HostMover(Mover):
 
     @property
     def is_full(self) -> bool:
-        """Whether one of the next two calls of `open_spans` would wait for copies up now."""
+        """Whether one of the next two `open_spans` calls would block."""
         return not all(e.query() for staging in self._staging[-2:] for e in staging.sent)
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Wait for the copies up of earlier spans, as many as there are buffers."""
+        """Take the least recently used staging buffer, and wait for its copies to the device."""
         self._staging = (self._staging[-1], *self._staging[:-1])
         current = self._staging[0]
         for event in current.sent:
             self.streams.wait(event)
         current.open(self._staged_numel(spans), self._memory)
-        for start, stop in spans:  # of held memory: before it is overwritten
+        # Held memory must not be overwritten before its last copy is done.
+        for start, stop in spans:
             for _, _, event in self._sent.overlaps(start, stop):
                 self.streams.wait(event)
             self._sent.discard(start, stop)
@@ -503,7 +487,7 @@ class HostMover(Mover):
                 self.differences.open(start, stop)
 
     def _staged_numel(self, spans: Sequence[tuple[int, int]]) -> dict[torch.dtype, int]:
-        """Elements to be staged by dtype. No less than other spans need, so that memory stays."""
+        """Return the elements to stage by dtype, at least one longest run, to reuse the memory."""
         needs: dict[torch.dtype, int] = {}
         for start, stop in spans:
             view = self.geometry.view(start, stop)
@@ -515,15 +499,15 @@ class HostMover(Mover):
         return (self._is_staged or not shard.is_cpu) and not shard.is_meta
 
     def hold(self, start: int, stop: int) -> Tensor:
-        """Return lasting host memory for the values of ``[start, stop)``, inside one shard.
+        """Return permanent host memory for ``[start, stop)``, a range inside one shard.
 
-        It is the shard itself where that is host memory, else memory that `publish` sends from.
+        The result is the shard itself if it is in host memory. Otherwise `publish` copies from it.
         """
         view = self.geometry.view(start, stop)
         if not self._must_stage(view):
             return view
         index, dtype = self.geometry.shard_at(start), view.dtype
-        if index not in self._held:  # nor is any other of its dtype
+        if index not in self._held:  # All shards of a dtype are allocated together.
             shards = {
                 i: shard.numel()
                 for i, (_, shard) in enumerate(self.geometry.shards)
@@ -539,7 +523,6 @@ class HostMover(Mover):
         return super().out(start, stop) if self._is_offloaded(view) else self._place(start, view)
 
     def _place(self, start: int, view: Tensor) -> Tensor:
-        """Return staging memory, held memory, or the shard itself where it is host memory."""
         if not self._must_stage(view) or self.geometry.shard_at(start) in self._held:
             return self.hold(start, start + view.numel())
         return self._staging[0].reserve(start, view.numel(), view.dtype)
@@ -557,7 +540,7 @@ class HostMover(Mover):
                 event, nbytes = self.differences.send(start, view, values)
         self.bytes_h2d += nbytes
         if event is not None:
-            self._staging[0].sent = [event]  # copies up are in order
+            self._staging[0].sent = [event]  # copies run in order: the last event covers all
             if self.geometry.shard_at(start) in self._held:
                 self._sent.put(start, start + view.numel(), event)
         return event
