@@ -288,14 +288,12 @@ class TierFootprint:
         return lower + (_numel(whole) * width if needs_copy else 0)
 
     def _whole(self, part: Sequence[_Span]) -> list[_Span]:
-        """Return the spans whose master weights are not split."""
         rule = self._rule
         if rule is None:
             return list(part)
         return [span for span in part if not rule.for_params(span.dtype).is_master_split]
 
     def _grad_bytes(self, part: Sequence[_Span], numel: int) -> int:
-        """Return the bytes of gradient buffers: `num_layers` buffers per dtype, and a sum."""
         wide = self._geometry.master_dtype
         dtypes = {s.grad_dtype if s.grad_dtype in KERNEL_DTYPES else wide for s in part}
         layers = {dtype: num_layers(self._num_added, dtype) for dtype in dtypes}

@@ -64,7 +64,6 @@ class LocalPart:
         self.stop = start + self.shard.numel()
 
     def check_home(self, index: int) -> None:
-        """Raise RuntimeError if the parameter's memory was replaced since construction."""
         if not self._is_empty and _local_of(self.param).data_ptr() != self._home:
             raise RuntimeError(
                 f"parameter {index} of shape {tuple(self.param.shape)} lies in other memory than "
@@ -138,7 +137,6 @@ def lay_out(groups: Sequence[dict[str, Any]]) -> tuple[list[LocalPart], list[tup
 
 
 def common_device(parts: Sequence[LocalPart]) -> torch.device:
-    """Return the device of all parts, or the CPU if there are none."""
     devices = sorted({str(part.shard.device) for part in parts})
     if len(devices) > 1:
         raise ValueError(f"the parameters must be on one device, they are on {devices}")
@@ -474,7 +472,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return bool(scalars["num_steps"])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raise TypeError: the state is not in this object, so it cannot be copied or pickled."""
         raise TypeError("an OffloadedOptimizer is not copied or pickled; use its state_dict")
 
 
@@ -485,6 +482,5 @@ def _number(name: str, value: Any) -> float:
 
 
 def _named(group: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return ``(name, parameter)`` pairs of a group, or an empty list if it has no names."""
     names = group.get("param_names")
     return [] if names is None else list(zip(names, group["params"], strict=True))

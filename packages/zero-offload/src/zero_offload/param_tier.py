@@ -110,7 +110,6 @@ def create_param_tier(
 
 
 def num_in_host_memory(shards: Shards, settings: ParamSettings) -> int:
-    """Return how many of the first shards are in host memory. The others are in the file."""
     if settings.nvme_path is None:
         return len(shards)
     total = 0
@@ -355,7 +354,6 @@ class FileShards:
         self._stale.discard(segment)
 
     def _is_kept(self, segment: int) -> bool:
-        """Whether a fetched shard's buffer still has its current values."""
         return segment in self._fetched and segment not in self._stale
 
     def _buffer_for(self, segment: int, sooner: Collection[int] = ()) -> _Buffer | None:
@@ -377,7 +375,6 @@ class FileShards:
         return None
 
     def _forget_read(self, segment: int) -> None:
-        """Discard a read-ahead of the shard, if there is one."""
         if segment in self._read:
             buffer, transfer = self._read.pop(segment)
             with suppress(StorageError):

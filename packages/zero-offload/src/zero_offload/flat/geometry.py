@@ -63,7 +63,6 @@ class SpanMap(Generic[T]):
             yield start, stop, None
 
     def put(self, start: int, stop: int, value: T) -> None:
-        """Set the value of ``[start, stop)`` and replace earlier values there."""
         if start < stop:
             self.discard(start, stop)
             index = bisect_left(self._starts, start)

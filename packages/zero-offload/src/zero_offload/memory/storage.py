@@ -75,7 +75,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def check_folder(folder: str | Path) -> Path:
-    """Return ``folder`` as a path, or raise ValueError unless files can be created in it."""
     if sys.platform != "linux":
         raise ValueError(f"storage on NVMe is served on Linux only, not on {sys.platform}")
     path = Path(folder)

@@ -6,6 +6,8 @@ the *down* stream (gradients to the host) and the *up* stream (parameters to the
 update thread, the worker, is a fourth. Differences need a *checksums* stream too, which reads the
 old parameter values.
 
+Rules:
+
 1. down waits for the caller's stream: a gradient is copied after it was computed.
 2. The worker waits for down: the host reads a gradient after it arrived.
 3. The caller's stream waits for down (`release`): the caller may then overwrite the gradient.
@@ -163,7 +165,8 @@ class AcceleratorStreams(HostStreams):
         return torch.accelerator.current_stream(self.device)
 
     def to_host(self, target: Tensor, source: Tensor) -> torch.Event:
-        self.down.wait_event(self.current().record_event())  # order 1 of the note
+        # Rule 1: the gradient has been computed.
+        self.down.wait_event(self.current().record_event())
         with self.down, self._timed(_TO_HOST, self.down):
             target.copy_(source, non_blocking=True)
         event = self.down.record_event()
@@ -174,7 +177,7 @@ class AcceleratorStreams(HostStreams):
 
     def release(self, event: torch.Event) -> None:
         """Make the caller's stream wait, so that it may overwrite the source of a `to_host`."""
-        self.current().wait_event(event)  # order 3 of the note
+        self.current().wait_event(event)  # Rule 3: the gradient has been copied.
         # Earlier copies on down are complete too.
         if any(own is event for own, _ in self._reading):
             while self._reading.popleft()[0] is not event:
@@ -186,10 +189,10 @@ class AcceleratorStreams(HostStreams):
     def follow(self, event: torch.Event) -> None:
         """Make later `to_device` calls wait for an event of `mark_readers`."""
         for stream in self._followers:
-            stream.wait_event(event)  # orders 4 and 7 of the note
+            stream.wait_event(event)  # Rules 4 and 7: old values have been read.
 
     def wait(self, event: torch.Event) -> None:
-        block_until(event)  # orders 2 and 5 of the note
+        block_until(event)  # Rule 2 (down) or rule 5 (up).
 
     def to_device(self, target: Tensor, source: Tensor) -> torch.Event:
         with self.up, self._timed(_TO_DEVICE, self.up):
@@ -212,7 +215,7 @@ class AcceleratorStreams(HostStreams):
         stream = self._checksums
         assert stream is not None, "`reserve_difference` was called"
         for event in earlier:
-            stream.wait_event(event)  # order 7 of the note
+            stream.wait_event(event)  # Rule 7: earlier copies of these values are done.
         with stream:
             value.copy_(codec.checksum(values), non_blocking=True)
         return Checksum(value, stream.record_event())
@@ -230,7 +233,7 @@ class AcceleratorStreams(HostStreams):
 
     def arrive(self, event: torch.Event) -> None:
         """Make the caller's current stream wait for a `to_device`."""
-        self.current().wait_event(event)  # order 6 of the note
+        self.current().wait_event(event)  # Rule 6: the new values have arrived.
 
 
 def open_streams(device: torch.device) -> HostStreams:

@@ -47,7 +47,6 @@ _LEAST_SCALE = 2.0**-100
 
 
 def _rows(values: Tensor) -> Tensor:
-    """Return the elements as rows of one block each, padded with zeros."""
     return pad(values, (0, -values.numel() % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
 
 

@@ -271,7 +271,6 @@ def _as_torch_adam(group: Mapping[str, Any], is_host_alone: bool) -> dict[str, A
 
 
 def _defaults(optimizer_class: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all settings with defaults, checked by the optimizer's constructor."""
     probe = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **settings)
     return dict(probe.defaults)
 

@@ -180,7 +180,6 @@ class AdamRule(Rule):
 
     @classmethod
     def of(cls, kernel: Any, optimizer_class: OptimizerClass) -> AdamRule:
-        """Return the rule of ``torch.optim.Adam`` or ``AdamW``."""
         return cls(kernel, is_decoupled=issubclass(optimizer_class, optim.AdamW))
 
     def keywords(self, group: Mapping[str, Any], step: int) -> dict[str, Any]:

@@ -93,7 +93,6 @@ class BlockPipeline:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every announced block was taken."""
         return not self._ahead and not self._reading
 
     def announce(self, blocks: Iterable[int], parts: Iterable[int] | None = None) -> None:
@@ -129,7 +128,6 @@ class BlockPipeline:
         return [memory[: self._size(block, p)] for p, memory in enumerate(buffer.parts)]
 
     def put(self, block: int, parts: Iterable[int] | None = None) -> None:
-        """Start to write ``parts`` of a taken block, by default all."""
         buffer = self._held.pop(block)
         self._writing[block] = buffer
         for p in range(self._num_parts) if parts is None else parts:
@@ -143,7 +141,6 @@ class BlockPipeline:
         self._read_ahead()
 
     def flush(self) -> None:
-        """Wait for all pending writes."""
         while self._writing:
             self._retire(next(iter(self._writing)))
 

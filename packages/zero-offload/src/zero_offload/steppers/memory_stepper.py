@@ -281,11 +281,9 @@ class UndoLog:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the ring."""
         return self._ring.capacity
 
     def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float) -> None:
-        """Update a chunk tentatively if the ring has room."""
         self.undo(chunk)
         record = self._stepper.update_tentatively(chunk, grads, grad_scale, self._ring)
         if record is not None:
@@ -293,7 +291,6 @@ class UndoLog:
                 self._records.put(run.start, run.stop, record)
 
     def has(self, chunk: Chunk) -> bool:
-        """Return whether a chunk has a tentative update."""
         return any(record.chunk is chunk for record in self._of(chunk))
 
     def round_to(self, chunk: Chunk, out: SpanMemory) -> None:

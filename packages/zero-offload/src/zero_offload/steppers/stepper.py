@@ -56,7 +56,6 @@ class Chunk:
 
 
 def spans_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """Return the ``(start, stop)`` of all runs."""
     return [(run.start, run.stop) for chunk in chunks for run in chunk.runs]
 
 

@@ -112,7 +112,6 @@ def is_elementwise(value: Any, numel: int) -> bool:
 
 
 def _with_value(template: Any, value: float | None) -> Any:
-    """Return ``value`` in the type of the template, which may be a tensor or a number."""
     if value is None or template is None:
         return template
     if isinstance(template, Tensor):
@@ -250,7 +249,6 @@ class TorchStepper(Stepper):
                     entry[name] = home.copy_(value)
 
     def _elements(self, piece: int, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a piece's range of a state's flat buffer."""
         self._dtypes.setdefault(name, dtype)
         span = self.geometry.pieces[piece]
         return self._buffer(name)[span.start : span.stop]

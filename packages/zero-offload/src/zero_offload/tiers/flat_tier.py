@@ -97,7 +97,6 @@ class FlatTier(ABC):
         """Update a step's chunks and publish them, now or in the background."""
 
     def report(self) -> TierReport:
-        """Return counters and sizes, without waiting for a step."""
         num_bytes, is_on_host = self._stepper.num_bytes(), self._stepper.device.type == "cpu"
         return TierReport(
             has_kernel=self._stepper.has_kernel,
@@ -113,7 +112,6 @@ class FlatTier(ABC):
         )
 
     def _settle(self) -> None:
-        """Wait for pending steps."""
         self._progress.drain()
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
@@ -174,7 +172,6 @@ class FlatTier(ABC):
         return self._grads.take(spans)
 
     def wait_params(self, start: int, stop: int) -> None:
-        """Order the caller, or its current stream, after the new values of a range."""
         for event in self._progress.wait(start, stop):
             self.mover.arrive(event)
 
@@ -182,7 +179,6 @@ class FlatTier(ABC):
         return self._progress.is_over(start, stop)
 
     def state_names(self) -> Sequence[str]:
-        """Return ``master_weight``, then every elementwise state of the optimizer."""
         return (MASTER, *self._stepper.states)
 
     def _check_state(self, name: str, start: int, stop: int) -> None:
@@ -191,7 +187,6 @@ class FlatTier(ABC):
             raise KeyError(f"the optimizer has no state {name!r}, only {list(self.state_names())}")
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a 1-D CPU copy of one state over a range, zero if not stored."""
         self._settle()
         self._check_state(name, start, stop)
         return self._stepper.read(name, start, stop)
@@ -202,7 +197,6 @@ class FlatTier(ABC):
         self._stepper.watcher = watcher
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return what `read_state` does, in any thread, for a range that is not being updated."""
         self._check_state(name, start, stop)
         return self._stepper.peek(name, start, stop)
 
@@ -244,7 +238,6 @@ class FlatTier(ABC):
         self._stepper.write_scalars(piece, scalars)
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Raise if `write_state` or `write_scalars` would raise, and change nothing."""
         for name in names:
             self._check_state(name, 0, 0)
         for piece, of_piece in enumerate(scalars):
@@ -304,11 +297,9 @@ class HostTier(FlatTier):
         return self.worker.update_s
 
     def expect_micro_steps(self, count: int) -> None:
-        """Set the expected `add_grad` calls per range and step. This affects memory only."""
         self._sums.num_micro_steps = count
 
     def reserve(self, dtypes: Collection[torch.dtype]) -> None:
-        """Allocate the buffers for gradients of these dtypes and for parameters."""
         self._sums.reserve(dtypes)
 
     def offer_grad(self, start: int, grad: Tensor) -> Release | None:
@@ -326,7 +317,6 @@ class HostTier(FlatTier):
         return self._sums.add(start, grad, self._grads, is_last=is_last)
 
     def square_sum(self, start: int, stop: int) -> Future[float]:
-        """Start to compute the sum of squares of a range's gradient in double precision."""
         return self._sums.square_sum(start, stop, self._grads)
 
     def drop_grads(self, start: int, stop: int) -> None:
@@ -417,7 +407,6 @@ class HostTier(FlatTier):
             self._thread.submit(self.worker, job)
 
     def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
-        """Update the pieces in ``active``, as `FlatTier.step`. See [Note: speculation]."""
         speculation = self._speculation
         rest = active
         if speculation is not None:

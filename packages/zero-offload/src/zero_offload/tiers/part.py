@@ -85,13 +85,11 @@ class HostPart(Part):
     tier: HostTier
 
     def drain(self) -> float:
-        """Wait for pending steps and return the seconds of the host's updates so far."""
         return self.tier.drain()
 
     def add_grad(
         self, start: int, grad: Tensor, *, is_first: bool, is_last: bool
     ) -> Release | None:
-        """Add a gradient to the tier's gradient."""
         return self.tier.add_grad(start, grad, is_last=is_last)
 
     def offer_grad(self, start: int, grad: Tensor) -> Release | None:
@@ -102,7 +100,6 @@ class HostPart(Part):
         return self.tier.square_sum(start, stop).result
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]], device: torch.device) -> None:
-        """Allocate memory for gradients ``(start, stop, dtype)``."""
         self.tier.reserve({dtype for *_, dtype in grads})
 
     def report(self) -> PartReport:
@@ -123,7 +120,6 @@ class DevicePart(Part):
     _memory: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False)
 
     def drain(self) -> float:
-        """Return the seconds of the host's updates: 0."""
         return 0.0
 
     def add_grad(
@@ -158,7 +154,6 @@ class DevicePart(Part):
         return lambda: found
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]], device: torch.device) -> None:
-        """Allocate memory for gradients ``(start, stop, dtype)``."""
         kept = [(start, stop, self._kept_dtype(dtype)) for start, stop, dtype in grads]
         for *_, dtype in kept:
             self._allocate(dtype, device)
@@ -166,7 +161,6 @@ class DevicePart(Part):
             self.tier.reserve(kept)
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        """Return the tier's tensors, with the copies of gradients as "gradients"."""
         held = self.tier.device_tensors() if isinstance(self.tier, DeviceMemory) else {}
         found = {kind: list(tensors) for kind, tensors in held.items()}
         found["gradients"] = [*found.get("gradients", []), *self._memory.values()]

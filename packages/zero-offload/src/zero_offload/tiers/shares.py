@@ -69,7 +69,6 @@ def host_share(
 
 
 def end_share(numel: int, num_host: int, end: HostShare) -> Intervals:
-    """Return the ``num_host`` elements at one end of a flat space of ``numel``."""
     start = 0 if end == "first" else numel - num_host
     return Intervals([(start, start + num_host)])
 
@@ -229,7 +228,6 @@ class Shares:
 
     @property
     def host_numel(self) -> int:
-        """Number of elements on the host."""
         return self._host.numel
 
     def expect_micro_steps(self, count: int) -> None:
@@ -410,12 +408,10 @@ class ReportingShares(Shares):
 
     @property
     def undo_bytes(self) -> int:
-        """Bytes of host memory of the undo log."""
         return self.host_memory_bytes().get("undo log", 0)
 
     @property
     def file(self) -> BlockFile | None:
-        """The file of the host's master weights and states, or None."""
         return None if self._host_part is None else self._host_part.tier.file
 
     def work_s(self) -> dict[str, float]:

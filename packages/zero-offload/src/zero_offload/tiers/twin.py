@@ -108,7 +108,6 @@ class TwinTier(ReportingShares):
             self.begin_round()
 
     def _check_offered(self, needed: Intervals) -> None:
-        """Raise ValueError if an element has no gradient, or a step has used it."""
         missing = needed.difference(self._offered)
         if missing:
             start, stop = missing.spans[0]
@@ -118,7 +117,6 @@ class TwinTier(ReportingShares):
             )
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        """Return a 1-D CPU copy of the gradient offered for ``[start, stop)``."""
         self._check_offered(Intervals([(start, stop)]))
         found: list[tuple[int, Tensor]] = []
         for part in self.parts:
@@ -149,7 +147,6 @@ class TwinTier(ReportingShares):
         self._closed, self._fresh = self._closed.union(self._fresh), Intervals()
 
     def step_part(self, part: AnyPart, active: Sequence[int], grad_scale: float) -> None:
-        """Update the part's pieces in ``active``."""
         part.tier.step(self._groups, active, grad_scale=grad_scale)
 
     def may_move(self, host: Intervals) -> bool:
@@ -172,7 +169,6 @@ class TwinTier(ReportingShares):
                 self.wait_part(part, a, b)
 
     def wait_part(self, part: AnyPart, start: int, stop: int) -> None:
-        """Wait for the part's range ``[start, stop)``."""
         part.tier.wait_params(start, stop)
 
     def are_params_ready(self, start: int, stop: int) -> bool:
@@ -183,11 +179,9 @@ class TwinTier(ReportingShares):
         return tuple(dict.fromkeys(n for part in self.parts for n in part.tier.state_names()))
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a 1-D CPU copy of a state over ``[start, stop)``, zero if not stored."""
         return self._joined(name, start, stop, is_peek=False)
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return what `read_state` does, in any thread, for a range that is not being updated."""
         return self._joined(name, start, stop, is_peek=True)
 
     def _joined(self, name: str, start: int, stop: int, *, is_peek: bool) -> Tensor:
@@ -224,7 +218,6 @@ class TwinTier(ReportingShares):
             host.tier.speculate(groups, local, grad_scale=grad_scale)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite one state. ``master_weight`` is also rounded into the parameter shards."""
         stop = start + values.numel()
         self.geometry.check_range(start, stop)
         for part in self.parts:
@@ -232,7 +225,6 @@ class TwinTier(ReportingShares):
                 part.write_state(name, part.share.local(a), values[a - start : b - start])
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Raise if `write_state` or `write_scalars` would raise, and change nothing."""
         for part in self.parts:
             part.check_states(names, scalars)
 

@@ -134,13 +134,11 @@ class Progress:
             return all(e.is_published and (e.event is None or e.event.query()) for e in hits)
 
     def drain(self) -> None:
-        """Block until no step is pending."""
         with self._changed:
             self._changed.wait_for(lambda: self.error is not None or self._num_open <= 0)
         self.check()
 
     def check(self) -> None:
-        """Raise OffloadError if a step failed."""
         if self.error is not None:
             raise OffloadError(
                 f"an optimizer step failed midway ({self.error!r}), so master weights and state "
@@ -194,7 +192,6 @@ class Speculation:
                 self.changed.notify_all()
 
     def end(self) -> None:
-        """Prevent the update of further chunks."""
         with self.changed:
             self._is_over = True
 
@@ -296,7 +293,6 @@ class Worker:
             self._progress.finish()
 
     def fail(self, error: BaseException) -> None:
-        """Fail all jobs with an error."""
         self._progress.finish(error)
         self._waiting.clear()
         self._ready.clear()
@@ -404,11 +400,9 @@ class HostThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload")
 
     def now(self) -> float:
-        """Return the caller's time in seconds."""
         return perf_counter()
 
     def submit(self, worker: Worker, job: Job) -> None:
-        """Run a job's chunks in the thread."""
         worker.add(job)
         self._executor.submit(_run_all, worker, len(job.chunks), self._device)
 

@@ -82,7 +82,6 @@ def part_numel(published_numel: int) -> int:
 
 
 def is_kept(shard: Tensor) -> bool:
-    """Whether a shard is long enough for differences."""
     return shard.numel() * shard.element_size() >= SHORTEST_NBYTES
 
 
@@ -415,7 +414,6 @@ class HostMover(Mover):
         return partial(self.streams.release, event)
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of ``dtype`` are kept."""
         return dtype if dtype in KERNEL_DTYPES else self.geometry.master_dtype
 
     def sums(self) -> SpanMap[tuple[int, Tensor]]:
@@ -458,7 +456,6 @@ class HostMover(Mover):
                 wait([read])
 
     def add_staging(self) -> None:
-        """Add one more buffer of parameter staging."""
         self._staging = (*self._staging, _Staging())
 
     @property
