@@ -1,4 +1,4 @@
-"""Moments of 8 and 16 bits on the host, and master weights that are split in two."""
+"""Moments of 8 and 16 bits on the host, and split master weights."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_resumed_run_is_bit_identical(
     options: dict[str, Any] = {"ratio": ratio, "kernel": kernel, "state_dtype": state_dtype}
     tier, other = make_tier(space, **options), make_tier(resumed, **options)
     train(tier, space, steps=range(5), active=[0, 2, 3])
-    train(other, resumed, steps=range(20, 22))  # what is there before must not matter
+    train(other, resumed, steps=range(20, 22))  # earlier state must be overwritten
     copy_state(tier, other, space, [a for a, _, _ in Space().pieces][1:])
     for name in tier.state_names():
         assert tier.read_state(name, 0, space.numel).dtype == FP32
@@ -109,14 +109,14 @@ def test_block_that_is_overwritten_in_part_keeps_the_rest() -> None:
     after = tier.read_state("exp_avg", 42, 253)
     assert not after[18:29].any()
     torch.testing.assert_close(after[29:], before[29:], rtol=0.05, atol=1e-4)
-    assert torch.equal(after[128:], before[128:])  # the next block
+    assert torch.equal(after[128:], before[128:])  # the next block is unchanged
 
 
 @compact
 def test_staging_copy_is_the_upper_half_on_the_way_to_a_device(
     kernel: Any, state_dtype: str
 ) -> None:
-    """The upload buffer holds the upper halves, as on an accelerator, without a third copy."""
+    """As on an accelerator, the upload buffer stores the upper halves."""
     space, plain = Space(BF16), Space(BF16)
     tier, mover = host_tier(space, kernel, state_dtype=state_dtype, is_staged=True)
     other = make_tier(plain, kernel=kernel, state_dtype=state_dtype)
@@ -162,7 +162,7 @@ def test_what_8_bits_cannot_serve_is_refused_by_name(
 
 
 def test_rounding_of_16_bit_moments_starts_again_at_each_block(monkeypatch: Any) -> None:
-    """A range that starts at a block boundary rounds to the same bits as within the whole."""
+    """A range that starts at a block boundary rounds to the same bits as the whole space."""
     monkeypatch.setattr(Bf16AdamRule, "block", 64)
     rule = Bf16AdamRule.of(ReferenceKernel(), optim.AdamW)
     grad, hyper = torch.randn(200), rule.hyper(ADAM[0], 1)

@@ -1,4 +1,4 @@
-"""Sets of elements and the gradient ledger, against the plainest definitions."""
+"""Sets of elements and the gradient ledger, compared with simple definitions."""
 
 from __future__ import annotations
 
