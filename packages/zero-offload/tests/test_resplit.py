@@ -48,7 +48,7 @@ ROUTES = [
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Migrate state in several blocks."""
-    monkeypatch.setattr("zero_offload.tiers.part.BLOCK_NUMEL", 50)
+    monkeypatch.setattr("zero_offload.tiers.shares.BLOCK_NUMEL", 50)
 
 
 @pytest.mark.parametrize(("dtype", "end"), [(FP32, "last"), (BF16, "first")])

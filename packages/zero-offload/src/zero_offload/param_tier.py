@@ -233,8 +233,7 @@ class FileShards:
     ) -> None:
         sizes = [numel * dtype.itemsize for _, numel, dtype in shards]
         self._block = {segment: index for index, (segment, _, _) in enumerate(shards)}
-        self._numel = {segment: numel for segment, numel, _ in shards}
-        self._dtype = {segment: dtype for segment, _, dtype in shards}
+        self._shards = {segment: (numel, dtype) for segment, numel, dtype in shards}
         self._memory = HostMemory(should_pin=pin_memory)
         self._pageable = HostMemory(should_pin=False)
         self.blocks = BlockFile(folder, sizes, name="parameters")
@@ -247,7 +246,9 @@ class FileShards:
         self._fetched: dict[int, _Buffer] = {}  # fetched shards, most recent last
         self._stale: set[int] = set()  # shards whose fetched copy is outdated
         self._collected: _Collected | None = None
-        self._idle = [self._new(self._pageable) for _ in range(NUM_WRITE_BUFFERS)]
+        self._idle = [
+            _Buffer(self._pageable.buffer(self._largest)) for _ in range(NUM_WRITE_BUFFERS)
+        ]
         self._written: dict[int, Transfer] = {}  # pending writes
         self._kept: dict[int, _Kept] = {}
 
@@ -336,16 +337,13 @@ class FileShards:
             stop = start + values.numel()
             self._view(segment, collected.buffer)[start:stop].copy_(values)
             collected.spans = collected.spans.union(Intervals([(start, stop)]))
-            gaps = collected.spans.complement(self._numel[segment])
+            gaps = collected.spans.complement(self._shards[segment][0])
             if not gaps or self._kept.get(segment, _NOTHING_KEPT)[0] == gaps:
                 self._send()
 
-    def _new(self, memory: HostMemory) -> _Buffer:
-        return _Buffer(memory.buffer(self._largest))
-
     def _view(self, segment: int, buffer: _Buffer) -> Tensor:
-        dtype = self._dtype[segment]
-        return buffer.memory[: self._numel[segment] * dtype.itemsize].view(dtype)
+        numel, dtype = self._shards[segment]
+        return buffer.memory[: numel * dtype.itemsize].view(dtype)
 
     def _start_read(self, segment: int, buffer: _Buffer) -> None:
         buffer.free()
@@ -368,7 +366,7 @@ class FileShards:
             return self._free.pop(0)
         if self._num_unmade:
             self._num_unmade -= 1
-            return self._new(self._memory)
+            return _Buffer(self._memory.buffer(self._largest))
         for fetched in self._fetched:
             if fetched not in sooner:
                 return self._fetched.pop(fetched)
@@ -394,7 +392,7 @@ class FileShards:
         assert collected is not None
         segment, buffer = collected.segment, collected.buffer
         self._idle.append(buffer)
-        gaps = collected.spans.complement(self._numel[segment])
+        gaps = collected.spans.complement(self._shards[segment][0])
         if gaps:
             self._fill(segment, gaps, self._view(segment, buffer))
         else:
@@ -409,7 +407,7 @@ class FileShards:
             for (start, stop), old in zip(gaps.spans, kept, strict=True):
                 values[start:stop].copy_(old)
         else:
-            whole = torch.empty(self._numel[segment], dtype=self._dtype[segment], device="cpu")
+            whole = torch.empty_like(values)
             self.blocks.read(self._block[segment], whole).wait()
             for start, stop in gaps.spans:
                 values[start:stop].copy_(whole[start:stop])

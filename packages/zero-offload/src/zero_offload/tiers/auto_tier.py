@@ -34,7 +34,7 @@ import torch
 from zero_offload.flat.geometry import Geometry, Intervals
 from zero_offload.protocols import Groups
 from zero_offload.tiers.factory import OffloadTiers
-from zero_offload.tiers.part import AnyPart
+from zero_offload.tiers.shares import AnyPart
 from zero_offload.tiers.twin import TwinTier
 
 STEPS_PER_PROBE = 3

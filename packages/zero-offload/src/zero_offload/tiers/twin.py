@@ -16,8 +16,7 @@ from torch import Tensor
 from zero_offload.flat.geometry import Geometry, Intervals, check_active
 from zero_offload.protocols import Groups
 from zero_offload.tiers.factory import OffloadTiers
-from zero_offload.tiers.part import AnyPart
-from zero_offload.tiers.shares import ReportingShares, within_budget
+from zero_offload.tiers.shares import AnyPart, ReportingShares, within_budget
 
 
 class TwinTier(ReportingShares):
