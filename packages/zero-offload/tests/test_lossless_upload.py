@@ -203,7 +203,7 @@ def test_values_that_others_changed_are_sent_whole_and_then_as_differences(
     pair = Pair(streams)
     pair.train(range(2))
     before = pair.differences.num_changed
-    pair.space.params[1][1][17] += 1.0  # an edit that the tier does not know
+    pair.space.params[1][1][17] += 1.0  # other code writes to the shard
     pair.train(range(3, 4))
     assert pair.differences.num_changed == before + 1  # the part with the edit was sent whole
     nbytes = pair.mover.bytes_h2d

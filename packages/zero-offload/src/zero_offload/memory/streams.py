@@ -165,7 +165,7 @@ class AcceleratorStreams(HostStreams):
         return torch.accelerator.current_stream(self.device)
 
     def to_host(self, target: Tensor, source: Tensor) -> torch.Event:
-        # Rule 1: the gradient has been computed.
+        # Rule 1 of [Note: order of the streams]: copy the gradient after it was computed.
         self.down.wait_event(self.current().record_event())
         with self.down, self._timed(_TO_HOST, self.down):
             target.copy_(source, non_blocking=True)
@@ -177,7 +177,7 @@ class AcceleratorStreams(HostStreams):
 
     def release(self, event: torch.Event) -> None:
         """Make the caller's stream wait, so that it may overwrite the source of a `to_host`."""
-        self.current().wait_event(event)  # Rule 3: the gradient has been copied.
+        self.current().wait_event(event)  # Rule 3: overwrite the gradient after it was copied.
         # Earlier copies on down are complete too.
         if any(own is event for own, _ in self._reading):
             while self._reading.popleft()[0] is not event:
@@ -189,10 +189,11 @@ class AcceleratorStreams(HostStreams):
     def follow(self, event: torch.Event) -> None:
         """Make later `to_device` calls wait for an event of `mark_readers`."""
         for stream in self._followers:
-            stream.wait_event(event)  # Rules 4 and 7: old values have been read.
+            # Rules 4 and 7: overwrite parameters after the caller's kernels have read them.
+            stream.wait_event(event)
 
     def wait(self, event: torch.Event) -> None:
-        block_until(event)  # Rule 2 (down) or rule 5 (up).
+        block_until(event)  # Rules 2 and 5: the worker waits for a copy on down or up.
 
     def to_device(self, target: Tensor, source: Tensor) -> torch.Event:
         with self.up, self._timed(_TO_DEVICE, self.up):
@@ -215,7 +216,7 @@ class AcceleratorStreams(HostStreams):
         stream = self._checksums
         assert stream is not None, "`reserve_difference` was called"
         for event in earlier:
-            stream.wait_event(event)  # Rule 7: earlier copies of these values are done.
+            stream.wait_event(event)  # Rule 7: read the values after earlier copies to them.
         with stream:
             value.copy_(codec.checksum(values), non_blocking=True)
         return Checksum(value, stream.record_event())
@@ -233,7 +234,7 @@ class AcceleratorStreams(HostStreams):
 
     def arrive(self, event: torch.Event) -> None:
         """Make the caller's current stream wait for a `to_device`."""
-        self.current().wait_event(event)  # Rule 6: the new values have arrived.
+        self.current().wait_event(event)  # Rule 6: read parameters after their new values arrived.
 
 
 def open_streams(device: torch.device) -> HostStreams:

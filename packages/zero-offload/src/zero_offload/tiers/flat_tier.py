@@ -361,10 +361,7 @@ class HostTier(FlatTier):
         self._thread.submit(self.worker, job)
 
     def enable_undo(self, most_bytes: int | None) -> bool:
-        """Create an undo log of at most ``most_bytes`` (None: no limit) for `speculate`.
-
-        Return whether updates can be undone: they use a kernel and are in host memory.
-        """
+        """Create an undo log of at most ``most_bytes``. Return False if no update can be undone."""
         stepper = self._stepper
         if not isinstance(stepper, MemoryStepper):
             return False

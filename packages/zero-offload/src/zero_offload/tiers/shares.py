@@ -1,13 +1,10 @@
 """Division of a flat space's elements between host and device, and its changes.
 
 [Note: resplit]
-`Shares.resplit` creates new tiers and migrates the state in blocks. Device memory never holds two
-tiers: state that stays on the device waits in host memory until the old tier is freed. Host memory
-then holds the host's old and new share, or one of them and the waiting state.
-
-Part of a flat space that one tier holds, and migration of state between tiers.
-
-Migration uses StateTier methods only, so it works between any two tiers.
+`Shares.resplit` creates new tiers and migrates the state in blocks, by StateTier methods only.
+Device memory never holds two tiers: state that stays on the device waits in host memory until the
+old tier is freed. Host memory then holds the host's old and new share, or one of them and the
+waiting state.
 """
 
 from __future__ import annotations
@@ -446,7 +443,7 @@ class Shares:
         return self._host.numel
 
     def expect_micro_steps(self, count: int) -> None:
-        """Set the expected `add_grad` calls per range and step. This affects memory only.
+        """Set the expected `add_grad` calls per range and step, for the allocation of memory.
 
         Call it before state is written and before the first gradient is added.
         """
@@ -471,8 +468,8 @@ class Shares:
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
         """Allocate the memory for gradients, for their conversion, and for copies of parameters.
 
-        Without this call, memory is allocated when needed. Call it after `expect_micro_steps`.
-        ``grads`` are ``(start, stop, dtype)`` of the gradients that will be offered or added.
+        Call it after `expect_micro_steps`. ``grads`` are ``(start, stop, dtype)`` of the gradients
+        that will be offered or added. Without this call memory is allocated when needed.
         """
         self._reserved = list(grads)
         for part in self.parts:
@@ -493,10 +490,7 @@ class Shares:
             part.reserve(grads, self._factory.device)
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
-        """Call ``watcher`` before states change, in the thread that changes them.
-
-        A resplit announces all elements.
-        """
+        """Call ``watcher`` before states change. A resplit announces all elements."""
         self._watcher = watcher
         for part in self.parts:
             self._watch_part(part)
@@ -646,9 +640,9 @@ class ReportingShares(Shares):
         return [] if self._host_part is None else list(self._host_part.tier.worker.updates)
 
     def file_traffic(self) -> tuple[int, int]:
-        """Return the bytes of states read from and written to the file since the last resplit.
+        """Wait for pending transfers. Return the bytes read from and written to the file.
 
-        Waits for pending updates and transfers.
+        A resplit resets both numbers.
         """
         if self._host_part is not None:
             self._host_part.drain()

@@ -55,9 +55,9 @@ class Published:
 class Progress:
     """Runs of all pending steps, published by one thread and awaited by others.
 
-    ``changed`` guards all fields. It is notified when a run is published or a step ends. ``error``
-    is the error of the first failed step. Later steps must not run. ``stall_s`` are the seconds of
-    `wait`.
+    ``changed`` guards the runs. It is notified when a run is published or a step ends. ``error`` is
+    the error of the first failed step, after which no step may run. ``stall_s`` are the seconds
+    spent in `wait`.
     """
 
     def __init__(
