@@ -299,7 +299,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         chosen = {id(p) for p in parameters or () if isinstance(p, Tensor)}
         if chosen:
             found = [i for i, part in enumerate(self._parts) if id(part.param) in chosen]
-            # raises for a second key
+            # check() raises if another key selects elements too.
             settings = OffloadSettings.check({**asked, "parameters": ["*"]})
             if not chosen <= {id(p) for group in self.param_groups for p in group["params"]}:
                 raise ValueError("parameters holds what is not among the optimizer's parameters")
@@ -362,7 +362,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if part.param.grad is not None:
                 part.check_home(i)
                 flat = part.flatten(part.param.grad)
-                # copies are in order: the last release covers all
+                # Copies to the host are in order, so the last release covers all of them.
                 release = self.tier.offer_grad(part.start, flat) or release
                 active.append(i)
         grad_scale = 1.0 if scale is None else 1.0 / float(scale)

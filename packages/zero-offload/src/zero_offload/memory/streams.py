@@ -139,7 +139,7 @@ class AcceleratorStreams(HostStreams):
         self._checksums: torch.Stream | None = None  # stream, for differences only
         self._room: Tensor | None = None  # device buffer of one difference
         self._reading: deque[tuple[torch.Event, Tensor]] = deque()  # gradients with a pending copy
-        # appended by one thread, popped by another
+        # One thread appends timed copies, and another removes them.
         self._copies: deque[TimedCopy] = deque(maxlen=_MAX_COPIES)
 
     def take_copies(self) -> list[TimedCopy]:
@@ -205,7 +205,7 @@ class AcceleratorStreams(HostStreams):
         return self.up.record_event()
 
     def reserve_difference(self, nbytes: int) -> None:
-        with self.up:  # the buffer is used on up
+        with self.up:  # The buffer is allocated for use on up.
             self._room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._checksums = torch.Stream(self.device, priority=-1)
         self._followers = [self.up, self._checksums]

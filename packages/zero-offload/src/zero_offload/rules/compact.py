@@ -62,7 +62,7 @@ def _compress(values: Tensor) -> Tensor:
 
 
 # The module may be imported under torch.device("meta").
-_LARGEST = float(_expand(torch.tensor([127], device="cpu"))[0])  # 16128
+_LARGEST = float(_expand(torch.tensor([127], device="cpu"))[0])
 _TOP = _LARGEST - 1.0  # less than 127 in code units, so that rounding never gives 128
 
 

@@ -81,7 +81,7 @@ class BlockPipeline:
         self._ahead: deque[tuple[int, tuple[int, ...]]] = deque()
         self._prefetched: dict[int, _Buffer] = {}
         self._followers: dict[int, int] = {}  # the block that followed each block in the last step
-        self._last: int | None = None  # announced
+        self._last: int | None = None  # the last announced block
         self._reading: dict[int, _Buffer] = {}
         self._held: dict[int, _Buffer] = {}
         self._writing: dict[int, _Buffer] = {}

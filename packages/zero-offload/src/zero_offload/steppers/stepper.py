@@ -9,9 +9,9 @@ the rounded parameters, so that host memory is read once.
 
 [Note: blocks]
 A block is a range of elements in one shard with a `Rule` and a set of buffers, with fp32 master
-weights first unless they are split. Under a rule that updates any span, a block covers pieces and
-padding. Under a rule with ``block`` > 1 it is inside one piece and starts at a multiple of
-``block`` elements from the piece's start (see `zero_offload.rules.rule`).
+weights first unless they are split. Under a rule that updates any span, a block is a part of a
+shard, padding included. Under a rule with ``block`` > 1 it is inside one piece and starts at a
+multiple of ``block`` elements from the piece's start (see `zero_offload.rules.rule`).
 """
 
 from __future__ import annotations

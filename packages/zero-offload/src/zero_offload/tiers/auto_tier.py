@@ -120,7 +120,7 @@ class AutoRatio:
 
     def _restart(self) -> None:
         self._in_time: float | None = None  # largest ratio without a significant stall
-        self._late: float | None = None  # smallest ratio with one
+        self._late: float | None = None  # smallest ratio with a significant stall
         self._probes: dict[float, Sample] = {}
         self._is_searching = True
         self._num_off = 0

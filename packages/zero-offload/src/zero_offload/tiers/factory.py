@@ -176,7 +176,7 @@ class OffloadTiers:
             )
         folder, count = self._settings.nvme_path, self._settings.buffer_count
         if folder is None:
-            # Memory that is copied to the device stores upper halves of split master weights.
+            # A split master weight's upper half is in the memory that is copied to the device.
             stepper = self._make_stepper(part, groups, is_in_place=is_on_cpu, upper=mover.hold)
         else:
             assert self.rule is not None, "refused by the constructor"

@@ -428,7 +428,7 @@ class HostTier(FlatTier):
         if speculation is None:
             return
         speculation.end()
-        speculation.wait()  # if Ctrl-C interrupts, the next call undoes
+        speculation.wait()  # If Ctrl-C interrupts this wait, the next call repeats it.
         chunks = speculation.chunks
         with self._progress.launching():
             before = self._progress.begin_unpublished(())

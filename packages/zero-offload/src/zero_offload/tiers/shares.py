@@ -132,7 +132,7 @@ class DevicePart(Part):
 
     is_host = False
     has_sum: bool = False
-    # gradients by dtype
+    # copies of gradients by dtype
     _memory: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False)
 
     def drain(self) -> float:
@@ -380,7 +380,7 @@ class Shares:
         self._alignment = factory.alignment(groups)
         self._groups = groups
         self._factory = factory
-        self._num_micro_steps = 0  # 0 until expect_micro_steps
+        self._num_micro_steps = 0  # 0 until expect_micro_steps is called
         self._reserved: list[tuple[int, int, torch.dtype]] = []  # arguments of reserve()
         self._has_undo = False  # whether the host's part has an undo log
         self._replaced: list[TierReport] = []  # reports of host tiers before a resplit

@@ -33,7 +33,8 @@ class TwinTier(ReportingShares):
         super().__init__(geometry, groups, host, factory)
         self._offered = Intervals()  # ranges with a gradient that no step has used
         self._fresh = Intervals()  # ranges offered since the last call of step
-        self._closed = Intervals()  # ranges offered before it, for the same optimizer step
+        # ranges offered before the last call of step, in the same optimizer step
+        self._closed = Intervals()
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
         """Copy the gradient of ``[start, start + grad.numel())`` to host and device.
@@ -42,7 +43,7 @@ class TwinTier(ReportingShares):
         """
         stop = start + grad.numel()
         self._begin_offer(start, stop, self._closed)
-        release = None  # copies are in order: the last release covers all
+        release = None  # Copies to the host are in order, so the last release covers all of them.
         for part in self.parts:
             for a, b in part.share.overlaps(start, stop):
                 own = grad[a - start : b - start]

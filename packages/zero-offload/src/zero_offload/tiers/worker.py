@@ -253,9 +253,9 @@ class Worker:
         self._mover = mover
         self._progress = progress
         self._now = now
-        # chunks without gradient, in order of arrival
+        # chunks whose gradient has not arrived, in order of the copies
         self._waiting: deque[tuple[Job, int]] = deque()
-        self._ready: list[_Ready] = []  # heap
+        self._ready: list[_Ready] = []
         self._num_ready = 0
 
     def add(self, job: Job) -> None:
@@ -281,7 +281,7 @@ class Worker:
         if self._progress.error is not None:
             return
         try:
-            with torch.no_grad():
+            with torch.no_grad():  # Grad mode is per thread.
                 while (event := self.awaited()) is not None:
                     self._mover.streams.wait(event)
                 *_, index, job = self._pop()
@@ -322,7 +322,7 @@ class Worker:
             if arrival is not None and not arrival.event.query():
                 return
             if not all(entry.is_published for entry in job.before):
-                return  # their runs are among the ready chunks
+                return  # Earlier updates of these elements are among the ready chunks.
             self._waiting.popleft()
             offset = 0 if self._stepper.is_sequential else job.chunks[index].runs[0].start
             heappush(self._ready, (offset, self._num_ready, index, job))

@@ -197,7 +197,7 @@ class UploadDifferences:
         if checksum is not None:
             self._wait(checksum.event)
             self._free_values.append(checksum.value)
-            # the device holds what was sent last
+            # The device still has the values that were sent last.
             if int(checksum.value) == int(self._codec.checksum(kept)):
                 buffer = next(self._buffers)
                 self._wait(buffer.sent)
