@@ -60,8 +60,6 @@ class _Span:
 class TierFootprint:
     """Bytes of the tier that `zero_offload.create_tier` makes on one rank, for any ratio.
 
-    See [Note: planned bytes].
-
     Args:
         numel, pieces, optimizer_class, groups, config: as for `create_tier`.
         params: ``(start, tensor)``: 1-D parameter shards on the meta device.
@@ -121,10 +119,7 @@ class TierFootprint:
             self._alignment = usual if self._rule is None else self._rule.block
 
     def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
-        """Return the share of the elements that the settings give to the host.
-
-        ``"auto"`` returns 1, the ratio at which its search begins. ``parameters`` returns the share
-        of the matching parameters.
+        """Return the share of the elements that the settings give to the host, 1 for ``"auto"``.
 
         Args:
             params: name and number of elements of each trainable parameter of the whole model.

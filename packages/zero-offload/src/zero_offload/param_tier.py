@@ -127,15 +127,7 @@ def num_in_host_memory(shards: Shards, settings: ParamSettings) -> int:
 
 
 class OffloadedParams:
-    """Offloaded parameter shards, each in host memory or in a file.
-
-    Args:
-        host: shards in host memory by segment, which a state tier may write directly.
-        file: the shards in the file, if any.
-
-    Attributes:
-        bytes_fetched: bytes of all shards fetched so far.
-    """
+    """Offloaded parameter shards, in host memory (``host``, by segment) or in ``file``."""
 
     def __init__(self, host: Mapping[int, Tensor], file: FileShards | None) -> None:
         self.bytes_fetched = 0
@@ -218,10 +210,7 @@ _NOTHING_KEPT: _Kept = Intervals(), []
 
 
 class FileShards:
-    """Parameter shards ``(segment, numel, dtype)``, each one block of a `BlockFile`.
-
-    ``num_buffers`` is the number of read buffers. See [Note: buffers of the file].
-    """
+    """Parameter shards in a `BlockFile`, one per block. See [Note: buffers of the file]."""
 
     def __init__(
         self,

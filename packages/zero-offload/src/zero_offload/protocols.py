@@ -38,10 +38,7 @@ class ParamStore(Protocol):
 
 @runtime_checkable
 class UploadCodec(Protocol):
-    """Codec for lossless differences between old and new parameters, sent from host to device.
-
-    All tensors are 1-D and contiguous.
-    """
+    """Codec for lossless differences between old and new parameters: 1-D, contiguous tensors."""
 
     def max_nbytes(self, numel: int, itemsize: int) -> int:
         """Return the maximum bytes of a difference, or 0 if this item size is not supported."""
@@ -308,10 +305,7 @@ class StateTier(Protocol):
         """Return once the parameter shards within ``[start, stop)`` hold their new values."""
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        """Return whether `wait_params` would neither block nor make a stream wait.
-
-        The result is False after a failed update.
-        """
+        """Return whether `wait_params` would return at once. False after a failed update."""
 
     def state_names(self) -> Sequence[str]:
         """Return the names of the elementwise states, ``master_weight`` first."""

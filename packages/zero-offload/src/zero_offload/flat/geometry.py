@@ -82,10 +82,7 @@ class SpanMap(Generic[T]):
 
 
 class Intervals:
-    """Immutable set of elements, made of ``[a, b)`` pairs that may touch or overlap.
-
-    ``spans`` are the merged, sorted pairs. ``numel`` is the number of elements.
-    """
+    """Immutable set of elements. ``spans`` are its sorted, disjoint ``[a, b)`` pairs."""
 
     __slots__ = ("_bases", "_elements", "numel", "spans")
 
@@ -196,11 +193,7 @@ class Geometry:
         params: ``(start, tensor)``, sorted, disjoint, 1-D and contiguous.
         master_dtype: dtype of the master weights, by default float64 if a shard is float64 and
             float32 otherwise. A part has the dtype of the whole, so that a split changes no bit.
-        published_numel: maximum elements of a run that are published at once, by default
-            `PUBLISHED_NUMEL`.
-
-    Raises:
-        ValueError: an argument violates these conditions. The message has the index.
+        published_numel: maximum elements that are published at once, by default `PUBLISHED_NUMEL`.
     """
 
     def __init__(
@@ -294,10 +287,7 @@ class Geometry:
         return Intervals((self.pieces[i].start, ends[i]) for i in indices)
 
     def part(self, share: Intervals) -> tuple[Geometry, dict[int, tuple[int, ...]]]:
-        """Return the geometry of a part, and its piece indices by the piece indices here.
-
-        Offsets in the part are `Intervals.local`. Its shards are views of the shards here.
-        """
+        """Return a part's geometry, with views of these shards, and its pieces by piece index."""
         pieces: list[tuple[int, int, int]] = []
         local: dict[int, tuple[int, ...]] = {}
         for i, piece in enumerate(self.pieces):

@@ -40,10 +40,7 @@ class GradLedger:
         self._terms.discard(start, stop)
 
     def terms(self, start: int, stop: int) -> list[tuple[int, int, _Terms]]:
-        """Return ``(a, b, terms)`` parts that cover ``[start, stop)``, in order.
-
-        Terms are an empty tuple if no gradient was offered.
-        """
+        """Return ``(a, b, terms)`` parts that cover a range in order, with empty terms for gaps."""
         return [(a, b, terms or ()) for a, b, terms in self._terms.divide(start, stop)]
 
     def take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
@@ -85,10 +82,7 @@ class GradLedger:
         return found
 
     def gather(self, start: int, stop: int, dtype: torch.dtype, grad_scale: float) -> Tensor:
-        """Return the gradient of the range as one tensor of ``dtype``, times ``grad_scale``.
-
-        The result is the offered memory itself if nothing has to be changed.
-        """
+        """Return the scaled gradient of a range. It is the offered memory itself if unchanged."""
         parts = self.segments(start, stop)
         first = parts[0][2]
         is_alone = len(parts) == len(first) == 1
@@ -100,10 +94,7 @@ class GradLedger:
         return grad if grad_scale == 1.0 else grad.mul_(grad_scale)
 
     def joined(self, start: int, stop: int) -> list[Tensor]:
-        """Return the terms of a range, each as one tensor.
-
-        If parts of the range differ in dtype or number of terms, the result is one fp32 sum.
-        """
+        """Return the terms of a range as whole tensors, or one fp32 sum if its parts differ."""
         parts = self.segments(start, stop)
         if len(parts) == 1:
             return parts[0][2]

@@ -24,11 +24,7 @@ _ALIGNMENT = 64
 
 
 class HostMemory:
-    """Allocator of page-locked or pageable host tensors.
-
-    ``limit_bytes`` is the maximum to page-lock, None for no limit. ``pinned_bytes`` and
-    ``pageable_bytes`` count all allocations so far.
-    """
+    """Allocator of host tensors, page-locked up to ``limit_bytes`` (None for no limit)."""
 
     def __init__(self, *, should_pin: bool, limit_bytes: int | None = None) -> None:
         self.pinned_bytes = 0
@@ -65,10 +61,7 @@ class HostMemory:
         return found
 
     def tensors(self, shapes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Return uninitialized 1-D tensors of ``(numel, dtype)``, packed into few buffers.
-
-        Each buffer has room for some of the largest tensors, so that rounding it up wastes little.
-        """
+        """Return uninitialized 1-D tensors of ``(numel, dtype)``, packed into few buffers."""
         sizes = [numel * dtype.itemsize for numel, dtype in shapes]
         found: list[Tensor] = []
         for group in packed(sizes, should_pin=self._should_pin):

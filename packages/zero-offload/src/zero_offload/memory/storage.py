@@ -147,11 +147,7 @@ class Scratch:
 def open_scratch(folder: str | Path, name: str, num_bytes: int) -> Scratch:
     """Create an unlinked file of ``num_bytes`` with all its blocks allocated.
 
-    The disk space is freed when the process ends in any way. Each process gets its own file.
-
-    Raises:
-        ValueError: no file can be created in ``folder``.
-        OSError: the disk has not enough room.
+    If no file can be created, ValueError is raised. A full disk raises OSError.
     """
     try:
         fd, path = tempfile.mkstemp(prefix=f"{name}-", suffix=".bin", dir=check_folder(folder))
@@ -245,8 +241,7 @@ class BlockFile:
     transfer.
 
     Attributes:
-        bytes_read: bytes of blocks read from the file so far, not rounded up to `ALIGNMENT`.
-        bytes_written: bytes of blocks written to the file so far, not rounded up either.
+        bytes_read, bytes_written: bytes of blocks so far, not rounded up to `ALIGNMENT`.
         io_s: seconds during which at least one transfer was running.
         waited_s: seconds that callers spent in `Transfer.wait`.
     """
@@ -286,10 +281,7 @@ class BlockFile:
         return self._start(self.read_block, block, tensor)
 
     def write(self, block: int, tensor: Tensor) -> Transfer:
-        """Start to write ``tensor``, with the requirements of `read`, to a block.
-
-        If the write fails, later reads of the block raise the same error.
-        """
+        """Start to write ``tensor`` to a block. If this fails, later reads raise the same error."""
         return self._start(self.write_block, block, tensor)
 
     @contextmanager

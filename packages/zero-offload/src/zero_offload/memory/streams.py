@@ -114,10 +114,7 @@ class HostStreams:
     def difference_to_device(
         self, codec: UploadCodec, target: Tensor, difference: Tensor
     ) -> torch.Event | None:
-        """Change values on the device by a difference. Return an event if this is asynchronous.
-
-        ``difference`` is in host memory and not longer than the reserved length.
-        """
+        """Change values by a difference in host memory. Return an event if this is asynchronous."""
         codec.decode(difference, target)
         return None
 

@@ -204,10 +204,7 @@ class _CompactAdamRule(AdamRule):
 
 
 class Bf16AdamRule(_CompactAdamRule):
-    """Adam or AdamW with stochastically rounded bf16 moments, by ``kernel.adam_step_bf16``.
-
-    The random numbers depend on the step and on an element's index in its block only.
-    """
+    """Adam or AdamW with stochastically rounded bf16 moments, by ``kernel.adam_step_bf16``."""
 
     block = _RANDOM_BLOCK
 

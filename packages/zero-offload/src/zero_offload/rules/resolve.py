@@ -59,10 +59,7 @@ ELEMENTWISE: frozenset[OptimizerClass] = frozenset(
 
 
 def check_elementwise(optimizer_class: OptimizerClass) -> None:
-    """Raise ValueError unless the class's update is elementwise.
-
-    A user's class declares this by the class attribute ``is_elementwise = True``.
-    """
+    """Raise ValueError unless the class is in `ELEMENTWISE` or has ``is_elementwise = True``."""
     if optimizer_class in ELEMENTWISE:
         return
     declared: object = optimizer_class
@@ -215,10 +212,7 @@ class HostUpdate:
     is_kernels_own: bool
 
     def groups(self, groups: Groups, *, is_host_alone: bool) -> Groups:
-        """Return ``param_groups`` with the settings of `torch_class`, or raise ValueError.
-
-        ``is_host_alone``: torch updates nothing on an accelerator.
-        """
+        """Return ``param_groups`` with the settings of `torch_class`, or raise ValueError."""
         if not self.is_kernels_own:
             return groups
         return [_as_torch_adam(group, is_host_alone) for group in groups]

@@ -143,10 +143,7 @@ class Rule(ABC):
         return stored[name][start:stop].float()
 
     def encode(self, name: str, stored: Stored, start: int, values: Tensor) -> None:
-        """Overwrite a state or whole master weights from the span's element ``start`` on.
-
-        Storing the result of `decode` for whole blocks changes no bit.
-        """
+        """Overwrite a state or whole master weights from the span's element ``start`` on."""
         stored[name][start : start + values.numel()].copy_(values)
 
 

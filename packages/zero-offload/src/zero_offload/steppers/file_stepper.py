@@ -145,10 +145,7 @@ class BlockPipeline:
             self._retire(next(iter(self._writing)))
 
     def prefetch(self) -> None:
-        """Start to read the blocks that are expected next. See [Note: prefetch].
-
-        Later changes of the file that bypass this object are not noticed.
-        """
+        """Start to read the blocks that are expected next. See [Note: prefetch]."""
         self._read_ahead()
         first = block = None if self._last is None else self._followers.get(self._last)
         while block is not None and not self._ahead and (self._free or block in self._prefetched):
@@ -211,10 +208,7 @@ BLOCK_NUMEL = 1 << 20
 
 
 class FileStepper(RuleStepper):
-    """`RuleStepper` with its blocks in a file in ``folder``, for fp32, bf16 or fp16 shards.
-
-    ``buffer_count`` blocks are in host memory. With 3 or more, reads, updates and writes overlap.
-    """
+    """`RuleStepper` with its blocks in a file, of which ``buffer_count`` are in host memory."""
 
     file: BlockFile
     is_in_place = False

@@ -121,10 +121,7 @@ _MOST_BUFFERS = 6
 
 
 def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
-    """Return the bytes of a ring for records of all elements of a flat space.
-
-    ``num_bytes`` are the bytes of master weights and states, including those in shards.
-    """
+    """Return the bytes of a ring for records of all elements, whose states have ``num_bytes``."""
     num_spans = len(geometry.pieces) + len(geometry.shards)
     num_spans += geometry.numel // geometry.published_numel
     return aligned(num_bytes) + ALIGNMENT * _MOST_BUFFERS * num_spans
@@ -263,14 +260,7 @@ class MemoryStepper(RuleStepper):
 
 
 class UndoLog:
-    """Records of a tier's tentative updates, used by the update thread only.
-
-    A new tentative update first undoes an older one of the same elements.
-
-    Attributes:
-        num_kept: elements whose tentative updates were kept so far.
-        num_undone: elements whose tentative updates were undone so far.
-    """
+    """Records of a tier's tentative updates, used by the update thread only."""
 
     def __init__(self, stepper: MemoryStepper, ring: HostRing) -> None:
         self._stepper = stepper

@@ -122,10 +122,7 @@ class ShardMasters:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of a stepper's master weights and states.
-
-    ``master_copies`` counts master weights that are not memory of a shard.
-    """
+    """Bytes of master weights and states. ``master_copies`` excludes the memory of shards."""
 
     masters: int
     master_copies: int

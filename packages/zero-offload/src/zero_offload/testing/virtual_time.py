@@ -137,10 +137,7 @@ class VirtualStream(torch.Stream):
 
 
 class VirtualStreams(AcceleratorStreams):
-    """An accelerator's streams. Copies take ``down_s`` and ``up_s`` seconds per element.
-
-    ``compute`` is the caller's stream.
-    """
+    """An accelerator's streams. Copies take ``down_s`` and ``up_s`` seconds per element."""
 
     def __init__(self, compute: VirtualStream, down_s: float, up_s: float) -> None:
         time = compute.time

@@ -102,12 +102,7 @@ def _speed(seconds: float | None) -> str:
 
 
 class AutoRatio:
-    """Controller that chooses each step's ratio from measurements of earlier steps.
-
-    Attributes:
-        ratio: ratio of the next step, 1 at first.
-        report: the last settled ratio; None during the first search.
-    """
+    """Controller that chooses each step's ratio from measurements of earlier steps."""
 
     def __init__(self) -> None:
         self.ratio = 1.0
@@ -126,10 +121,7 @@ class AutoRatio:
         self._num_off = 0
 
     def observe(self, sample: Sample, least_ratio: float = 0.0) -> float:
-        """Record one step at `ratio` and return the ratio for the next one.
-
-        ``least_ratio`` is the smallest ratio that fits in device memory now, 0 to 1.
-        """
+        """Record one step and return the next ratio, which is at least ``least_ratio``."""
         if least_ratio > self.ratio:
             # Rounding up avoids a resplit for each small change of free memory.
             ratio = min(ceil(least_ratio / RESOLUTION) * RESOLUTION, 1.0)

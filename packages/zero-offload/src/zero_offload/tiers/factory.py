@@ -53,10 +53,7 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """Measures the seconds of the work enqueued in `measure`, including waits of the stream.
-
-    Two events mark start and end. `take` reads fired events and waits for none.
-    """
+    """Measures the seconds of work enqueued in `measure`, by events. `take` waits for no event."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -86,15 +83,9 @@ _log = logging.getLogger(__name__)
 
 
 class OffloadTiers:
-    """Creates the tiers of host and device, also after a resplit.
+    """Creates the tiers of host and device. Arguments are those of `zero_offload.create_tier`.
 
-    Arguments are those of `zero_offload.create_tier`.
-
-    Attributes:
-        rule: the update by a kernel; None for torch's own update.
-        end: end of the flat space at which the host's elements are.
-        device_budget: bytes of the device's part; None for no limit.
-        undo_buffer_size: maximum bytes of the undo log; None for no limit.
+    ``rule`` is the update by a kernel, or None for torch's own update.
     """
 
     def __init__(

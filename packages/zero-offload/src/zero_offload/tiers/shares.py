@@ -55,14 +55,11 @@ class PartReport:
 
 @dataclass(eq=False)
 class Part:
-    """A tier over some elements of a flat space.
+    """A tier over the elements ``share`` of a flat space.
 
     Attributes:
-        tier: the tier, whose offsets are `Intervals.local`.
-        geometry: the tier's flat space.
-        share: the elements.
+        geometry: the tier's own flat space, whose offsets are `Intervals.local`.
         local: the tier's piece indices, by piece index of the whole space.
-        is_host: whether the tier is on the host and updates in the background.
     """
 
     is_host: ClassVar[bool]
@@ -368,10 +365,7 @@ def state_bytes(optimizer_class: OptimizerClass, groups: Groups, dtype: torch.dt
 
 
 class Shares:
-    """The host's and the device's part of a flat space, one of which may be missing.
-
-    ``host`` are the host's elements. Split points are aligned so that no bit changes.
-    """
+    """The host's and the device's part of a flat space, one of which may be missing."""
 
     def __init__(
         self, geometry: Geometry, groups: Groups, host: Intervals, factory: OffloadTiers
@@ -455,10 +449,7 @@ class Shares:
             self._device_part.has_sum = True
 
     def enable_undo(self) -> bool:
-        """Create the undo log for `speculate`, of at most ``undo_buffer_size`` bytes.
-
-        Return whether the host's updates can be undone: they use a kernel and are in host memory.
-        """
+        """Create the undo log for `speculate`. Return False if no update can be undone."""
         if self._factory.can_undo:
             self.check_whole()
             host, most = self._host_part, self._factory.undo_buffer_size
@@ -640,10 +631,7 @@ class ReportingShares(Shares):
         return [] if self._host_part is None else list(self._host_part.tier.worker.updates)
 
     def file_traffic(self) -> tuple[int, int]:
-        """Wait for pending transfers. Return the bytes read from and written to the file.
-
-        A resplit resets both numbers.
-        """
+        """Wait for transfers. Return the file's bytes read and written since the last resplit."""
         if self._host_part is not None:
             self._host_part.drain()
         return (0, 0) if self.file is None else self.file.traffic()

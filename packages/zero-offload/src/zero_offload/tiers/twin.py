@@ -20,10 +20,7 @@ from zero_offload.tiers.shares import AnyPart, ReportingShares, within_budget
 
 
 class TwinTier(ReportingShares):
-    """A StateTier made of a host tier for some elements and a device tier for the others.
-
-    The tier copies every gradient.
-    """
+    """A StateTier made of a host tier for some elements and a device tier for the others."""
 
     owns_grads = True
 
@@ -150,11 +147,7 @@ class TwinTier(ReportingShares):
         part.tier.step(self._groups, active, grad_scale=grad_scale)
 
     def may_move(self, host: Intervals) -> bool:
-        """Return whether ``host`` differs from the current elements, after pending steps.
-
-        Raises:
-            RuntimeError: gradients were offered for a step that has not been taken.
-        """
+        """Wait for pending steps, and return whether ``host`` differs from the current elements."""
         if self._fresh:
             raise RuntimeError("a resplit between offer_grad and step: step or discard first")
         is_moving = super().may_move(host)

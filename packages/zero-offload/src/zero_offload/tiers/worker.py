@@ -389,10 +389,7 @@ class Worker:
 
 
 class HostThread:
-    """Thread that runs a worker, with ``device`` as its current device.
-
-    ``changed`` is notified when a run is published. A simulation overrides the methods.
-    """
+    """Thread that runs a worker, with ``device`` as its current device."""
 
     def __init__(self, device: torch.device) -> None:
         self.changed = threading.Condition()

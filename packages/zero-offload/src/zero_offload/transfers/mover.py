@@ -238,13 +238,6 @@ class Mover:
     """Mover for a tier on the compute device: uses gradients in place and writes parameters.
 
     Work is enqueued on the caller's current stream, after the streams that produced gradients.
-
-    Args:
-        geometry: the flat space, with shards on ``device``, on the CPU or on meta.
-        streams: copy streams, by default synchronous copies.
-
-    Raises:
-        ValueError: a shard is on meta and there is no store.
     """
 
     def __init__(
@@ -343,9 +336,7 @@ class _Staging:
 class HostMover(Mover):
     """Mover for a host tier: copies gradients to host buffers and parameters to their shards.
 
-    Args:
-        is_staged: also stage shards in host memory, like those of an accelerator. For tests.
-        codec: codec of differences; None sends new values whole.
+    ``is_staged`` also stages shards in host memory, for tests.
 
     Attributes:
         bytes_d2h: gradient bytes copied from the compute device to the host so far.
