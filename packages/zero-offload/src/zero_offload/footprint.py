@@ -200,7 +200,6 @@ class TierFootprint:
         return capacity if most is None else min(capacity, most), capacity
 
     def undo_share(self, ratio: float) -> float:
-        """Return the share of the host's elements that fit in the undo log."""
         nbytes, capacity = self._undo_bytes(ratio)
         return nbytes / capacity if capacity else 0.0
 
@@ -229,7 +228,6 @@ class TierFootprint:
         return down, sum(span.nbytes for span in part if not span.is_offloaded)
 
     def uploaded_numel(self, ratio: float) -> dict[torch.dtype, int]:
-        """Return the number of parameters copied from host to device per step, by dtype."""
         found: Counter[torch.dtype] = Counter()
         for span in self._clipped(*self._host_span(ratio)):
             if not span.is_offloaded:
@@ -255,7 +253,6 @@ class TierFootprint:
         ]
 
     def _kept(self, start: int, stop: int) -> Iterator[tuple[str, int]]:
-        """Yield name and bytes of each buffer of compact state in a range."""
         assert self._rule is not None, "only compact state has a rule"
         geometry = self._geometry
         for piece, shard in zip(geometry.pieces, geometry.piece_shards, strict=True):

@@ -9,20 +9,17 @@ with None as values, because ``torch.distributed.checkpoint`` reads the names th
 
 [Note: changed parameters]
 Other code may write to parameters (``load_state_dict``, DDP's first broadcast, a clamp after each
-step). Torch's optimizers update the current values, so the master weights must follow such writes.
-Autograd's version counter shows that a parameter was written to. An element that differs from its
-rounded master weight then becomes the new master weight. All other master weights stay unchanged.
+step), which increments autograd's version counter. An element that then differs from its rounded
+master weight becomes the new master weight. All other master weights stay unchanged.
 
 [Note: DTensors]
-Under FSDP2's ``fully_shard`` a parameter is a DTensor. FSDP2 never moves its local part, which the
-update reads and writes in place. Gradients and loaded states are redistributed to the parameter's
-placements. Returned states are DTensors with the same placements, which
-``torch.distributed.checkpoint`` can reshard.
+Under FSDP2's ``fully_shard`` the update reads and writes the local part of a DTensor in place,
+because FSDP2 never moves it. Gradients and loaded states are redistributed to the parameter's
+placements. Returned states are DTensors with the same placements.
 
 [Note: empty parts]
-A small DTensor has no element on some ranks. A checkpoint needs the same names and scalars from
-every rank, so its steps are counted on those ranks too. There the part has one zero element in the
-flat space, which belongs to no parameter and appears in no state_dict.
+On ranks without an element of a DTensor the part has one zero element in the flat space, so that
+every rank counts steps and has the same names in a checkpoint.
 """
 
 from __future__ import annotations

@@ -168,7 +168,6 @@ class OffloadedParams:
         return (0, 0) if self.file is None else self.file.blocks.traffic()
 
     def report(self) -> Mapping[str, int]:
-        """Return the bytes off the device by kind: host memory, its buffers, and the file."""
         found = {"host parameters": sum(t.nbytes for t in self._host.values())}
         if self.file is not None:
             found["host buffers of parameters"] = self.file.num_buffer_bytes
@@ -185,7 +184,6 @@ class _Buffer:
     transfer: Transfer | None = None
 
     def free(self) -> Tensor:
-        """Wait until the memory may be overwritten, and return it."""
         copy, self.copy = self.copy, None
         transfer, self.transfer = self.transfer, None
         if copy is not None:
@@ -247,7 +245,6 @@ class FileShards:
 
     @property
     def read_ahead(self) -> list[int]:
-        """Shards that are read ahead and not fetched yet, in the order of their reads."""
         return list(self._read)
 
     def block_of(self, segment: int) -> int:

@@ -132,7 +132,6 @@ class Intervals:
         return ((a, b, base is not None) for a, b, base in self._bases.divide(start, stop))
 
     def complement(self, numel: int) -> Intervals:
-        """Return the elements of ``[0, numel)`` that are not in the set."""
         ends = [0, *(stop for _, stop in self.spans)]
         starts = [*(min(start, numel) for start, _ in self.spans), numel]
         return Intervals((a, b) for a, b in zip(ends, starts, strict=True) if a < b)

@@ -51,7 +51,6 @@ class GradLedger:
         return taken
 
     def copy(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
-        """Return a new ledger with the gradients of ``spans``, or raise ValueError."""
         found = GradLedger()
         for span in spans:
             for a, b, terms in self._covering(*span):

@@ -214,7 +214,6 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
         return self._future.done()
 
     def wait(self) -> None:

@@ -10,10 +10,8 @@ between), with 127 for the scale. The code of a second moment has the first 8 bi
 root over the scale as a floating-point number: 16 codes per power of two, from 255 for the scale to
 0 for ``17 / 2**20``. With scale 0 all elements are 0.
 
-Encoding decoded values restores codes and scales, because the largest element is decoded to the
-scale exactly, and rounding moves the others by much less than half a code. Only if a block's
-largest root is below ``2**-56`` (1.4e-17), fp32 squares of small roots lose bits and may get other
-codes.
+Encoding decoded values restores all codes and scales, unless a block's largest root is below
+``2**-56`` (1.4e-17). Then fp32 squares of small roots lose bits.
 
 [Note: split master]
 An fp32 master weight is kept as its bf16 parameter, rounded to nearest (ties to the greater

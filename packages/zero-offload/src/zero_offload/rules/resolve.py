@@ -129,7 +129,6 @@ def _kind(optimizer_class: OptimizerClass) -> str | None:
 
 
 def check_kernel_class(optimizer_class: OptimizerClass) -> None:
-    """Raise ValueError unless a kernel may compute the class's update."""
     if _kind(optimizer_class) is None:
         raise ValueError(
             f"an adam_kernel computes torch.optim.Adam, AdamW, Adagrad and SGD, and classes whose "

@@ -88,7 +88,6 @@ class BlockPipeline:
 
     @property
     def prefetched(self) -> list[int]:
-        """Blocks read before they are announced, in order."""
         return list(self._prefetched)
 
     @property

@@ -284,7 +284,6 @@ class UndoLog:
         return any(record.chunk is chunk for record in self._of(chunk))
 
     def round_to(self, chunk: Chunk, out: SpanMemory) -> None:
-        """Write a chunk's rounded master weights to ``out``."""
         for run in chunk.runs:
             self._stepper.round_to(run.start, run.stop, out(run.start, run.stop))
 

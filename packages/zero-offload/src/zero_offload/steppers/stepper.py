@@ -221,13 +221,11 @@ class Stepper(ABC):
         return  # Only a file has transfers.
 
     def count(self, active: Sequence[int]) -> None:
-        """Count one more update of the active pieces."""
         for i in active:
             self.num_steps[i] += 1
 
 
 def check_num_steps(scalars: Mapping[str, float]) -> int:
-    """Return ``num_steps``, or raise ValueError if it is missing or not a count."""
     found = scalars.get("num_steps")
     if found is None or found < 0 or found != int(found):
         raise ValueError(f"scalars need a whole, non-negative num_steps, got {dict(scalars)}")
@@ -452,7 +450,6 @@ class RuleStepper(Stepper):
 
 
 def _kernel_grad(rule: Rule, terms: list[Tensor]) -> Grad:
-    """Convert a gradient's terms to dtypes of the rule's kernel, and add them if it cannot."""
     served = [term if term.dtype in KERNEL_DTYPES else term.float() for term in terms]
     if len(served) == 1:
         return served[0]

@@ -1,10 +1,9 @@
 """Any elementwise torch optimizer over flat memory, on the host or on a device.
 
 [Note: pieces as parameters]
-Each piece is an ``nn.Parameter`` that views the master weights, and torch's optimizer updates it.
-Torch also creates the state, because its first value depends on the optimizer. The state is then
-moved to one flat buffer per name, and ``optimizer.state`` refers to views of it, so that any range
-of elements can be read and written.
+Each piece is an ``nn.Parameter`` that views the master weights. Torch's optimizer updates it and
+creates its state, which is then moved to one flat buffer per name, so that any range of elements
+can be read and written. ``optimizer.state`` refers to views of the buffers.
 
 On a CPU torch's for-loop and foreach implementations compute the same bits for an element at any
 offset of its tensor. The kernel of ``fused=True`` rounds the last ``numel % 16`` elements of a

@@ -73,13 +73,11 @@ class VirtualTime:
             self.caller = max(self.caller, time)
 
     def work(self, lane: str, what: str, seconds: float) -> None:
-        """Advance the current clock by ``seconds`` and record a span."""
         start = self.now()
         self.advance_to(start + seconds)
         self.note(lane, what, start, start + seconds)
 
     def note(self, lane: str, what: str, start: float, stop: float) -> None:
-        """Record a busy span of a lane."""
         if stop > start:
             self.spans.append(Span(lane, what, start, stop))
 
@@ -118,7 +116,6 @@ class VirtualStream(torch.Stream):
         """Do nothing: `__new__` sets all attributes."""
 
     def enqueue(self, what: str, seconds: float) -> None:
-        """Enqueue work that takes ``seconds``."""
         start = max(self.end, self.time.now())
         self.end = start + seconds
         self.time.note(self.lane, what, start, self.end)

@@ -95,7 +95,6 @@ class GradSums:
         self._folds.put(start, stop, self._submit(fold))
 
     def square_sum(self, start: int, stop: int, ledger: GradLedger) -> Future[float]:
-        """Start to compute the sum of squares of a range's gradient in double precision."""
         parts, square_sum = ledger.segments(start, stop), self._stepper.square_sum
         future = self._submit(lambda: sum(square_sum(terms) for _, _, terms in parts))
         self._mover.note_read(future)
@@ -120,7 +119,6 @@ class GradSums:
         self._folds.discard(start, stop)
 
     def settle(self, start: int, stop: int) -> None:
-        """Wait for pending folds of a range."""
         for *_, fold in self._folds.overlaps(start, stop):
             fold.result()
 

@@ -2,20 +2,19 @@
 
 A step is measured when the next step's first gradient is offered, because the host is idle then.
 Device work that is still running counts for the next step, so that nothing waits for a measurement.
-Ranks choose independently, because the split changes where an element is updated, not its value.
+Each rank chooses its own ratio, because no ratio changes a value.
 
 [Note: search]
-Host and device update their shares at the same time. If the caller waits for the host's parameters,
-this time is a *stall*. With ``h`` host seconds and ``d`` device seconds per element, a stall of
-``s`` seconds is the work of ``s / (h + d)`` elements. Moving them to the device removes the stall
-and costs ``d`` each. The move pays off if it gains more than `NOISE` of the host's seconds. Each
-measurement thus shows in which direction to go. Bisection finds the largest ratio without a stall
-that device memory allows.
+Host and device update their shares at the same time. Time in which the caller waits for the host is
+a *stall*. With ``h`` host seconds and ``d`` device seconds per element, a stall of ``s`` seconds is
+the work of ``s / (h + d)`` elements. Moving them to the device removes the stall and costs ``d``
+each. The move pays off if it gains more than `NOISE` of the host's seconds. Bisection finds the
+largest ratio without such a stall that device memory allows.
 
 A probe is the median of `STEPS_PER_PROBE` steps. The first step at a ratio allocates memory and
-does not count. The search ends when the bracket is narrower than `RESOLUTION`. After that the ratio
-changes only if the update's cost differs by more than `CHANGE` for `PATIENCE` steps in a row, or if
-device memory becomes too small.
+does not count. The search ends when the bracket is narrower than `RESOLUTION`. It restarts if the
+cost differs by more than `CHANGE` for `PATIENCE` steps in a row, or if device memory becomes too
+small.
 """
 
 from __future__ import annotations

@@ -145,7 +145,6 @@ class OffloadTiers:
         return FUSED_ALIGNMENT if any(group.get("fused") for group in groups) else 1
 
     def make_clock(self) -> HostClock:
-        """Create a clock for work that the caller enqueues."""
         return HostClock() if self.device.type == "cpu" else DeviceClock(self.device)
 
     def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:

@@ -192,7 +192,6 @@ class FlatTier(ABC):
         return self._stepper.read(name, start, stop)
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
-        """Call ``watcher`` before each run of an update, in the thread that updates."""
         self._settle()
         self._stepper.watcher = watcher
 
@@ -225,7 +224,6 @@ class FlatTier(ABC):
                     self.mover.arrive(event)
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        """Return ``num_steps`` (updates of the piece) and the optimizer's scalars."""
         self._settle()
         return self._stepper.read_scalars(piece)
 
@@ -292,7 +290,6 @@ class HostTier(FlatTier):
         )
 
     def drain(self) -> float:
-        """Wait for pending steps, and return the seconds spent on updates so far."""
         self._progress.drain()
         return self.worker.update_s
 

@@ -74,7 +74,6 @@ class Part:
             self.tier.write_state(name, start, values)
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Raise unless the states and scalars of the part's pieces could be written."""
         own = {index: piece for piece, indices in self.local.items() for index in indices}
         self.tier.check_states(
             names if own else (), [scalars[own[index]] for index in range(len(own))]
@@ -288,7 +287,6 @@ def is_chosen(name: str, patterns: Sequence[str]) -> bool:
 
 
 def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ValueError for a pattern that matches no parameter name."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
@@ -425,7 +423,6 @@ class Shares:
         return self._present
 
     def check_whole(self) -> None:
-        """Raise `OffloadError` after a resplit that failed midway."""
         if self._lost is not None:
             raise OffloadError(
                 f"moving optimizer state between host and device failed ({self._lost!r}), so a "
@@ -467,7 +464,6 @@ class Shares:
             self._reserve_part(part)
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        """Return all long-lived tensors on the device. The host's part has none there."""
         self.check_whole()
         return {} if self._device_part is None else self._device_part.device_tensors()
 
@@ -598,7 +594,6 @@ class ReportingShares(Shares):
 
     @property
     def stall_s(self) -> float:
-        """Seconds that callers waited for the host so far."""
         return sum(report.stall_s for report in self._host_reports())
 
     @property

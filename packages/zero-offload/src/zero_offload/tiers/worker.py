@@ -1,21 +1,19 @@
 """Updates of one tier: order of chunks, their update, and the thread that runs it.
 
-A caller that needs a range of parameters waits until every run that overlaps it is published. Runs
-are published in the order of their updates.
+A caller that needs a range of parameters waits until every run that overlaps it is published.
 
 [Note: order of need]
 Backward produces gradients from the last unit to the first, and forward needs new values from the
 first to the last. Of the chunks whose gradient has arrived, the worker updates the one at the
-lowest offset, which forward needs first. The chunk updated last is then needed last, and the next
-backward produces its gradient first, so a slow host rarely waits. If no gradient has arrived, the
-worker waits for the oldest copy. Updates of an element keep the order of steps. With
-`Stepper.is_sequential` chunks keep the planned order.
+lowest offset, which forward needs first. The chunk updated last is then needed last, so a slow host
+rarely delays forward. If no gradient has arrived, the worker waits for the oldest copy. Updates of
+an element keep the order of steps. With `Stepper.is_sequential` chunks keep the planned order.
 
 [Note: ahead of the decision]
 Tentative chunks (see `memory_stepper`) are updated in the same order and publish nothing. When the
 step is confirmed, remaining ones are dropped. Then kept chunks are published, after an update if
-they have none, or tentative updates are undone. A kept chunk waits while other copies to the device
-are pending, and the worker updates other chunks first.
+they have none, or tentative updates are undone. While other copies to the device are pending, the
+worker prefers updates to kept chunks.
 
 `Worker.run_next` updates one chunk for any caller: a `HostThread`, or a simulated clock.
 """

@@ -5,16 +5,14 @@ gradient staging   host buffers over ``[0, numel)``, one per gradient dtype and 
                    `zero_offload.tiers.accumulation`), allocated at the first gradient.
 parameter staging  two small host buffers per parameter dtype. One is filled with rounded parameters
                    while the other is copied to the device. An undo log adds a third.
-offloaded          parameter shard off the device, without staging. In host memory the update writes
-                   to it directly. On the meta device it stands for a shard that a `ParamStore`
-                   writes.
+offloaded          parameter shard off the device. The update writes to it directly in host memory,
+                   or through a `ParamStore` if it is on the meta device.
 held               permanent host copy of a parameter shard in place of staging, if the update reads
                    the 16-bit parameter as the upper half of a split master weight.
 published weights  the values that were sent last, if new ones are sent as differences.
 
 As in ZeRO-Offload (arXiv 2101.06840, section 4) each step copies one 16-bit gradient to the host
-and one 16-bit parameter to the device per parameter. If the device is the CPU, the byte counters
-count the same bytes.
+and one 16-bit parameter to the device per parameter.
 
 [Note: differences]
 The host keeps the values that it sent last, but other code may have written to the shard since.
