@@ -46,8 +46,8 @@ from zero_offload.flat.grads import GradLedger
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.steppers.stepper import Chunk, SpanMemory
 from zero_offload.tier import create_tier, make_device_tier
-from zero_offload.tiers import accumulation
 from zero_offload.tiers.worker import Progress, Published, Worker
+from zero_offload.transfers import mover as accumulation
 from zero_offload.transfers import mover as differences
 
 WIDTH = 48

@@ -204,7 +204,7 @@ def test_an_error_while_adding_is_raised_by_the_next_call_and_changes_nothing(
     tier = _tier(space, 5, ratio=ratio)
     before = snapshot(tier, space)
     with monkeypatch.context() as patched:
-        patched.setattr("zero_offload.tiers.accumulation.add_up", fail)
+        patched.setattr("zero_offload.transfers.mover.add_up", fail)
         for call in (
             lambda: tier.add_grad(0, space.grad(1), is_last=False),
             lambda: tier.step(ADAM, range(5), grad_scale=1.0),
@@ -251,7 +251,7 @@ def test_a_step_waits_for_the_sums_of_units_that_the_last_micro_step_left_out(
         time.sleep(0.05)
         add_up(*args)
 
-    monkeypatch.setattr("zero_offload.tiers.accumulation.add_up", add_up_late)
+    monkeypatch.setattr("zero_offload.transfers.mover.add_up", add_up_late)
     space = Space(BF16)
     tier = _tier(space, count, ratio=1.0)
     for grad in _grads(space, 0, 2):

@@ -33,9 +33,8 @@ from zero_offload.steppers.file_stepper import BLOCK_NUMEL, longest_parts
 from zero_offload.steppers.memory_stepper import undo_capacity
 from zero_offload.steppers.stepper import BlockLayout
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
-from zero_offload.tiers.accumulation import num_layers
 from zero_offload.tiers.shares import end_share, is_chosen, state_bytes, within_budget
-from zero_offload.transfers.mover import NUM_BUFFERS, SHORTEST_NBYTES, part_numel
+from zero_offload.transfers.mover import NUM_BUFFERS, SHORTEST_NBYTES, num_layers, part_numel
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from zero_offload.protocols import ChangeWatcher, Groups
 from zero_offload.rules.rule import MASTER
 from zero_offload.steppers.memory_stepper import HostRing, MemoryStepper, UndoLog
 from zero_offload.steppers.stepper import Chunk, Stepper, spans_of
-from zero_offload.tiers.accumulation import GradSums
 from zero_offload.tiers.worker import (
     HostThread,
     Job,
@@ -35,7 +34,7 @@ from zero_offload.tiers.worker import (
     Speculation,
     Worker,
 )
-from zero_offload.transfers.mover import HostMover, Mover, Release
+from zero_offload.transfers.mover import GradSums, HostMover, Mover, Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +308,7 @@ class HostTier(FlatTier):
         super()._admit(start, grad)
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Release | None:
-        """Copy one more term of a range's gradient. See `zero_offload.tiers.accumulation`."""
+        """Copy one more term of a range's gradient. See `zero_offload.transfers.mover`."""
         self._admit(start, grad)
         return self._sums.add(start, grad, self._grads, is_last=is_last)
 
