@@ -308,7 +308,7 @@ class HostTier(FlatTier):
         super()._admit(start, grad)
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Release | None:
-        """Copy one more term of a range's gradient. See `zero_offload.transfers.mover`."""
+        """Copy one more term of a range's gradient. See [Note: layers] of `transfers.mover`."""
         self._admit(start, grad)
         return self._sums.add(start, grad, self._grads, is_last=is_last)
 

@@ -54,7 +54,7 @@ class TwinTier(ReportingShares):
 
         Gradients since the range's last step are added in order, in the master weights' dtype. When
         a range that a step has updated gets its next gradient, unused gradients are dropped. See
-        `zero_offload.transfers.mover`.
+        [Note: layers] of `zero_offload.transfers.mover`.
 
         Return None, or a function to call before the memory of ``grad`` is overwritten.
         """

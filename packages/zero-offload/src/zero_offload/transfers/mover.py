@@ -1,8 +1,8 @@
-"""Copies of gradients into a tier's memory and of updated parameters to their shards.
+"""Copies of gradients and updated parameters between the compute device and host memory.
 
 [Note: buffers]
-gradient staging   host buffers over ``[0, numel)``, one per gradient dtype and layer (see
-                   `zero_offload.transfers.mover`), allocated at the first gradient.
+gradient staging   host buffers over ``[0, numel)``, one per gradient dtype and layer, allocated at
+                   the first gradient.
 parameter staging  two small host buffers per parameter dtype. One is filled with rounded parameters
                    while the other is copied to the device. An undo log adds a third.
 offloaded          parameter shard off the device. The update writes to it directly in host memory,
@@ -20,8 +20,6 @@ While the host updates, the device therefore computes a checksum of its values. 
 host's checksum, the host sends the lossless difference, else the new values. A long span is sent in
 parts, which alternate between two buffers. Short parts are sent whole, without a checksum, as are
 up to three elements at either end, so that the others are whole checksum words.
-
-Sums of the micro-steps' gradients in host memory.
 
 [Note: layers]
 layer   host memory over the flat space for one micro-step's gradient, in the gradient's dtype.
