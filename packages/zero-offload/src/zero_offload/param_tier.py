@@ -26,6 +26,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -112,18 +113,15 @@ def create_param_tier(
 def num_in_host_memory(shards: Shards, settings: ParamSettings) -> int:
     if settings.nvme_path is None:
         return len(shards)
-    total = 0
-    for count, (_, numel, _) in enumerate(shards):
-        total += numel
-        if total > settings.max_in_cpu:
-            largest = max(numel for _, numel, _ in shards[count:])
-            if largest > settings.buffer_size:
-                raise ValueError(
-                    f"{_BLOCK}.buffer_size = {settings.buffer_size} elements, but the largest "
-                    f"shard that is kept in the file has {largest}: raise it to that"
-                )
-            return count
-    return len(shards)
+    totals = accumulate(numel for _, numel, _ in shards)
+    count = sum(total <= settings.max_in_cpu for total in totals)
+    largest = max((numel for _, numel, _ in shards[count:]), default=0)
+    if largest > settings.buffer_size:
+        raise ValueError(
+            f"{_BLOCK}.buffer_size = {settings.buffer_size} elements, but the largest shard that "
+            f"is kept in the file has {largest}: raise it to that"
+        )
+    return count
 
 
 class OffloadedParams:

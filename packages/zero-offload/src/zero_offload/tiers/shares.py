@@ -10,6 +10,7 @@ waiting state.
 from __future__ import annotations
 
 import difflib
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -305,22 +306,20 @@ def within_budget(
     adds_grads: bool = False,
 ) -> Intervals:
     """Return the fewest elements of one end that leave at most ``budget`` bytes on the device."""
-    low, high = 0, geometry.numel
-    while low < high:  # Bisection works because fewer host elements need more device bytes.
-        middle = (low + high) // 2
-        rest = end_share(geometry.numel, middle, end).complement(geometry.numel)
+
+    def fits(num_host: int) -> bool:
         held = device_bytes(
             geometry,
-            rest,
+            end_share(numel, num_host, end).complement(numel),
             element_state_bytes,
             is_accelerated=is_accelerated,
             adds_grads=adds_grads,
         )
-        if held <= budget:
-            high = middle
-        else:
-            low = middle + 1
-    return end_share(geometry.numel, low, end)
+        return held <= budget
+
+    numel = geometry.numel
+    # Bisection works because fewer host elements need more device bytes.
+    return end_share(numel, bisect_left(range(numel), True, key=fits), end)
 
 
 def device_bytes(
