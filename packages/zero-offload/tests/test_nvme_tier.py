@@ -249,7 +249,7 @@ def test_damaged_state_is_neither_saved_nor_used_by_a_step(tmp_path: Path) -> No
     space = Space(num_groups=2)
     tier = _make(space, tmp_path)
     train(tier, space, GROUPS, range(2))
-    tier.read_state("exp_avg", 0, space.numel)  # a pending write would repair the damage
+    tier.read_state("exp_avg", 0, space.numel)  # waits for writes, which would repair the damage
     path = _damage(tier, 3 * 4 + 1)  # exp_avg of block 4
     for _ in range(2):
         with pytest.raises(StorageCorruptError, match="block 13"):
@@ -273,7 +273,7 @@ def test_a_full_disk_stops_the_step_and_the_checkpoint_goes_on(
         _offer_and_step(tier, space, 2)
         path = _file(tier).path
         _assert_dead(tier, space, StorageError, f"{path}: No space left on device: writing")
-    _assert_dead(tier, space, StorageError, "No space left")  # even with room again
+    _assert_dead(tier, space, StorageError, "No space left")  # also when the disk has room again
     again = _make(restored := Space(num_groups=2), tmp_path)
     copy_state(host, again, other)
     train(host, other, GROUPS, range(2, 4))

@@ -296,7 +296,7 @@ class TierFootprint:
         """Return the bytes of host buffers from which new parameters are copied to the device."""
         if not self._is_accelerated:
             return 0
-        # offloaded shards are written in place
+        # Offloaded shards are written in place and need no buffer.
         part = [span for span in part if not span.is_offloaded]
         whole = self._whole(part)
         longest = self._geometry.published_numel

@@ -59,7 +59,7 @@ def _compress(values: Tensor) -> Tensor:
     return ((values.view(torch.int32) >> 1) + _HALF_OF_ONE).view(torch.float32)
 
 
-# The module may be imported under torch.device("meta").
+# The device is explicit because the module may be imported under torch.device("meta").
 _LARGEST = float(_expand(torch.tensor([127], device="cpu"))[0])
 _TOP = _LARGEST - 1.0  # less than 127 in code units, so that rounding never gives 128
 

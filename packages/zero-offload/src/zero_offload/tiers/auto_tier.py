@@ -120,7 +120,7 @@ class AutoRatio:
         self._num_off = 0
 
     def observe(self, sample: Sample, least_ratio: float = 0.0) -> float:
-        """Record one step and return the next ratio, which is at least ``least_ratio``."""
+        """Record one step and return the next ratio. ``least_ratio`` is the smallest that fits."""
         if least_ratio > self.ratio:
             # Rounding up avoids a resplit for each small change of free memory.
             ratio = min(ceil(least_ratio / RESOLUTION) * RESOLUTION, 1.0)
@@ -270,7 +270,7 @@ def read_memory(device: torch.device) -> MemoryReading | None:
 
 
 class DeviceRoom:
-    """Smallest ratio whose device share fits in device memory."""
+    """Computes the smallest ratio whose device share fits in device memory."""
 
     def __init__(self, numel: int, element_bytes: int) -> None:
         self.element_bytes = element_bytes

@@ -575,7 +575,7 @@ class GradSums:
         self._mover = mover
         self._stepper = stepper
         self.num_micro_steps = 1
-        self._folds: SpanMap[Future[None]] = SpanMap()  # jobs of folded ranges
+        self._folds: SpanMap[Future[None]] = SpanMap()  # jobs that fold ranges
         self._running: set[Future[Any]] = set()
         self._executor = ThreadPoolExecutor(
             max_workers=1,
