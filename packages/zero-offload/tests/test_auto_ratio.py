@@ -164,7 +164,7 @@ def test_the_report_says_what_was_measured_and_why() -> None:
     report = auto.report
     run(auto, machine, 200 - ENOUGH_STEPS)
     assert report is not None
-    assert auto.report is report  # no second report
+    assert auto.report is report  # the search settled only once
     assert report.host_s_per_element == pytest.approx(2.0 / NUMEL)
     assert report.device_s_per_element == pytest.approx(0.5 / NUMEL)
     assert 2 <= report.num_probes <= 8

@@ -166,7 +166,7 @@ def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -
             tier.wait_params(0, 360)
         results.append(snapshot(tier, space))
     assert_same(*results)
-    assert len(script.samples) == 3  # The starts of steps 1 and 4 were not noticed.
+    assert len(script.samples) == 3  # The tier did not notice the starts of steps 1 and 4.
 
 
 def test_a_host_that_is_always_late_gives_all_to_the_device(

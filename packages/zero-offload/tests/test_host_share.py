@@ -43,7 +43,8 @@ def _host_elements(tier: TwinTier) -> set[int]:
 @pytest.mark.parametrize(
     ("block", "expected"),
     [
-        ({"parameters": ["block.0.*"]}, {*range(37, 256 + 4)}),  # includes the padding after it
+        # includes the padding after block.0
+        ({"parameters": ["block.0.*"]}, {*range(37, 256 + 4)}),
         ({"parameters": ["*.bias", "head.weight"]}, {*range(37, 42), *range(260, 360)}),
         ({"parameters": ["*"]}, {*range(360)}),
         ({"parameters": ["HEAD.weight"]}, set()),
@@ -195,7 +196,7 @@ def test_an_optimizer_takes_names_or_parameters(name: str, host_numel: int) -> N
     loop(net, optimizer)
     assert torch.equal(weights(net), weights(plain))
     assert optimizer.tier.host_numel == host_numel
-    if name == "pattern":  # The state_dict also loads at a ratio.
+    if name == "pattern":  # The state_dict of named parameters also loads at a ratio.
         saved = optimizer.state_dict()
         second = OffloadedOptimizer(optim.NAdam, _Net().parameters(), ratio=0.3, lr=1e-1)
         second.load_state_dict(saved)

@@ -288,7 +288,7 @@ def test_the_last_write_of_a_step_is_heard_of_without_a_further_step(
     tier = _make(space, tmp_path)
     _fail_writes(monkeypatch, errno.EIO)
     tier.offer_grad(0, space.grad(0))
-    tier.step(GROUPS, [4], grad_scale=1.0)  # only one block
+    tier.step(GROUPS, [4], grad_scale=1.0)  # piece 4 is in one block
     with pytest.raises(OffloadError, match="Input/output error"):
         tier.read_scalars(4)
 

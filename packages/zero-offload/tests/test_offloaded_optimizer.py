@@ -95,7 +95,7 @@ def test_memory_formats_scalars_and_empty_parameters_are_served() -> None:
         for members, optimizer in zip((plain, ours), optimizers, strict=True):
             for i, p in enumerate(members):
                 generator = torch.Generator().manual_seed(10 * step + i)
-                # not in the parameter's memory order
+                # The gradient is contiguous, and the parameter may be transposed.
                 p.grad = torch.randn(p.shape, generator=generator)
             optimizer.step()
     for p, q in zip(plain, ours, strict=True):

@@ -167,7 +167,7 @@ def test_other_pieces_and_other_settings_are_another_step() -> None:
 def test_a_decision_that_comes_in_the_middle_leaves_the_rest_to_the_step(
     gate_at: int, scale: float
 ) -> None:
-    kernel = GatedAdam(gate_at=3 + gate_at)  # counts the previous step's three calls
+    kernel = GatedAdam(gate_at=3 + gate_at)  # the previous step calls the kernel three times
     pair = Pair(kernel=kernel)
     pair.begin(1)
     assert kernel.reached.wait(TIMEOUT_S)
