@@ -168,10 +168,7 @@ class TierFootprint:
         }
 
     def _nvme_buffer_bytes(self, ratio: float) -> int:
-        """Return the bytes of host buffers for states on NVMe, each as long as the longest block.
-
-        For fp32 states the mean block is used, which is close if blocks have similar lengths.
-        """
+        """Return the bytes of host buffers for states on NVMe. For fp32 they are an estimate."""
         start, stop = self._host_span(ratio)
         part, buffer_count = self._clipped(start, stop), self._settings.buffer_count
         if self._rule is not None and part:

@@ -339,11 +339,7 @@ class FileShards:
         return segment in self._fetched and segment not in self._stale
 
     def _buffer_for(self, segment: int, sooner: Collection[int] = ()) -> _Buffer | None:
-        """Return a read buffer for a shard, or None if all are needed sooner.
-
-        The buffer is the one of the shard's stale copy, or an unused one, or that of the least
-        recently fetched shard that is not in ``sooner``.
-        """
+        """Return the shard's stale buffer, a free one or the least recent one not in ``sooner``."""
         if segment in self._fetched:
             return self._fetched.pop(segment)
         if self._free:
@@ -371,7 +367,7 @@ class FileShards:
             transfer.wait()
 
     def _send(self) -> None:
-        """Fill the gaps of the collected values with old values, and start to write the shard."""
+        """Complete the collected values by old values and start to write the shard."""
         collected, self._collected = self._collected, None
         assert collected is not None
         segment, buffer = collected.segment, collected.buffer
@@ -385,7 +381,6 @@ class FileShards:
         buffer.transfer = self._written[segment] = transfer
 
     def _fill(self, segment: int, gaps: Intervals, values: Tensor) -> None:
-        """Copy old values into the gaps of new values, and keep those of small gaps."""
         kept_gaps, kept = self._kept.pop(segment, _NOTHING_KEPT)
         if kept_gaps == gaps:
             for (start, stop), old in zip(gaps.spans, kept, strict=True):

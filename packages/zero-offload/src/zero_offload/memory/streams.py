@@ -67,9 +67,9 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def enter_device(device: torch.device) -> None:
-    """Make an accelerator this thread's current device, before its first stream or event.
+    """Make an accelerator this thread's current device, which is 0 in a new thread.
 
-    A new thread's current device is 0. Using another device's stream would create a context on 0.
+    Otherwise the first stream or event would create a context on device 0.
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)

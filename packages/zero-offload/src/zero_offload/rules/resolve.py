@@ -140,11 +140,10 @@ def check_kernel_class(optimizer_class: OptimizerClass) -> None:
 def resolve_rule(
     kernel: Any, optimizer_class: OptimizerClass, groups: Groups, state_dtype: str = "float32"
 ) -> Rule | None:
-    """Return the rule that computes an optimizer's update by a kernel.
+    """Return the rule that computes an optimizer's update by a kernel, or None for torch.
 
-    It is None if torch must compute the update: there is no kernel, the kernel has no function for
-    the optimizer, or only torch supports a setting. An unsupported ``state_dtype`` raises
-    ValueError.
+    Torch computes the update if there is no kernel, if the kernel lacks the function, or if only
+    torch supports a setting. An unsupported ``state_dtype`` raises ValueError.
     """
     if check_state_dtype(state_dtype) != "float32":
         return _compact_rule(kernel, optimizer_class, groups, state_dtype)

@@ -390,10 +390,7 @@ class RuleStepper(Stepper):
         out: Tensor | None,
         copies: Copies = (),
     ) -> None:
-        """Update ``[start, stop)`` of a block. ``stored`` are its buffers, clipped to the range.
-
-        ``key`` is the run's key, the rule's settings. ``copies`` are as for `Rule.update`.
-        """
+        """Update a range of a block. ``stored`` and ``copies`` are clipped to the range."""
         is_any = block.rule.block == 1
         calls = (
             grads.segments(start, stop) if is_any else [(start, stop, grads.joined(start, stop))]

@@ -114,8 +114,6 @@ class _Buffer:
 class UploadDifferences:
     """Sends lossless differences of new parameters. See [Note: differences].
 
-    Used by one thread at a time. ``staged`` are indices of shards that are copied to the device.
-
     Attributes:
         num_bytes: bytes of host memory for the values that were sent last.
         num_differences: number of parts sent as differences.
