@@ -26,7 +26,6 @@ from zero_offload.testing.virtual_time import (
     VirtualTime,
 )
 from zero_offload.tiers.flat_tier import HostTier
-from zero_offload.tiers.worker import HostThread as UpdateThread
 from zero_offload.transfers.mover import HostMover
 
 NUM_UNITS, UNIT_NUMEL, CHUNK_NUMEL = 20, 120, 40
@@ -192,6 +191,3 @@ def test_a_gradient_is_kept_until_it_was_copied_or_released() -> None:
     clock.caller = 10.0
     offer()
     assert alive() == [False, False, False, True]
-
-
-_: type[UpdateThread] = VirtualThread

@@ -54,8 +54,8 @@ def create_tier(
     - ``device_budget``: all but the first elements whose state fits in this many device bytes.
 
     With ``"host_share": "first"`` a ratio or a budget gives the host the first elements instead. If
-    ``device`` is a CPU, no key changes the result: host and device use the same update, and a split
-    inside a parameter is aligned (see `OffloadTiers.alignment`).
+    ``device`` is a CPU, none of these keys changes the result: host and device use the same update,
+    and a split inside a parameter is aligned (see `OffloadTiers.alignment`).
 
     Args:
         numel: length of the local flat space in elements, padding included.
@@ -113,7 +113,10 @@ def create_tier(
 def make_twin(
     geometry: Geometry, host: Intervals | None, groups: Groups, tiers: OffloadTiers
 ) -> TwinTier:
-    """Create a tier with the elements ``host`` on the host, or an `AutoTier` for None."""
+    """Create a tier with the elements ``host`` on the host, or an `AutoTier` for None.
+
+    With ``device_budget`` it is a `BudgetTier`, whose `expect_micro_steps` may change the elements.
+    """
     frozen = freeze_groups(groups)
     if host is not None and tiers.device_budget is None:
         return TwinTier(geometry, frozen, host, tiers)

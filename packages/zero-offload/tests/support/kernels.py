@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import optim
 
-from zero_offload.rules import compact as codes
+from zero_offload.rules import compact
 
 TIMEOUT_S = 120.0
 
@@ -95,10 +95,10 @@ class ReferenceKernel(ReferenceAdam):
 
     def adam_step_8bit(self, param: Any, grad: Any, *stored: Any, **hyper: Any) -> None:
         exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = stored
-        first = codes.decode_exp_avg(exp_avg, exp_avg_scale)
-        second = codes.decode_exp_avg_sq(exp_avg_sq, exp_avg_sq_scale)
+        first = compact.decode_exp_avg(exp_avg, exp_avg_scale)
+        second = compact.decode_exp_avg_sq(exp_avg_sq, exp_avg_sq_scale)
         self._compact_step(param, grad, first, second, **hyper)
-        values = *codes.encode_exp_avg(first), *codes.encode_exp_avg_sq(second)
+        values = *compact.encode_exp_avg(first), *compact.encode_exp_avg_sq(second)
         targets = exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale
         for target, value in zip(targets, values, strict=True):
             target.copy_(value)
@@ -125,9 +125,9 @@ class ReferenceKernel(ReferenceAdam):
             self.adam_step(param, grad, *moments, **hyper)
             return
         assert hyper.pop("out", None) is None
-        master = codes.join_master(param, remainder)
+        master = compact.join_master(param, remainder)
         self.adam_step(master, grad, *moments, **hyper)
-        upper, lower = codes.split_master(master)
+        upper, lower = compact.split_master(master)
         param.copy_(upper)
         remainder.copy_(lower)
 

@@ -187,7 +187,7 @@ class VirtualThread(HostThread):
     """`HostThread` whose worker is run by the caller, on its own clock."""
 
     def __init__(self, time: VirtualTime) -> None:
-        super().__init__(torch.device("cpu"))
+        # The base class's constructor would create the real thread.
         self.time = time
         self.changed = _Blocking(self)
         self._submitted: deque[tuple[float, Job]] = deque()

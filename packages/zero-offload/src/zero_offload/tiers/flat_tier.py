@@ -6,7 +6,7 @@
 [Note: speculation]
 `HostTier.speculate` begins a step before it is confirmed, without publishing values. ``step`` with
 the same settings and scale completes it. Any other scale or setting, a replaced or dropped
-gradient, or an access to states undoes it first.
+gradient, `read_state`, `write_state` and other calls that wait for pending steps undo it first.
 """
 
 from __future__ import annotations
@@ -299,9 +299,9 @@ class HostTier(FlatTier):
         self._sums.reserve(dtypes)
 
     def offer_grad(self, start: int, grad: Tensor) -> Release | None:
-        self._undo_within(start, start + grad.numel())
+        self._admit(start, grad)
         self._sums.replaced(start, start + grad.numel())
-        return super().offer_grad(start, grad)
+        return self.mover.offer(start, grad, self._grads)
 
     def _admit(self, start: int, grad: Tensor) -> None:
         self._undo_within(start, start + grad.numel())

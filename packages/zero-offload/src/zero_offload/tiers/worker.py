@@ -10,10 +10,10 @@ rarely delays forward. If no gradient has arrived, the worker waits for the olde
 an element keep the order of steps. With `Stepper.is_sequential` chunks keep the planned order.
 
 [Note: ahead of the decision]
-Tentative chunks (see `memory_stepper`) are updated in the same order and publish nothing. When the
-step is confirmed, remaining ones are dropped. Then kept chunks are published, after an update if
-they have none, or tentative updates are undone. While other copies to the device are pending, the
-worker prefers updates to kept chunks.
+Tentative chunks (see `memory_stepper`) are updated in the same order and publish nothing. Once the
+speculation ends, tentative chunks that were not updated are dropped. If the step is confirmed, the
+others are published, and missing ones are updated first. Otherwise the updates are undone. While
+other copies to the device are pending, the worker prefers updates to kept chunks.
 
 `Worker.run_next` updates one chunk for any caller: a `HostThread`, or a simulated clock.
 """
