@@ -118,11 +118,10 @@ def make_twin(
     With ``device_budget`` it is a `BudgetTier`, whose `expect_micro_steps` may change the elements.
     """
     frozen = freeze_groups(groups)
-    if host is not None and tiers.device_budget is None:
-        return TwinTier(geometry, frozen, host, tiers)
-    per_element = state_bytes(tiers.optimizer_class, groups, geometry.master_dtype)
     if host is not None:
-        return BudgetTier(geometry, frozen, host, tiers, element_state_bytes=per_element)
+        tier_class = TwinTier if tiers.device_budget is None else BudgetTier
+        return tier_class(geometry, frozen, host, tiers)
+    per_element = state_bytes(tiers.optimizer_class, groups, geometry.master_dtype)
     everything, is_accelerated = Intervals([(0, geometry.numel)]), tiers.device.type != "cpu"
     whole = device_bytes(geometry, everything, per_element, is_accelerated=is_accelerated)
     element_bytes = -(-whole // max(geometry.numel, 1))

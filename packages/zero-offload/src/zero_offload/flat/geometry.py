@@ -87,7 +87,15 @@ class Intervals:
     __slots__ = ("_bases", "_elements", "numel", "spans")
 
     def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
-        self.spans = _merged(sorted(pairs))
+        spans: list[tuple[int, int]] = []
+        for start, stop in sorted(pairs):
+            if not 0 <= start <= stop:
+                raise ValueError(f"[{start}, {stop}) is no interval of a flat space")
+            if spans and start <= spans[-1][1]:
+                spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
+            elif start < stop:
+                spans.append((start, stop))
+        self.spans = tuple(spans)
         self.numel = 0
         bases = []
         for start, stop in self.spans:
@@ -145,20 +153,6 @@ class Intervals:
     def difference(self, other: Intervals) -> Intervals:
         end = self.spans[-1][1] if self.spans else 0
         return self.intersection(other.complement(end))
-
-
-def _merged(pairs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    spans: list[tuple[int, int]] = []
-    for start, stop in pairs:
-        if not 0 <= start <= stop:
-            raise ValueError(f"[{start}, {stop}) is no interval of a flat space")
-        if start == stop:
-            continue
-        if spans and start <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
-        else:
-            spans.append((start, stop))
-    return tuple(spans)
 
 
 PUBLISHED_NUMEL = 1 << 24

@@ -98,38 +98,33 @@ class Scratch:
 
     def read(self, view: memoryview, address: int, offset: int) -> None:
         """Fill ``view``, which is memory at ``address``, from ``offset`` on, or raise OSError."""
-        in_place = self._in_place(len(view), address)
-        self._complete(os.preadv, view[:in_place], offset)
-        for at in range(in_place, len(view), _BOUNCE_BYTES):
-            part = view[at : at + _BOUNCE_BYTES]
-            bounce = self._bounce(len(part))
-            self._complete(os.preadv, bounce, offset + at)
-            part[:] = bounce[: len(part)]
+        for at, part, bounce in self._parts(view, address):
+            self._complete(os.preadv, part if bounce is None else bounce, offset + at)
+            if bounce is not None:
+                part[:] = bounce[: len(part)]
 
     def write(self, view: memoryview, address: int, offset: int) -> None:
         """Write ``view``, which is memory at ``address``, to ``offset``, or raise OSError."""
-        in_place = self._in_place(len(view), address)
-        self._complete(os.pwritev, view[:in_place], offset)
-        for at in range(in_place, len(view), _BOUNCE_BYTES):
-            part = view[at : at + _BOUNCE_BYTES]
-            bounce = self._bounce(len(part))
-            bounce[: len(part)] = part
-            self._complete(os.pwritev, bounce, offset + at)
+        for at, part, bounce in self._parts(view, address):
+            if bounce is not None:
+                bounce[: len(part)] = part
+            self._complete(os.pwritev, part if bounce is None else bounce, offset + at)
 
-    def _in_place(self, num_bytes: int, address: int) -> int:
-        if not self.is_direct:
-            return num_bytes
-        return 0 if address % ALIGNMENT else num_bytes - num_bytes % ALIGNMENT
-
-    def _bounce(self, num_bytes: int) -> memoryview:
-        """Return this thread's bounce buffer, cut to the aligned length for ``num_bytes``."""
+    def _parts(
+        self, view: memoryview, address: int
+    ) -> Iterator[tuple[int, memoryview, memoryview | None]]:
+        """Yield ``(at, part, bounce buffer)``: None for the part that direct I/O can transfer."""
+        direct = 0 if address % ALIGNMENT else len(view) - len(view) % ALIGNMENT
+        direct = direct if self.is_direct else len(view)
+        yield 0, view[:direct], None
         # foreign: threading.local has no attributes in a new thread
-        if not hasattr(self._local, "memory"):
+        if direct < len(view) and not hasattr(self._local, "memory"):
             # The view does not keep this tensor alive.
             self._local.memory = aligned_empty(_BOUNCE_BYTES)
             self._local.view = bytes_of(self._local.memory)
-        view: memoryview = self._local.view
-        return view[: round_up(num_bytes)]
+        for at in range(direct, len(view), _BOUNCE_BYTES):
+            part = view[at : at + _BOUNCE_BYTES]
+            yield at, part, self._local.view[: round_up(len(part))]
 
     def _complete(self, call: _Call, view: memoryview, offset: int) -> None:
         """Repeat ``call``, because one system call may transfer only a part of ``view``."""

@@ -151,14 +151,9 @@ class _CompactAdamRule(AdamRule):
         )
 
     def stored(self, numel: int) -> Mapping[str, tuple[torch.dtype, int]]:
-        if not self.is_master_split:
-            return self.stored_moments(numel)
+        """Return the halves of a split master weight. Subclasses add the moments."""
         halves = {PARAM: (torch.bfloat16, numel), REMAINDER: (torch.int16, numel)}
-        return {**halves, **self.stored_moments(numel)}
-
-    @abstractmethod
-    def stored_moments(self, numel: int) -> dict[str, tuple[torch.dtype, int]]:
-        """Return dtype and length of each buffer of the moments."""
+        return halves if self.is_master_split else {}
 
     def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
         if not self.is_master_split:
@@ -206,8 +201,8 @@ class Bf16AdamRule(_CompactAdamRule):
 
     block = _RANDOM_BLOCK
 
-    def stored_moments(self, numel: int) -> dict[str, tuple[torch.dtype, int]]:
-        return dict.fromkeys(MOMENTS, (torch.bfloat16, numel))
+    def stored(self, numel: int) -> Mapping[str, tuple[torch.dtype, int]]:
+        return {**super().stored(numel), **dict.fromkeys(MOMENTS, (torch.bfloat16, numel))}
 
     def call_kernel(self, param: Tensor, grad: Grad, stored: Stored, **kw: Any) -> None:
         kernel: Bf16AdamKernel = self._kernel
@@ -228,9 +223,10 @@ class EightBitAdamRule(_CompactAdamRule):
 
     block = BLOCK_NUMEL
 
-    def stored_moments(self, numel: int) -> dict[str, tuple[torch.dtype, int]]:
+    def stored(self, numel: int) -> Mapping[str, tuple[torch.dtype, int]]:
         num_blocks = -(-numel // self.block)
         return {
+            **super().stored(numel),
             "exp_avg": (torch.int8, numel),
             "exp_avg_sq": (torch.uint8, numel),
             **dict.fromkeys(_SCALES.values(), (torch.float32, num_blocks)),

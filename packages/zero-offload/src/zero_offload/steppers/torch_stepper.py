@@ -149,6 +149,7 @@ class TorchStepper(Stepper):
     """Stepper that updates the pieces of a flat space by ``optimizer_class``."""
 
     has_kernel = False
+    states: dict[str, torch.dtype]  # includes states without a buffer yet
 
     def __init__(
         self,
@@ -166,13 +167,12 @@ class TorchStepper(Stepper):
         self._masters = ShardMasters(geometry, device, is_in_place=is_in_place)
         self.is_in_place = self._masters.is_in_place
         self._chunk_numel = _HOST_CHUNK_NUMEL if device.type == "cpu" else _DEVICE_CHUNK_NUMEL
+        self.states = {}
         self._templates: list[EntryTemplate] = [
             probe_entry(optimizer_class, group, device, self._dtype) for group in groups
         ]
-        self._dtypes: dict[str, torch.dtype] = {}
         for template in self._templates:
-            self._dtypes.update(template.elementwise())
-        self.states = self._dtypes  # includes states without a buffer yet
+            self.states.update(template.elementwise())
         self._buffers: dict[str, Tensor] = {}
         self._params = [nn.Parameter(self._masters.view(p.start, p.stop)) for p in geometry.pieces]
         members = self._members(range(len(self._params)), groups)
@@ -248,7 +248,7 @@ class TorchStepper(Stepper):
                     entry[name] = home.copy_(value)
 
     def _elements(self, piece: int, name: str, dtype: torch.dtype) -> Tensor:
-        self._dtypes.setdefault(name, dtype)
+        self.states.setdefault(name, dtype)
         span = self.geometry.pieces[piece]
         return self._buffer(name)[span.start : span.stop]
 
@@ -256,7 +256,7 @@ class TorchStepper(Stepper):
         """Return the flat buffer of a state, which is zero-filled at first use."""
         if name not in self._buffers:
             self._buffers[name] = torch.zeros(
-                self.geometry.numel, dtype=self._dtypes[name], device=self.device
+                self.geometry.numel, dtype=self.states[name], device=self.device
             )
         return self._buffers[name]
 
@@ -264,7 +264,7 @@ class TorchStepper(Stepper):
         if name == MASTER:
             return self._masters.read(start, stop)
         if name not in self._buffers:
-            return torch.zeros(stop - start, dtype=self._dtypes[name], device="cpu")
+            return torch.zeros(stop - start, dtype=self.states[name], device="cpu")
         return self._buffers[name][start:stop].to("cpu", copy=True)
 
     def write(self, name: str, start: int, values: Tensor) -> None:

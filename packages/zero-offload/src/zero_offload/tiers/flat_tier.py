@@ -77,6 +77,8 @@ class FlatTier(ABC):
     background every call raises `OffloadError`.
     """
 
+    _update_s = 0.0  # seconds of updates in the caller's thread
+
     def __init__(
         self, geometry: Geometry, stepper: Stepper, mover: Mover, progress: Progress
     ) -> None:
@@ -86,11 +88,6 @@ class FlatTier(ABC):
         self._progress = progress
         self._grads = GradLedger()
 
-    @property
-    @abstractmethod
-    def update_s(self) -> float:
-        """Seconds spent on updates so far."""
-
     @abstractmethod
     def _launch(self, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float) -> None:
         """Update a step's chunks and publish them, now or in the background."""
@@ -99,7 +96,7 @@ class FlatTier(ABC):
         num_bytes, is_on_host = self._stepper.num_bytes(), self._stepper.device.type == "cpu"
         return TierReport(
             has_kernel=self._stepper.has_kernel,
-            update_s=self.update_s,
+            update_s=self._update_s,
             host_bytes=num_bytes.masters + num_bytes.states if is_on_host else 0,
             memory={
                 "master weights": num_bytes.master_copies,
@@ -264,15 +261,12 @@ class HostTier(FlatTier):
         self.worker = Worker(stepper, mover, progress, self._thread.now)
         self._sums = GradSums(mover, stepper)
 
-    @property
-    def update_s(self) -> float:
-        return self.worker.update_s
-
     def report(self) -> TierReport:
         found, mover, log = super().report(), self.mover, self.worker.log
         sent = mover.differences
         return replace(
             found,
+            update_s=self.worker.update_s,
             memory={
                 **found.memory,
                 "gradient copies": mover.grad_bytes,
@@ -322,7 +316,7 @@ class HostTier(FlatTier):
         self._grads.discard(start, stop)
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        self._sums.settle(start, stop)
+        self._sums.settle([(start, stop)])
         if self.mover.arrived is not None:
             self.mover.streams.wait(self.mover.arrived)
         return super().read_grad(start, stop)
@@ -333,8 +327,7 @@ class HostTier(FlatTier):
         super().discard_grads()
 
     def _take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
-        for span in spans:
-            self._sums.settle(*span)
+        self._sums.settle(spans)
         return super()._take(spans)
 
     def _settle(self) -> None:
@@ -382,8 +375,7 @@ class HostTier(FlatTier):
         # plan() may raise, so it precedes the creation of the speculation.
         chunks = self._stepper.plan(indices, frozen, self._grads)
         spans = spans_of(chunks)
-        for span in spans:
-            self._sums.settle(*span)
+        self._sums.settle(spans)
         if self._speculation is not None and not self._speculation.is_of(frozen, grad_scale):
             self._undo()
         if self._speculation is None:
@@ -444,8 +436,6 @@ class HostTier(FlatTier):
 class DeviceTier(FlatTier):
     """Master weights and states on the compute device, updated in the caller's thread."""
 
-    update_s = 0.0
-
     def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
         super().__init__(geometry, stepper, mover, Progress())
 
@@ -464,5 +454,5 @@ class DeviceTier(FlatTier):
             for run in chunk.runs:
                 event = self.mover.publish(run.start, run.stop)
                 self._progress.publish(next(entries), event)
-            self.update_s += perf_counter() - started
+            self._update_s += perf_counter() - started
         self._progress.finish()

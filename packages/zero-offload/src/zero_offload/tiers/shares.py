@@ -147,16 +147,16 @@ class DevicePart(Part):
         return self.tier.offer_grad(start, self._memory_of(start, grad).copy_(grad))
 
     def _memory_of(self, start: int, grad: Tensor) -> Tensor:
-        dtype = self._kept_dtype(grad.dtype)
-        self._allocate(dtype, grad.device)
-        return self._memory[dtype][start : start + grad.numel()]
+        whole = self._allocate(self._kept_dtype(grad.dtype), grad.device)
+        return whole[start : start + grad.numel()]
 
     def _kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.geometry.master_dtype if self.has_sum else dtype
 
-    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         if dtype not in self._memory:
             self._memory[dtype] = torch.empty(self.geometry.numel, dtype=dtype, device=device)
+        return self._memory[dtype]
 
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
         """Compute a sum of squares, see `TwinTier.square_sum`, as a scalar tensor on the device."""

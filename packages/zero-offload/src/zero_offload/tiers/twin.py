@@ -16,7 +16,7 @@ from torch import Tensor
 from zero_offload.flat.geometry import Geometry, Intervals, check_active
 from zero_offload.protocols import Groups
 from zero_offload.tiers.factory import OffloadTiers
-from zero_offload.tiers.shares import AnyPart, ReportingShares, within_budget
+from zero_offload.tiers.shares import AnyPart, ReportingShares, state_bytes, within_budget
 
 
 class TwinTier(ReportingShares):
@@ -115,11 +115,11 @@ class TwinTier(ReportingShares):
 
     def read_grad(self, start: int, stop: int) -> Tensor:
         self._check_offered(Intervals([(start, stop)]))
-        found: list[tuple[int, Tensor]] = []
-        for part in self.parts:
-            for a, b in part.share.overlaps(start, stop):
-                low, high = part.share.local(a), part.share.local(b)
-                found.append((a, part.tier.read_grad(low, high)))
+        found = [
+            (a, part.tier.read_grad(part.share.local(a), part.share.local(b)))
+            for part in self.parts
+            for a, b in part.share.overlaps(start, stop)
+        ]
         return torch.cat([values for _, values in sorted(found, key=itemgetter(0))])
 
     def begin_round(self) -> None:
@@ -225,18 +225,7 @@ class TwinTier(ReportingShares):
 class BudgetTier(TwinTier):
     """A StateTier whose device part fits in a budget of device memory."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        groups: Groups,
-        host: Intervals,
-        factory: OffloadTiers,
-        *,
-        element_state_bytes: int,
-    ) -> None:
-        super().__init__(geometry, groups, host, factory)
-        self._element_state_bytes = element_state_bytes
-        self._has_state = False
+    _has_state = False  # whether `write_state` or `write_scalars` was called
 
     def expect_micro_steps(self, count: int) -> None:
         """Choose the host's elements again, because sums are wider than gradients."""
@@ -250,7 +239,7 @@ class BudgetTier(TwinTier):
         share = within_budget(
             self.geometry,
             factory.device_budget,
-            self._element_state_bytes,
+            state_bytes(factory.optimizer_class, self._groups, self.geometry.master_dtype),
             factory.end,
             is_accelerated=factory.device.type != "cpu",
             adds_grads=True,

@@ -145,9 +145,6 @@ class Progress:
             ) from self.error
 
 
-_MAX_UPDATES = 256
-
-
 class Phase(Enum):
     """Work that a job does."""
 
@@ -245,7 +242,7 @@ class Worker:
         self, stepper: Stepper, mover: HostMover, progress: Progress, now: Callable[[], float]
     ) -> None:
         self.update_s = 0.0
-        self.updates: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
+        self.updates: deque[tuple[float, float]] = deque(maxlen=256)
         self.log: UndoLog | None = None
         self._stepper = stepper
         self._mover = mover

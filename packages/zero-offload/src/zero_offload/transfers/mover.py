@@ -103,12 +103,12 @@ def is_kept(shard: Tensor) -> bool:
     return shard.numel() * shard.element_size() >= SHORTEST_NBYTES
 
 
+@dataclass(slots=True)
 class _Buffer:
     """Host memory for one difference, in use until the event ``sent`` has fired."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.sent: torch.Event | None = None
+    memory: Tensor
+    sent: torch.Event | None = None
 
 
 class UploadDifferences:
@@ -598,7 +598,7 @@ class GradSums:
             if layer >= layers:  # There are more micro-steps than expected.
                 self._fold(a, b, ledger)
                 layer = 0
-            self.settle(a, b)  # A pending fold still reads the layers.
+            self.settle([(a, b)])  # A pending fold still reads the layers.
             release = self._mover.append(a, grad[a - start : b - start], ledger, layer) or release
         if has_sum and not is_last:
             self._fold(start, stop, ledger)
@@ -642,9 +642,10 @@ class GradSums:
         wait(self._running)
         self._folds.discard(start, stop)
 
-    def settle(self, start: int, stop: int) -> None:
-        for *_, fold in self._folds.overlaps(start, stop):
-            fold.result()
+    def settle(self, spans: Sequence[tuple[int, int]]) -> None:
+        for span in spans:
+            for *_, fold in self._folds.overlaps(*span):
+                fold.result()
 
     def close(self) -> None:
         """Wait for all jobs and start a new step."""
