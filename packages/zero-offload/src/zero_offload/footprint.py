@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -39,8 +39,6 @@ from zero_offload.transfers.mover import NUM_BUFFERS, SHORTEST_NBYTES, num_layer
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Elements ``[start, stop)`` of one parameter shard."""
-
     start: int
     stop: int
     dtype: torch.dtype
@@ -242,11 +240,8 @@ class TierFootprint:
         return masters * self._geometry.master_dtype.itemsize + states
 
     def _clipped(self, start: int, stop: int) -> list[_Span]:
-        return [
-            _Span(max(s.start, start), min(s.stop, stop), s.dtype, s.grad_dtype, s.is_offloaded)
-            for s in self._spans
-            if max(s.start, start) < min(s.stop, stop)
-        ]
+        found = [replace(s, start=max(s.start, start), stop=min(s.stop, stop)) for s in self._spans]
+        return [span for span in found if span.numel > 0]
 
     def _kept(self, start: int, stop: int) -> Iterator[tuple[str, int]]:
         assert self._rule is not None, "only compact state has a rule"

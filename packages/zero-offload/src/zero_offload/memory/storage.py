@@ -215,10 +215,8 @@ class Transfer:
         """Block until the transfer is complete. Raise StorageError if it failed."""
         if not self._future.done():
             begin = time.perf_counter()
-            try:
-                self._future.result()
-            finally:
-                self._file.waited(time.perf_counter() - begin)
+            wait([self._future])
+            self._file.waited(time.perf_counter() - begin)
         self._future.result()
 
     def settle(self) -> None:

@@ -113,7 +113,7 @@ class BlockPipeline:
         """Wait for the announced block and return the memory of its parts.
 
         Each part is uint8, of its record's length, and undefined if it was not read. The caller may
-        use the memory until `put` or `drop`.
+        use the memory until `put`.
         """
         self._read_ahead()
         # A pending write uses the only free buffer, or is of this block.
@@ -127,16 +127,13 @@ class BlockPipeline:
         return [memory[: self._size(block, p)] for p, memory in enumerate(buffer.parts)]
 
     def put(self, block: int, parts: Iterable[int] | None = None) -> None:
+        """Start to write ``parts`` of a taken block, by default all. Its buffer is freed after."""
         buffer = self._held.pop(block)
         self._writing[block] = buffer
         for p in range(self._num_parts) if parts is None else parts:
             if size := self._size(block, p):
                 record = block * self._num_parts + p
                 buffer.transfers.append(self._file.write(record, buffer.parts[p][:size]))
-        self._read_ahead()
-
-    def drop(self, block: int) -> None:
-        self._free.append(self._held.pop(block))
         self._read_ahead()
 
     def flush(self) -> None:
@@ -238,7 +235,6 @@ class FileStepper(RuleStepper):
         return StateBytes(0, 0, self._pipeline.buffer_bytes)
 
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
-        """Return one chunk per block with active pieces, and announce the blocks."""
         work: dict[int, list[Run]] = {}
         for run in runs:
             for index, a, b in self.layout.overlaps(run.start, run.stop):
@@ -266,7 +262,7 @@ class FileStepper(RuleStepper):
         with self._pass(name, spans, is_read=True) as blocks:
             for index, a, b, block, stored in blocks:
                 found[a - start : b - start] = block.decode(stored, name, a, b)
-                self._pipeline.drop(index)
+                self._pipeline.put(index, ())
         return found
 
     def peek(self, name: str, start: int, stop: int) -> Tensor:
@@ -286,9 +282,8 @@ class FileStepper(RuleStepper):
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite a range. A block that is replaced entirely is not read first."""
         spans = list(self.layout.overlaps(start, start + values.numel()))
-        replaced = [span for span in spans if self._is_replaced(name, *span)]
-        changed = [span for span in spans if not self._is_replaced(name, *span)]
-        for some, is_read in ((replaced, False), (changed, True)):
+        for is_read in (False, True):
+            some = [span for span in spans if self._is_replaced(name, *span) != is_read]
             with self._pass(name, some, is_read=is_read) as blocks:
                 for index, a, b, block, stored in blocks:
                     block.encode(stored, name, a, values[a - start : b - start])

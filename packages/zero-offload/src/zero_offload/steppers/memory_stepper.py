@@ -298,7 +298,6 @@ class UndoLog:
         return True
 
     def undo(self, chunk: Chunk) -> None:
-        """Restore the states of a chunk's elements if they were updated tentatively."""
         for record in self._of(chunk):
             self.num_undone += self._drop(record)
             for home, old in record.saved:

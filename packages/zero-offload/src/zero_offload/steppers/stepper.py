@@ -346,7 +346,6 @@ class RuleStepper(Stepper):
                 self.write(name, span.start, first)
 
     def plan(self, active: Sequence[int], groups: Groups, grads: GradLedger) -> list[Chunk]:
-        """Merge pieces with equal settings into runs, and divide these into chunks."""
         pieces = self.geometry.pieces
         keys: dict[int, Hashable] = {
             i: self.rule.hyper(groups[pieces[i].group], self.num_steps[i] + 1) for i in active

@@ -197,7 +197,6 @@ class TorchStepper(Stepper):
         return [{**groups[g], "params": members} for g, members in sorted(params.items())]
 
     def plan(self, active: Sequence[int], groups: Groups, grads: GradLedger) -> list[Chunk]:
-        """Return chunks of whole runs, each with about ``_chunk_numel`` elements."""
         groups = served_groups(groups, self.device)
         chunks: list[Chunk] = []
         pending: list[Run] = []
@@ -212,7 +211,6 @@ class TorchStepper(Stepper):
         return [*chunks, Chunk(tuple(pending), groups)] if pending else chunks
 
     def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: SpanMemory) -> None:
-        """Call ``optimizer.step()`` once, on the chunk's pieces only."""
         assert self._optimizer is not None, "a chunk without pieces"
         pieces = [i for run in chunk.runs for i in run.pieces]
         for run in chunk.runs:

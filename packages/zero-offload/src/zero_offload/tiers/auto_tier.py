@@ -132,16 +132,21 @@ class AutoRatio:
         elif self._is_first:
             self._is_first = False
         elif self._is_searching:
-            self._samples.append(sample)
-            if len(self._samples) == STEPS_PER_PROBE:
-                self._judge(_median(self._take()), least_ratio)
+            if (probe := self._probe(sample)) is not None:
+                self._judge(probe, least_ratio)
         else:
             self._watch(sample)
         return self.ratio
 
-    def _take(self) -> list[Sample]:
-        taken, self._samples = self._samples, []
-        return taken
+    def _probe(self, sample: Sample) -> Sample | None:
+        """Add a sample. Return the median once there are `STEPS_PER_PROBE`, and start anew."""
+        self._samples.append(sample)
+        if len(self._samples) < STEPS_PER_PROBE:
+            return None
+        columns = zip(*map(astuple, self._samples), strict=True)
+        host_numel, device_numel, *seconds = (median(column) for column in columns)
+        self._samples.clear()
+        return Sample(round(host_numel), round(device_numel), *seconds)
 
     def _set_ratio(self, ratio: float) -> None:
         if ratio != self.ratio:
@@ -203,20 +208,13 @@ class AutoRatio:
     def _watch(self, sample: Sample) -> None:
         """Restart the search if the cost has changed for `PATIENCE` steps."""
         if self._baseline_s is None:
-            self._samples.append(sample)
-            if len(self._samples) == STEPS_PER_PROBE:
-                self._baseline_s = _median(self._take()).cost_s
+            if (probe := self._probe(sample)) is not None:
+                self._baseline_s = probe.cost_s
             return
         is_off = abs(sample.cost_s - self._baseline_s) > CHANGE * self._baseline_s
         self._num_off = self._num_off + 1 if is_off else 0
         if self._num_off == PATIENCE:
             self._restart()  # The next probe measures the present ratio.
-
-
-def _median(samples: Sequence[Sample]) -> Sample:
-    columns = zip(*map(astuple, samples), strict=True)
-    host_numel, device_numel, *seconds = (median(column) for column in columns)
-    return Sample(round(host_numel), round(device_numel), *seconds)
 
 
 _log = logging.getLogger(__name__)

@@ -41,7 +41,6 @@ class HostClock:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure the calls in this context."""
         started = perf_counter()
         yield
         self._seconds += perf_counter() - started
@@ -61,7 +60,6 @@ class DeviceClock(HostClock):
         self._spans: deque[tuple[torch.Event, torch.Event]] = deque()
 
     def mark(self) -> torch.Event:
-        """Record an event on the caller's stream."""
         event = torch.Event(self._device, enable_timing=True)
         torch.accelerator.current_stream(self._device).record_event(event)
         return event
@@ -196,7 +194,6 @@ class OffloadTiers:
     def _make_stepper(
         self, part: Geometry, groups: Groups, *, is_in_place: bool, upper: SpanMemory
     ) -> Stepper:
-        """Create a stepper in host memory, by the kernel if there is a rule, else by torch."""
         frozen = freeze_groups(groups)
         if self.rule is None:
             cpu = torch.device("cpu")

@@ -26,14 +26,7 @@ from zero_offload.protocols import ChangeWatcher, Groups
 from zero_offload.rules.rule import MASTER
 from zero_offload.steppers.memory_stepper import HostRing, MemoryStepper, UndoLog
 from zero_offload.steppers.stepper import Chunk, Stepper, spans_of
-from zero_offload.tiers.worker import (
-    HostThread,
-    Job,
-    Phase,
-    Progress,
-    Speculation,
-    Worker,
-)
+from zero_offload.tiers.worker import HostThread, Job, Phase, Progress, Speculation, Worker
 from zero_offload.transfers.mover import GradSums, HostMover, Mover, Release
 
 
@@ -101,9 +94,6 @@ class FlatTier(ABC):
             memory={
                 "master weights": num_bytes.master_copies,
                 "optimizer states": num_bytes.states,
-                "gradient copies": 0,
-                "published weights": 0,
-                "undo log": 0,
             },
         )
 
@@ -323,7 +313,7 @@ class HostTier(FlatTier):
 
     def discard_grads(self) -> None:
         self._undo()
-        self._sums.close()
+        self._sums.replaced(0, self.geometry.numel)
         super().discard_grads()
 
     def _take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:

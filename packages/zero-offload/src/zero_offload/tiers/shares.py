@@ -109,7 +109,6 @@ class HostPart(Part):
         return self.tier.offer_grad(start, grad)
 
     def square_sum(self, start: int, stop: int) -> Callable[[], float]:
-        """Start to compute a sum of squares, see `TwinTier.square_sum`. The result waits for it."""
         return self.tier.square_sum(start, stop).result
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]], device: torch.device) -> None:
@@ -584,12 +583,12 @@ class ReportingShares(Shares):
 
     @property
     def bytes_d2h(self) -> int:
-        return self.copied_bytes()[0]
+        return sum(report.bytes_d2h for report in self._host_reports())
 
     @property
     def bytes_h2d(self) -> int:
         """Parameter bytes copied from the host so far. Complete after ``wait_params``."""
-        return self.copied_bytes()[1]
+        return sum(report.bytes_h2d for report in self._host_reports())
 
     @property
     def stall_s(self) -> float:
@@ -617,8 +616,7 @@ class ReportingShares(Shares):
 
     def copied_bytes(self) -> tuple[int, int]:
         """Return bytes copied so far from the device to the host, and back."""
-        reports = self._host_reports()
-        return sum(r.bytes_d2h for r in reports), sum(r.bytes_h2d for r in reports)
+        return self.bytes_d2h, self.bytes_h2d
 
     def recent_updates(self) -> list[tuple[float, float]]:
         """Return start and end of the host's last updates, as `time.perf_counter` seconds."""

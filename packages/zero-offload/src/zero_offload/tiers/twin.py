@@ -131,7 +131,6 @@ class TwinTier(ReportingShares):
             part.tier.discard_grads()
 
     def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
-        """Update the pieces in ``active`` on the host, in its worker, and on the device."""
         indices = check_active(self.geometry, active)
         pieces = (self.geometry.pieces[i] for i in indices)
         # Invalid arguments must raise before any part is updated.

@@ -438,7 +438,6 @@ class HostMover(Mover):
         return self._grads[key]
 
     def reserve(self, dtype: torch.dtype, num_layers: int, *, has_sum: bool) -> None:
-        """Allocate gradient layers, a sum if ``has_sum``, and parameter staging."""
         for layer in range(num_layers):
             self._staging_of(self.kept_dtype(dtype), layer)
         if has_sum:
@@ -646,8 +645,3 @@ class GradSums:
         for span in spans:
             for *_, fold in self._folds.overlaps(*span):
                 fold.result()
-
-    def close(self) -> None:
-        """Wait for all jobs and start a new step."""
-        wait(self._running)
-        self._folds = SpanMap()
