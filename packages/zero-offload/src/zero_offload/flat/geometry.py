@@ -206,12 +206,6 @@ class Geometry:
         self._num_groups = num_groups
         is_wide = any(tensor.dtype == torch.float64 for _, tensor in self.shards)
         self.master_dtype = master_dtype or (torch.float64 if is_wide else torch.float32)
-        self._check_shards()
-        self._shards = SpanMap((a, a + t.numel(), i) for i, (a, t) in enumerate(self.shards))
-        self._pieces = SpanMap((p.start, p.stop, i) for i, p in enumerate(self.pieces))
-        self.piece_shards = tuple(self._check_piece(i, num_groups) for i in range(len(self.pieces)))
-
-    def _check_shards(self) -> None:
         end = 0
         for i, (start, tensor) in enumerate(self.shards):
             if tensor.dim() != 1 or not tensor.is_contiguous():
@@ -224,6 +218,9 @@ class Geometry:
                     f"one before or leaves the flat space [0, {self.numel})"
                 )
             end = start + tensor.numel()
+        self._shards = SpanMap((a, a + t.numel(), i) for i, (a, t) in enumerate(self.shards))
+        self._pieces = SpanMap((p.start, p.stop, i) for i, p in enumerate(self.pieces))
+        self.piece_shards = tuple(self._check_piece(i, num_groups) for i in range(len(self.pieces)))
 
     def _check_piece(self, index: int, num_groups: int) -> int:
         piece = self.pieces[index]

@@ -85,17 +85,14 @@ class HostStreams:
         return []
 
     def to_host(self, target: Tensor, source: Tensor) -> torch.Event | None:
-        """Copy a gradient to its host buffer. Return an event if the copy is asynchronous."""
+        """Copy a gradient, or new values (`to_device`). Return an event if this is asynchronous."""
         target.copy_(source)
         return None
+
+    to_device = to_host
 
     def mark_readers(self) -> torch.Event | None:
         """Return an event after all work that the caller enqueued, or None on a CPU."""
-        return None
-
-    def to_device(self, target: Tensor, source: Tensor) -> torch.Event | None:
-        """Copy new values to the device. Return an event if the copy is asynchronous."""
-        target.copy_(source)
         return None
 
     def checksum(

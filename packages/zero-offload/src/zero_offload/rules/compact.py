@@ -54,11 +54,6 @@ def _expand(codes: Tensor) -> Tensor:
     return (bits.clamp(min=0) << 1).view(torch.float32)
 
 
-def _compress(values: Tensor) -> Tensor:
-    """Invert `_expand`, without rounding to a whole code."""
-    return ((values.view(torch.int32) >> 1) + _HALF_OF_ONE).view(torch.float32)
-
-
 # The device is explicit because the module may be imported under torch.device("meta").
 _LARGEST = float(_expand(torch.tensor([127], device="cpu"))[0])
 _TOP = _LARGEST - 1.0  # less than 127 in code units, so that rounding never gives 128
@@ -76,7 +71,9 @@ def encode_exp_avg(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 codes and fp32 scales of first moments. Nonfinite blocks have scale NaN."""
     rows = _rows(values)
     scales, inverse = _scales(rows.abs(), _TOP)
-    magnitudes = _compress(rows.abs() * inverse[:, None])
+    # Invert `_expand`, without rounding to a whole code.
+    bits = ((rows.abs() * inverse[:, None]).view(torch.int32) >> 1) + _HALF_OF_ONE
+    magnitudes = bits.view(torch.float32)
     codes = torch.where(rows < 0, -magnitudes, magnitudes).round()
     codes[scales.isnan()] = 0
     return codes.to(torch.int8).view(-1)[: values.numel()], scales

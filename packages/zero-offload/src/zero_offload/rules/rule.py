@@ -119,16 +119,8 @@ class Rule(ABC):
         else:
             for source, target in copies:
                 target.copy_(source)
-        self.call(
-            master,
-            grad,
-            stored,
-            out=out,
-            grad_scale=sign * grad_scale,
-            num_threads=num_kernel_threads(),
-            **dict(keywords),
-            **copied,
-        )
+        options = {"out": out, "grad_scale": sign * grad_scale, "num_threads": num_kernel_threads()}
+        self.call(master, grad, stored, **options, **dict(keywords), **copied)
 
     def round_to(self, master: Tensor, out: Tensor) -> None:
         """Write fp32 master weights to ``out``, rounded like `update` does."""

@@ -41,10 +41,6 @@ class _Buffer:
     parts: list[Tensor]
     transfers: list[Transfer] = field(default_factory=list)
 
-    @property
-    def is_done(self) -> bool:
-        return all(transfer.is_done for transfer in self.transfers)
-
     def wait(self) -> None:
         for transfer in self.transfers:
             transfer.wait()
@@ -171,8 +167,9 @@ class BlockPipeline:
 
     def _read_ahead(self) -> None:
         """Start to read announced blocks while there are buffers, without blocking."""
-        for block in [b for b, buffer in self._writing.items() if buffer.is_done]:
-            self._retire(block)
+        for block, buffer in list(self._writing.items()):
+            if all(transfer.is_done for transfer in buffer.transfers):
+                self._retire(block)
         while self._ahead:
             block, parts = self._ahead[0]
             if block in self._reading or block in self._held or block in self._writing:
@@ -228,7 +225,7 @@ class FileStepper(RuleStepper):
             for start, shard in geometry.shards:
                 if not shard.is_meta:  # an offloaded shard has no values yet
                     self.write(MASTER, start, shard)
-        self.fill_fresh()
+        self.fill(range(len(geometry.pieces)), is_fresh=True)
 
     def num_bytes(self) -> StateBytes:
         """Return the bytes of the buffers: the state itself takes no host memory."""

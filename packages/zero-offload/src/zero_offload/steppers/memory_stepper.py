@@ -152,10 +152,10 @@ class MemoryStepper(RuleStepper):
             for i, (start, shard) in enumerate(geometry.shards)
             if rules[i].is_master_split
         }
-        self._masters = ShardMasters(
+        self.masters = ShardMasters(
             geometry, self.device, is_in_place=is_in_place, upper_halves=halves
         )
-        self.is_in_place = self._masters.is_in_place
+        self.is_in_place = self.masters.is_in_place
         self._buffers: dict[str, Sequence[Tensor]] = {}  # one tensor per block
         for name in self.layout.names:
             if name not in (MASTER, PARAM):
@@ -164,12 +164,12 @@ class MemoryStepper(RuleStepper):
                 dtype = next((found[0] for found in kept if found is not None), torch.uint8)
                 whole = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
                 self._buffers[name] = torch.split(whole, sizes)
-        self.fill_fresh()
+        self.fill(range(len(geometry.pieces)), is_fresh=True)
 
     def num_bytes(self) -> StateBytes:
         bytes_of = {name: sum(t.nbytes for t in found) for name, found in self._buffers.items()}
         lower = bytes_of.pop(REMAINDER, 0)
-        masters, copies = self._masters.num_bytes + lower, self._masters.num_copy_bytes + lower
+        masters, copies = self.masters.num_bytes + lower, self.masters.num_copy_bytes + lower
         return StateBytes(masters, copies, sum(bytes_of.values()))
 
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
@@ -182,7 +182,7 @@ class MemoryStepper(RuleStepper):
         block = self.layout.blocks[index]
         stored = {name: found[index] for name, found in self._buffers.items() if name in block.kept}
         master = PARAM if block.rule.is_master_split else MASTER
-        return {master: self._masters.view(block.start, block.stop), **stored}
+        return {master: self.masters.view(block.start, block.stop), **stored}
 
     def put(self, index: int) -> None:
         """Do nothing: `take` returned the stored memory itself."""
@@ -222,16 +222,9 @@ class MemoryStepper(RuleStepper):
             self.update_span(block, start, stop, used, grads, run.key, grad_scale, None, copies)
         return record
 
-    def round_to(self, start: int, stop: int, out: Tensor) -> None:
-        """Write rounded master weights of a range inside one shard to ``out``."""
-        master = self._masters.view(start, stop)
-        # `out` may be the upper half of the split master itself.
-        if out.data_ptr() != master.data_ptr():
-            out.copy_(master)
-
     def read(self, name: str, start: int, stop: int) -> Tensor:
         if name == MASTER:
-            values = self._masters.read(start, stop)
+            values = self.masters.read(start, stop)
         else:
             values = torch.zeros(stop - start, dtype=self.rule.states[name], device="cpu")
         for block, stored, a, b in self._windows(name, start, stop):
@@ -240,7 +233,7 @@ class MemoryStepper(RuleStepper):
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         if name == MASTER:
-            self._masters.write(start, values)
+            self.masters.write(start, values)
         for block, stored, a, b in self._windows(name, start, start + values.numel()):
             block.encode(stored, name, a, values[a - start : b - start])
 
@@ -284,8 +277,12 @@ class UndoLog:
         return any(record.chunk is chunk for record in self._of(chunk))
 
     def round_to(self, chunk: Chunk, out: SpanMemory) -> None:
-        for run in chunk.runs:
-            self._stepper.round_to(run.start, run.stop, out(run.start, run.stop))
+        """Write a chunk's rounded master weights to ``out``."""
+        for start, stop in spans_of([chunk]):
+            master, rounded = self._stepper.masters.view(start, stop), out(start, stop)
+            # `out` may return the upper half of the split master weight itself.
+            if rounded.data_ptr() != master.data_ptr():
+                rounded.copy_(master)
 
     def keep(self, chunk: Chunk) -> bool:
         """Make a chunk's tentative update final. Return False if there is none."""

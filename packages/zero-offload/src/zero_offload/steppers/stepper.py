@@ -86,23 +86,20 @@ class ShardMasters:
             for i, (_, shard) in enumerate(geometry.shards)
             if i not in upper
         )
-        memory: list[Tensor] = []
-        for i, (_, shard) in enumerate(geometry.shards):
+        masters: list[tuple[int, Tensor]] = []
+        self.num_bytes = self.num_copy_bytes = 0
+        for i, (start, shard) in enumerate(geometry.shards):
             if i in upper:
-                memory.append(upper[i].copy_(shard))
+                master = upper[i].copy_(shard)
             elif shard.is_meta:  # An offloaded shard has no values yet.
-                memory.append(torch.zeros(shard.numel(), dtype=dtype, device=device))
+                master = torch.zeros(shard.numel(), dtype=dtype, device=device)
             else:
-                copy = shard if self.is_in_place else shard.to(device, dtype, copy=True)
-                memory.append(copy)
-        starts = [start for start, _ in geometry.shards]
-        masters = list(zip(starts, memory, strict=True))
+                master = shard if self.is_in_place else shard.to(device, dtype, copy=True)
+            masters.append((start, master))
+            self.num_bytes += master.nbytes
+            if shard.is_meta or master.data_ptr() != shard.data_ptr():
+                self.num_copy_bytes += master.nbytes
         self._space = Geometry(geometry.numel, (), masters, 0, master_dtype=dtype)
-        pairs = zip(memory, geometry.shards, strict=True)
-        self.num_bytes = sum(master.nbytes for master in memory)
-        self.num_copy_bytes = sum(
-            m.nbytes for m, (_, t) in pairs if t.is_meta or m.data_ptr() != t.data_ptr()
-        )
 
     def view(self, start: int, stop: int) -> Tensor:
         """Return the memory of a range inside one shard: the upper half if it is split."""
@@ -130,10 +127,7 @@ class StateBytes:
 
 
 class Stepper(ABC):
-    """Master weights and optimizer state of one flat space, and their update.
-
-    Args:
-        device: device of master weights and states.
+    """Master weights and optimizer state of one flat space on ``device``, and their update.
 
     Attributes:
         has_kernel: whether a host kernel, not torch, computes the update.
@@ -217,8 +211,8 @@ class Stepper(ABC):
         return found
 
     def settle(self) -> None:
-        """Complete transfers after a step's last chunk, in the update thread."""
-        return  # Only a file has transfers.
+        """Complete a file's transfers after a step's last chunk, in the update thread."""
+        return
 
     def count(self, active: Sequence[int]) -> None:
         for i in active:
@@ -331,19 +325,13 @@ class RuleStepper(Stepper):
     def put(self, index: int) -> None:
         """Store the updated buffers of a block that was taken."""
 
-    @torch.no_grad()
-    def fill_fresh(self) -> None:
-        """Write the initial values of all states to new, zero-filled storage."""
-        for i in range(len(self.geometry.pieces)):
-            self._fill(i, is_fresh=True)
-
-    def _fill(self, piece: int, *, is_fresh: bool) -> None:
-        """Write the initial values of a piece's states. Fresh storage is zero already."""
-        span = self.geometry.pieces[piece]
-        for name, value in self._initial[span.group].items():
-            if value or not is_fresh:
-                first = torch.full((span.stop - span.start,), value, device="cpu")
-                self.write(name, span.start, first)
+    def fill(self, pieces: Iterable[int], *, is_fresh: bool) -> None:
+        """Write the initial values of the pieces' states. Fresh storage is zero already."""
+        for span in (self.geometry.pieces[i] for i in pieces):
+            for name, value in self._initial[span.group].items():
+                if value or not is_fresh:
+                    first = torch.full((span.stop - span.start,), value, device="cpu")
+                    self.write(name, span.start, first)
 
     def plan(self, active: Sequence[int], groups: Groups, grads: GradLedger) -> list[Chunk]:
         pieces = self.geometry.pieces
@@ -364,16 +352,9 @@ class RuleStepper(Stepper):
                 block = self.layout.blocks[index]
                 if index not in taken:
                     taken[index] = self.take(index)
-                self.update_span(
-                    block,
-                    start,
-                    stop,
-                    block.clip(taken[index], start, stop),
-                    grads,
-                    run.key,
-                    grad_scale,
-                    None if rounded is None else rounded[start - run.start : stop - run.start],
-                )
+                stored = block.clip(taken[index], start, stop)
+                own = None if rounded is None else rounded[start - run.start : stop - run.start]
+                self.update_span(block, start, stop, stored, grads, run.key, grad_scale, own)
         for index in taken:
             self.put(index)
 
@@ -400,15 +381,9 @@ class RuleStepper(Stepper):
                 part = slice(a - start, b - start)
                 own = {name: values[part] for name, values in stored.items()}
                 copied = [(source[part], target[part]) for source, target in copies]
-            block.rule.update(
-                own.pop(MASTER, None),
-                _kernel_grad(block.rule, terms),
-                own,
-                key,
-                grad_scale,
-                None if out is None else out[a - start : b - start],
-                copied,
-            )
+            master, grad = own.pop(MASTER, None), _kernel_grad(block.rule, terms)
+            rounded = None if out is None else out[a - start : b - start]
+            block.rule.update(master, grad, own, key, grad_scale, rounded, copied)
 
     def round_values(self, start: int, values: Tensor, out: Tensor) -> None:
         master = values.to("cpu", torch.float32)
@@ -441,7 +416,7 @@ class RuleStepper(Stepper):
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         count = int(scalars["num_steps"])
         if count == 0:
-            self._fill(piece, is_fresh=False)
+            self.fill([piece], is_fresh=False)
         self.num_steps[piece] = count
 
 

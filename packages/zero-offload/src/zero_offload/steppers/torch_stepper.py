@@ -167,12 +167,10 @@ class TorchStepper(Stepper):
         self._masters = ShardMasters(geometry, device, is_in_place=is_in_place)
         self.is_in_place = self._masters.is_in_place
         self._chunk_numel = _HOST_CHUNK_NUMEL if device.type == "cpu" else _DEVICE_CHUNK_NUMEL
-        self.states = {}
         self._templates: list[EntryTemplate] = [
             probe_entry(optimizer_class, group, device, self._dtype) for group in groups
         ]
-        for template in self._templates:
-            self.states.update(template.elementwise())
+        self.states = {k: v for t in self._templates for k, v in t.elementwise().items()}
         self._buffers: dict[str, Tensor] = {}
         self._params = [nn.Parameter(self._masters.view(p.start, p.stop)) for p in geometry.pieces]
         members = self._members(range(len(self._params)), groups)

@@ -299,8 +299,7 @@ class AutoTier(TwinTier):
         element_bytes: int,
         controller: AutoRatio | None = None,
     ) -> None:
-        everything = Intervals([(0, geometry.numel)])
-        super().__init__(geometry, groups, everything, factory)
+        super().__init__(geometry, groups, Intervals([(0, geometry.numel)]), factory)
         self.controller = controller or AutoRatio()
         self._element_bytes = element_bytes
         self._room = DeviceRoom(geometry.numel, element_bytes)

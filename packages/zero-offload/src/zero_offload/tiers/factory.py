@@ -148,10 +148,8 @@ class OffloadTiers:
     def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:
         """Create a host tier with its own worker thread. ``share`` are the part's elements."""
         is_on_cpu = self.device.type == "cpu"
-        memory = HostMemory(
-            should_pin=self._settings.pin_memory and not is_on_cpu,
-            limit_bytes=self._settings.pin_memory_bytes,
-        )
+        should_pin = self._settings.pin_memory and not is_on_cpu
+        memory = HostMemory(should_pin=should_pin, limit_bytes=self._settings.pin_memory_bytes)
         store, codec = self._store_of(share), self._upload_codec
         mover = HostMover(part, self.device, memory, store=store, codec=codec)
         has_differences = mover.differences is not None and mover.differences.num_bytes > 0

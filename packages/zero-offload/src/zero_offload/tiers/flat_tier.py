@@ -280,7 +280,8 @@ class HostTier(FlatTier):
         self._sums.num_micro_steps = count
 
     def reserve(self, dtypes: Collection[torch.dtype]) -> None:
-        self._sums.reserve(dtypes)
+        for dtype in dtypes:
+            self.mover.reserve(dtype, self._sums.num_micro_steps)
 
     def offer_grad(self, start: int, grad: Tensor) -> Release | None:
         self._admit(start, grad)

@@ -75,10 +75,9 @@ class Part:
             self.tier.write_state(name, start, values)
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        own = {index: piece for piece, indices in self.local.items() for index in indices}
-        self.tier.check_states(
-            names if own else (), [scalars[own[index]] for index in range(len(own))]
-        )
+        # `local` has the tier's pieces in their order.
+        own = [scalars[piece] for piece, indices in self.local.items() for _ in indices]
+        self.tier.check_states(names if own else (), own)
 
     def snapshots(self) -> SnapshotTier:
         """Return the tier if its states can be read during training, else raise TypeError."""
@@ -179,11 +178,10 @@ class DevicePart(Part):
         return found
 
     def report(self) -> PartReport:
-        if not isinstance(self.tier, FlatTier):
-            return PartReport(False, self.share.spans, None)
-        found = self.tier.report()
-        copies = sum(memory.nbytes for memory in self._memory.values())
-        found = replace(found, memory={**found.memory, "gradient copies": copies})
+        found = self.tier.report() if isinstance(self.tier, FlatTier) else None
+        if found is not None:
+            copies = sum(memory.nbytes for memory in self._memory.values())
+            found = replace(found, memory={**found.memory, "gradient copies": copies})
         return PartReport(False, self.share.spans, found)
 
 
@@ -352,11 +350,9 @@ def device_bytes(
 def state_bytes(optimizer_class: OptimizerClass, groups: Groups, dtype: torch.dtype) -> int:
     """Return the bytes of one element's optimizer states, without its master weight."""
     check_elementwise(optimizer_class)
-    dtypes: dict[str, torch.dtype] = {}
     cpu = torch.device("cpu")
-    for group in served_groups(groups, cpu):
-        entry = probe_entry(optimizer_class, group, cpu, dtype)
-        dtypes.update(entry.elementwise())
+    entries = [probe_entry(optimizer_class, g, cpu, dtype) for g in served_groups(groups, cpu)]
+    dtypes = {k: v for entry in entries for k, v in entry.elementwise().items()}
     return sum(found.itemsize for found in dtypes.values())
 
 
@@ -452,11 +448,7 @@ class Shares:
         return self._has_undo
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
-        """Allocate the memory for gradients, for their conversion, and for copies of parameters.
-
-        Call it after `expect_micro_steps`. ``grads`` are ``(start, stop, dtype)`` of the gradients
-        that will be offered or added. Without this call memory is allocated when needed.
-        """
+        """Allocate memory, see `ReservingTier.reserve`. Call it after `expect_micro_steps`."""
         self._reserved = list(grads)
         for part in self.parts:
             self._reserve_part(part)

@@ -73,12 +73,9 @@ class Progress:
     def begin(self, runs: Sequence[tuple[int, int]]) -> tuple[list[Published], list[Published]]:
         """Add a step. Return an entry per run, and entries that must be published before."""
         with self._changed:
-            new = [Published() for _ in runs]
-            before: list[Published] = []
+            new, before = [Published() for _ in runs], self.begin_unpublished(runs)
             for (start, stop), entry in zip(runs, new, strict=True):
-                before += [v for *_, v in self._runs.overlaps(start, stop) if not v.is_published]
                 self._runs.put(start, stop, entry)
-            self._num_open += 1
         return new, before
 
     def begin_unpublished(self, runs: Sequence[tuple[int, int]]) -> list[Published]:
@@ -126,10 +123,9 @@ class Progress:
     def is_over(self, start: int, stop: int) -> bool:
         """Return whether all runs in a range have arrived. False after a failed step."""
         with self._changed:
-            if self.error is not None:
-                return False
             hits = self._overlapping(start, stop)
-            return all(e.is_published and (e.event is None or e.event.query()) for e in hits)
+            have_arrived = (e.is_published and (e.event is None or e.event.query()) for e in hits)
+            return self.error is None and all(have_arrived)
 
     def drain(self) -> None:
         with self._changed:
@@ -305,9 +301,7 @@ class Worker:
 
     def _is_kept(self, ready: _Ready) -> bool:
         *_, index, job = ready
-        if self.log is None or job.phase is not Phase.KEEP:
-            return False
-        return self.log.has(job.chunks[index])
+        return job.phase is Phase.KEEP and self.log is not None and self.log.has(job.chunks[index])
 
     def _admit(self) -> None:
         """Move chunks whose gradients have arrived to the ready heap."""
@@ -396,14 +390,13 @@ class HostThread:
 
     def submit(self, worker: Worker, job: Job) -> None:
         worker.add(job)
-        self._executor.submit(_run_all, worker, len(job.chunks), self._device)
+        self._executor.submit(self._run_all, worker, len(job.chunks))
 
-
-def _run_all(worker: Worker, num_chunks: int, device: torch.device) -> None:
-    try:
-        enter_device(device)
-    except BaseException as error:
-        worker.fail(error)
-        raise
-    for _ in range(num_chunks):
-        worker.run_next()
+    def _run_all(self, worker: Worker, num_chunks: int) -> None:
+        try:
+            enter_device(self._device)
+        except BaseException as error:
+            worker.fail(error)
+            raise
+        for _ in range(num_chunks):
+            worker.run_next()

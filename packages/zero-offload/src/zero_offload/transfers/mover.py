@@ -99,10 +99,6 @@ def part_numel(published_numel: int) -> int:
     return max(numel - numel % _WORD_NUMEL, _WORD_NUMEL)
 
 
-def is_kept(shard: Tensor) -> bool:
-    return shard.numel() * shard.element_size() >= SHORTEST_NBYTES
-
-
 @dataclass(slots=True)
 class _Buffer:
     """Host memory for one difference, in use until the event ``sent`` has fired."""
@@ -140,7 +136,8 @@ class UploadDifferences:
         self._kept = {
             index: torch.zeros(shard.numel(), dtype=shard.dtype, device="cpu")
             for index, (_, shard) in enumerate(geometry.shards)
-            if index in staged and is_kept(shard) and codec.max_nbytes(1, shard.element_size())
+            if index in staged and shard.nbytes >= SHORTEST_NBYTES
+            if codec.max_nbytes(1, shard.element_size())
         }
         self.num_bytes = sum(kept.nbytes for kept in self._kept.values())
         self._part_numel = part_numel(geometry.published_numel)
@@ -179,7 +176,7 @@ class UploadDifferences:
     def open(self, start: int, stop: int) -> None:
         """Start to compute the device's checksums of a span before its update."""
         for low, high, kept in self._parts(start, stop):
-            if kept is None or not is_kept(kept):
+            if kept is None or kept.nbytes < SHORTEST_NBYTES:
                 continue
             if not self._free_values:
                 self._add_values()
@@ -437,8 +434,10 @@ class HostMover(Mover):
             self.grad_bytes += sum(part.nbytes for part in parts)
         return self._grads[key]
 
-    def reserve(self, dtype: torch.dtype, num_layers: int, *, has_sum: bool) -> None:
-        for layer in range(num_layers):
+    def reserve(self, dtype: torch.dtype, num_micro_steps: int) -> None:
+        """Allocate memory for gradients of ``dtype``, and parameter staging."""
+        layers, has_sum = num_layers(num_micro_steps, self.kept_dtype(dtype))
+        for layer in range(layers):
             self._staging_of(self.kept_dtype(dtype), layer)
         if has_sum:
             self.sums()
@@ -523,12 +522,11 @@ class HostMover(Mover):
 
     def out(self, start: int, stop: int) -> Tensor:
         view = self.geometry.view(start, stop)
-        return super().out(start, stop) if self._is_offloaded(view) else self._place(start, view)
-
-    def _place(self, start: int, view: Tensor) -> Tensor:
+        if self._is_offloaded(view):
+            return super().out(start, stop)
         if not self._must_stage(view) or self.geometry.shard_at(start) in self._held:
-            return self.hold(start, start + view.numel())
-        return self._staging[0].reserve(start, view.numel(), view.dtype)
+            return self.hold(start, stop)
+        return self._staging[0].reserve(start, stop - start, view.dtype)
 
     def publish(self, start: int, stop: int) -> torch.Event | None:
         view = self.geometry.view(start, stop)
@@ -536,7 +534,7 @@ class HostMover(Mover):
             return super().publish(start, stop)
         nbytes, event = view.numel() * view.element_size(), None
         if self._must_stage(view):
-            values = self._place(start, view)
+            values = self.out(start, stop)
             if self.differences is None:
                 event = self.streams.to_device(view, values)
             else:
@@ -580,11 +578,6 @@ class GradSums:
             initializer=enter_device,
             initargs=(with_index(mover.device),),
         )
-
-    def reserve(self, dtypes: Collection[torch.dtype]) -> None:
-        for dtype in dtypes:
-            layers, has_sum = num_layers(self.num_micro_steps, self._mover.kept_dtype(dtype))
-            self._mover.reserve(dtype, layers, has_sum=has_sum)
 
     def add(self, start: int, grad: Tensor, ledger: GradLedger, *, is_last: bool) -> Release | None:
         """Start to copy one more term to a free layer. Return a release, or None."""
