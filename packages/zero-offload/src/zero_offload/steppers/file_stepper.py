@@ -123,7 +123,7 @@ class BlockPipeline:
         return [memory[: self._size(block, p)] for p, memory in enumerate(buffer.parts)]
 
     def put(self, block: int, parts: Iterable[int] | None = None) -> None:
-        """Start to write ``parts`` of a taken block, by default all. Its buffer is freed after."""
+        """Start to write ``parts`` of a taken block, by default all. Then free its buffer."""
         buffer = self._held.pop(block)
         self._writing[block] = buffer
         for p in range(self._num_parts) if parts is None else parts:
