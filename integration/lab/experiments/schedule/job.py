@@ -35,17 +35,14 @@ import torch
 from torch import Tensor, nn, optim
 
 import zero_core
-from zero_offload.flat.geometry import Geometry, freeze_groups
+from zero_offload.flat.geometry import Geometry, Intervals, freeze_groups
 from zero_offload.flat.grads import GradLedger
-from zero_offload.flat.intervals import Intervals
 from zero_offload.memory.host_memory import HostMemory
-from zero_offload.memory.ring import HostRing
 from zero_offload.protocols import Groups, OptimizerClass, ParamStore, UploadCodec
-from zero_offload.rules.plain import AdamRule
+from zero_offload.rules.rule import AdamRule
 from zero_offload.settings import OffloadSettings
-from zero_offload.steppers.memory_stepper import MemoryStepper
+from zero_offload.steppers.memory_stepper import HostRing, MemoryStepper, UndoLog
 from zero_offload.steppers.stepper import Chunk
-from zero_offload.steppers.undo import UndoLog
 from zero_offload.testing.virtual_time import (
     Span,
     VirtualStream,
@@ -55,11 +52,9 @@ from zero_offload.testing.virtual_time import (
 )
 from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.tiers.auto_tier import AutoTier
-from zero_offload.tiers.clock import DeviceClock
-from zero_offload.tiers.factory import OffloadTiers
-from zero_offload.tiers.flat_tier import DeviceTier
-from zero_offload.tiers.share import host_share
-from zero_offload.tiers.speculation import SpeculativeHostTier
+from zero_offload.tiers.factory import DeviceClock, OffloadTiers
+from zero_offload.tiers.flat_tier import DeviceTier, HostTier
+from zero_offload.tiers.shares import host_share
 from zero_offload.tiers.twin import TwinTier
 from zero_offload.transfers.mover import HostMover, Mover
 
@@ -210,7 +205,7 @@ class _Tiers(OffloadTiers):
     def make_clock(self) -> DeviceClock:
         return _Clock(self._job.compute)
 
-    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> SpeculativeHostTier:
+    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:
         job, times = self._job, self._job.times
         thread, copy_s = VirtualThread(job.time), times.link_s / job.numel
         streams: VirtualStreams
@@ -233,7 +228,7 @@ class _Tiers(OffloadTiers):
         return DeviceTier(part, stepper, Mover(part, CPU))
 
 
-class _LoggingTier(SpeculativeHostTier):
+class _LoggingTier(HostTier):
     """A tier whose undo log takes time on the host's lane."""
 
     def __init__(self, job: Job, *args: Any) -> None:
