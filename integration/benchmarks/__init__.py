@@ -1,1 +1,1 @@
-"""Benchmarks: every contender in one run, on one machine, with one model. See `run.py`."""
+"""Benchmarks against other libraries. `run.py` starts them."""

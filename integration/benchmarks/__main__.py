@@ -1,4 +1,4 @@
-"""The command line: a benchmark's name, then its own options."""
+"""Command line of the benchmarks: the name of a benchmark, then its options."""
 
 from __future__ import annotations
 
@@ -19,18 +19,11 @@ EXPERIMENTS = {
     "gpu": "one accelerator, part by part: correct, and how fast",
 }
 MODULES = {"comm": "comm.race", "gpu": "gpu.program"}
-"""Of `benchmarks.experiments`, where an experiment is in a folder."""
+"""Modules of `benchmarks.experiments` for the experiments whose module is in a folder."""
 
 
 class Experiments(NamedTuple):
-    """Programs that are started by name.
-
-    Attributes:
-        program: how the command line is called.
-        package: of their modules.
-        about: what each is about, by name.
-        modules: of ``package``, where it has another name.
-    """
+    """Programs started by name, each a module of ``package``."""
 
     program: str
     package: str
@@ -38,14 +31,13 @@ class Experiments(NamedTuple):
     modules: Mapping[str, str]
 
     def command(self, name: str) -> typer.Typer:
-        """Return the program of an experiment, which alone is imported."""
         module = importlib.import_module(f"{self.package}.{self.modules.get(name, name)}")
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         app.command(help=module.__doc__)(module.main)
         return app
 
     def run(self) -> None:
-        """Run the experiment that the first argument names. ``--dry-run``: print all helps."""
+        """Run the experiment named by the first argument. ``--dry-run`` prints the help of all."""
         name = sys.argv[1] if len(sys.argv) > 1 else "--help"
         if name == "--dry-run":
             for known in self.about:

@@ -1,11 +1,11 @@
-"""Public scripts and configurations with DeepSpeed itself and with ``zero-engine run``.
+"""Compares public scripts under DeepSpeed itself with the same scripts under ``zero-engine run``.
 
-``nox -s compat`` runs it. Ranks are processes on the CPU, two of one thread each. Where DeepSpeed
-does not run a script on the CPU, DDP stands in its place. The limits that libraries set themselves
-on a CPU are lifted on both sides.
+Started by ``nox -s compat``. Each side has two CPU ranks with one thread each. Where DeepSpeed
+cannot run a script on the CPU, DDP replaces DeepSpeed. Limits that libraries impose on CPUs are
+lifted on both sides.
 
-Each case is written to the file of results when it is over. Ends with code 1 if a case fails or a
-loss differs by more than the case's tolerance at any step.
+Each case's result is written when the case ends. The exit code is 1 if a case fails or if a loss at
+any step differs by more than the case's tolerance.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cases import Case
 from material import save_data, save_models
-from pack import PACK
+from pack import PACK, Case
 from ranks import MEASURED, Ranks, environment, first_error
 from scripts import trl_trainer
 
@@ -37,20 +36,19 @@ RANKS = 2
 WARMUP_STEPS = 2
 LIMIT_S = 600.0
 LEAST_LOSS = 1e-3
-"""A smaller loss (that of a first iteration of GRPO is 0) is rounding: differences are relative to
-this one."""
+"""Least loss to which a difference is relative. A smaller loss, as in GRPO's first iteration (0),
+is rounding."""
 OURS = "zero-engine"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 LAUNCHERS = {"deepspeed": TORCHRUN, "ddp": TORCHRUN, OURS: ("-m", "zero_engine", "run")}
-"""What starts the ranks of a side."""
+"""Arguments of the interpreter that start a side's ranks."""
 MODULES = {"deepspeed": "deepspeed", "ddp": "deepspeed", OURS: "zero_engine.deepspeed"}
-"""The name of the module that a script imports as deepspeed."""
+"""Name of the module that a script gets for ``import deepspeed``."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one side: by rank, the losses of the steps; by step, the slowest rank's seconds;
-    the largest peak of a rank's memory."""
+    """Losses by rank and step, the slowest rank's seconds by step, and the largest peak memory."""
 
     losses: list[list[float]]
     step_seconds: list[float]
@@ -58,19 +56,18 @@ class Run:
 
 
 class Sides:
-    """Starts programs; the ranks of each launcher are started once, when they are first needed."""
+    """Starts programs. The ranks of each launcher start once, at their first use."""
 
     def __init__(self, material: Path) -> None:
         self._material = material
         self._ranks: dict[tuple[str, ...], Ranks] = {}
 
     def run(self, side: str, case: Case) -> Run:
-        """Run a case's program.
+        """Run a case's program on one side.
 
-        Raises:
-            RankError: it failed. The message is the first error of a rank.
+        A failure raises RankError with a rank's first error.
         """
-        # A process that was killed may write until its server has killed it.
+        # A killed process may still write files until its server has ended it.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
             folder = Path(scratch)
             program = [case.program, *(case.ddp if side == "ddp" else case.arguments)]
@@ -98,7 +95,10 @@ class Sides:
                 commands = [[*start, *own, MEASURED, *filled]]
                 environments = [{**environment(), **variables}]
             else:
-                commands, environments = self._served(side).commands(filled, variables)
+                launcher = LAUNCHERS[side]
+                if launcher not in self._ranks:
+                    self._ranks[launcher] = Ranks(launcher, RANKS, self._material / f"ranks-{side}")
+                commands, environments = self._ranks[launcher].commands(filled, variables)
             begun = time.monotonic()
             try:
                 run_together(commands, environments, folder, limit_s=LIMIT_S)
@@ -120,15 +120,8 @@ class Sides:
         )
 
     def close(self) -> None:
-        """End all ranks."""
         for ranks in self._ranks.values():
             ranks.close()
-
-    def _served(self, side: str) -> Ranks:
-        launcher = LAUNCHERS[side]
-        if launcher not in self._ranks:
-            self._ranks[launcher] = Ranks(launcher, RANKS, self._material / f"ranks-{side}")
-        return self._ranks[launcher]
 
 
 def _filled(text: str, places: dict[str, str]) -> str:
@@ -138,7 +131,6 @@ def _filled(text: str, places: dict[str, str]) -> str:
 
 
 def difference(theirs: Run, ours: Run) -> float:
-    """The largest relative difference of a loss at any step on any rank."""
     pairs = [
         pair
         for one, other in zip(theirs.losses, ours.losses, strict=True)
@@ -149,7 +141,7 @@ def difference(theirs: Run, ours: Run) -> float:
 
 
 def compare(case: Case, sides: Sides) -> dict[str, Any]:
-    """Run a case on both sides. The row has ``failure`` and ``log`` if one failed."""
+    """Run a case on both sides. The row has ``failure`` and ``log`` if a side failed."""
     missing = [name for name in case.needs if find_spec(name) is None]
     row: dict[str, Any] = {"family": case.family, "name": case.name, "reference": case.reference}
     if missing:
@@ -182,12 +174,10 @@ def compare(case: Case, sides: Sides) -> dict[str, Any]:
 
 
 def is_good(row: Mapping[str, Any] | None) -> bool:
-    """Whether it ran, with the losses of its reference."""
     return row is not None and "failure" not in row and row["difference"] <= row["tolerance"]
 
 
 def in_words(row: Mapping[str, Any]) -> str:
-    """One line on a row."""
     if "failure" in row:
         return f"FAILED with {row.get('failed', 'both')}: {row['failure']}"
     theirs, ours = row[row["reference"]], row[OURS]
@@ -200,7 +190,6 @@ def in_words(row: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the cases that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", help="part of a case's name; repeatable")
     parser.add_argument(

@@ -1,6 +1,6 @@
-"""Compile what DeepSpeed otherwise compiles at its first use on a CPU.
+"""Compile the DeepSpeed kernels that are otherwise compiled at first use on a CPU.
 
-A program that is ended while it compiles leaves a lock, for which all later ones wait.
+A program killed during compilation would leave a lock on which all later programs wait.
 """
 
 from __future__ import annotations

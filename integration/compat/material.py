@@ -1,4 +1,4 @@
-"""Tiny untrained models and local data, for all programs of the pack."""
+"""Tiny untrained models and local data for all cases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHAT = (
 
 
 def save_models(root: Path, *, layers: int, width: int) -> None:
-    """Write a folder with tokenizer per model: llama, gpt2, bert, roberta, t5, vit."""
+    """Write one folder per model, with tokenizer: llama, gpt2, bert, roberta, t5, vit."""
     heads = 4
     words = {"vocab_size": VOCABULARY, "max_position_embeddings": 256}
     encoder: dict[str, Any] = {
@@ -70,7 +70,7 @@ def save_models(root: Path, *, layers: int, width: int) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per word; the words are w0, w1, ..., and those of chats."""
+    """Return a tokenizer with a token per word: w0, w1, ... and the roles of chats."""
     words = ("user", "assistant", "system", *(f"w{number}" for number in range(WORDS - 3)))
     ids = {word: number for number, word in enumerate((*SPECIAL, *words))}
     tokenizer = Tokenizer(WordLevel(ids, unk_token="<unk>"))
@@ -91,7 +91,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sentences(count: int, length: int, seed: int) -> list[str]:
-    """Walks through the words, each by a step of its own."""
+    """Return sentences that step through the words w0 to w99, each with a random stride."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.randint(0, 100, (count, 1), generator=generator)
     step = torch.randint(1, 5, (count, 1), generator=generator)
@@ -100,7 +100,7 @@ def sentences(count: int, length: int, seed: int) -> list[str]:
 
 
 def save_data(root: Path) -> None:
-    """Write JSON lines: text, instruction, pairs (of sentences), translation, preference, chats."""
+    """Write text, instruction, pairs, preference, prompts and unpaired data as JSON lines."""
     count, length = 256, 48
     texts, others = sentences(count, length, 0), sentences(count, length, 1)
     half = length // 2

@@ -1,9 +1,9 @@
-"""Runs a program and measures it from outside: ``measured.py PROGRAM ARGUMENTS``.
+"""Runs a program and measures it: ``measured.py PROGRAM ARGUMENTS``.
 
-``PROGRAM`` is a file or the name of a module. Each rank writes a JSON file into the folder named by
-COMPAT_RESULTS: which deepspeed it had, losses and seconds of the optimizer steps, and how far its
-memory grew above what the imports take. A Trainer's steps are noted by a callback. A loop notes its
-own:
+``PROGRAM`` is a file or a module's name. Each rank writes a JSON file into the folder
+COMPAT_RESULTS: the name of the module imported as deepspeed, losses and seconds of the optimizer
+steps, and the growth of memory after the imports. A Trainer's steps are recorded by a callback. A
+training loop records its own steps:
 
     with measured.step() as step:
         ...
@@ -20,8 +20,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate.state
@@ -31,79 +31,63 @@ import torch
 import transformers
 
 from benchmarks.harness.memory import peak_bytes, resident_bytes, restart_peak
-from zero_engine.script.mends import mend_accelerate, mend_lightning
+from zero_engine.script.hook import mend_accelerate, mend_lightning
 
 SEED = 42
 
 
-@dataclass
-class Step:
-    """One optimizer step; its loop sets ``loss``."""
-
-    loss: torch.Tensor | float = float("nan")
-
-
-@dataclass
-class Recorded:
-    """Losses and seconds of the steps, in order."""
-
-    losses: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-
-
-FOUND = Recorded()
+LOSSES: list[float] = []
+STEP_SECONDS: list[float] = []
 
 
 @contextmanager
-def step() -> Iterator[Step]:
-    """Time one optimizer step."""
-    begun, one = time.perf_counter(), Step()
+def step() -> Iterator[SimpleNamespace]:
+    """Time one optimizer step. The training loop sets ``loss`` of the yielded object."""
+    begun, one = time.perf_counter(), SimpleNamespace(loss=float("nan"))
     yield one
-    FOUND.losses.append(float(one.loss))  # waits for the device, as a log of each step does
-    FOUND.step_seconds.append(time.perf_counter() - begun)
+    LOSSES.append(float(one.loss))  # waits for the device, as per-step logging does
+    STEP_SECONDS.append(time.perf_counter() - begun)
 
 
 class Steps(transformers.TrainerCallback):
-    """Notes when a Trainer's steps begin and end, and the losses that it logs."""
+    """Records a Trainer's steps and the losses that it logs."""
 
     def __init__(self) -> None:
         self._begun = 0.0
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        """The first micro-batch of a step."""
         self._begun = time.perf_counter()
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-        """After the optimizer's step."""
-        FOUND.step_seconds.append(time.perf_counter() - self._begun)
+        STEP_SECONDS.append(time.perf_counter() - self._begun)
 
     def on_log(self, *args: Any, logs: dict[str, float], **_kwargs: Any) -> None:
-        """A log of one step; the one at the end has no loss."""
         compared = os.environ["COMPAT_COMPARED"]
         if compared in logs:
-            FOUND.losses.append(float(logs[compared]))
+            LOSSES.append(float(logs[compared]))
 
 
 def allow_cpu() -> None:
-    """Lift limits that libraries set themselves on a CPU."""
-    # The Trainer asks for a GPU before it hands bf16 to deepspeed.
+    """Lift the limits that libraries impose on CPUs."""
+    # The Trainer requires a GPU before it passes bf16 to deepspeed.
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True
-    if deepspeed.__name__ == "deepspeed":  # `zero-engine run` does these itself
-        # Without it DeepSpeed on the CPU trains on each rank alone.
+    # `zero-engine run` applies these changes itself. Without the first one, DeepSpeed on a CPU
+    # trains every rank separately.
+    if deepspeed.__name__ == "deepspeed":
         mend_accelerate(accelerate.state)
         mend_lightning(of_lightning)
 
 
 @contextmanager
 def measuring() -> Iterator[None]:
-    """Measure what runs within on this rank, and write the result."""
+    """Measure the enclosed code on this rank and write the result."""
     before = resident_bytes()
     restart_peak()
     yield
     found = {
         "deepspeed": deepspeed.__name__,
-        "losses": FOUND.losses,
-        "step_seconds": FOUND.step_seconds,
+        "losses": LOSSES,
+        "step_seconds": STEP_SECONDS,
         "peak_bytes": peak_bytes() - before,
     }
     file = Path(os.environ["COMPAT_RESULTS"], f"rank{os.environ['RANK']}.json")
@@ -111,7 +95,6 @@ def measuring() -> Iterator[None]:
 
 
 def run(program: str, arguments: list[str]) -> None:
-    """Run ``program`` as the main program."""
     make = transformers.Trainer.__init__
 
     def make_with_callback(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -128,14 +111,13 @@ def run(program: str, arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Run the program on this rank, or where it starts ranks itself."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     allow_cpu()
-    transformers.set_seed(SEED)  # TRL before 1.15 makes adapters before it sets its own
+    transformers.set_seed(SEED)  # TRL before 1.15 makes adapters before it sets its seed
     with measuring() if "RANK" in os.environ else nullcontext():
         run(sys.argv[1], sys.argv[2:])
 
 
 if __name__ == "__main__":
-    # The programs' `measured` is this one.
+    # Programs import this file as `measured`, so its state must be in the module of that name.
     importlib.import_module("measured").main()

@@ -1,13 +1,60 @@
-"""The pack: public scripts and configurations, by the project that they are of."""
+"""The compared public scripts and configurations, by project."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from cases import Case, Config
 from scripts import generate, trl_trainer
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program with its arguments.
+
+    In ``arguments`` and ``launcher``, ``{model}`` is a folder of tiny models, ``{data}`` a folder
+    of data, ``{output}`` a new folder, and ``{config}`` the file to which ``config`` is written.
+
+    Attributes:
+        family: project of the script or configuration.
+        name: name, unique in the family.
+        program: file in ``scripts/``, or an installed module.
+        config: DeepSpeed configuration; None where the program has its own.
+        launcher: the program's own launcher with arguments, which replaces the ranks' launcher.
+        files: further files by name, written to the folder of the configuration. ``{config}`` is
+            replaced.
+        ddp: arguments for the same training with DDP, where DeepSpeed cannot run on the CPU.
+        tolerance: largest relative difference of a loss.
+        compared: entry of a Trainer's log to compare, where the loss is always 0.
+        needs: required modules that may be missing.
+    """
+
+    family: str
+    name: str
+    program: str
+    arguments: tuple[str, ...] = ()
+    config: Config | None = None
+    launcher: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    ddp: tuple[str, ...] = ()
+    tolerance: float = 1e-3
+    compared: str = "loss"
+    needs: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return f"{self.family}: {self.name}"
+
+    @property
+    def reference(self) -> str:
+        """Side whose losses are the reference."""
+        return "ddp" if self.ddp else "deepspeed"
+
 
 CPU = {"device": "cpu"}
 PINNED = {**CPU, "pin_memory": True}
@@ -41,7 +88,7 @@ TRAINER = (
     *("--lr_scheduler_type=cosine", *QUIET),
 )
 
-# TRL's own scripts, as installed, with the blocks of its ``accelerate_configs``.
+# TRL's installed scripts, with the blocks of TRL's ``accelerate_configs``.
 NEEDS_TRL = ("trl", "datasets")
 TRL_AUTO: Config = {**AUTO_BATCH, **CLIPPED}
 TRL_2: Config = {**TRL_AUTO, "zero_optimization": {"stage": 2}}
@@ -65,22 +112,21 @@ GENERATES = (
 )
 
 
-def trl_script(
-    trainer: str, what: str, config: Config, *arguments: str, compared: str = "loss"
+def trained(
+    family: str, name: str, program: tuple[str, ...], config: Config, *arguments: str, **more: Any
 ) -> Case:
-    return Case(
-        "TRL",
-        f"trl.scripts.{trainer}, {what}",
-        f"trl.scripts.{trainer}",
-        ("--deepspeed={config}", *arguments, *TRL_RUN),
-        config,
-        compared=compared,
-        needs=NEEDS_TRL,
-    )
+    """Return a case of a Trainer. ``is_by_ddp``: DDP is the reference."""
+    ddp = (*program[1:], "--use_cpu=True", *arguments) if more.pop("is_by_ddp", False) else ()
+    given = (*program[1:], "--deepspeed={config}", *arguments)
+    return Case(family, name, program[0], given, config, ddp=ddp, **more)
+
+
+def trl_script(trainer: str, what: str, config: Config, *arguments: str, **more: Any) -> Case:
+    script, more = f"trl.scripts.{trainer}", {"needs": NEEDS_TRL, **more}
+    return trained("TRL", f"{script}, {what}", (script,), config, *arguments, *TRL_RUN, **more)
 
 
 def trl_lora() -> Case:
-    """Return LoRA with a file that TRL ships."""
     found = find_spec("trl")
     origin = found.origin if found is not None else None
     file = Path(origin or "trl/__init__.py").parent / "accelerate_configs" / "zero3.yaml"
@@ -108,7 +154,7 @@ TRL = [
 ]
 
 
-# All of TRL's trainers that need no server, beside DDP.
+# All trainers of TRL that need no server, compared with DDP.
 def trl_trainer_case(name: str, setting: str, config: Config) -> Case:
     trainer = "DPOTrainer with BEMA" if name == "bema_dpo" else trl_trainer.CASES[name].trainer
     common = (name, "--model={model}", "--output_dir={output}")
@@ -131,12 +177,12 @@ TRL_TRAINERS = [
         ("stage 3", TRL_3),
         ("stage 3, all offloaded", TRL_OFFLOADED),
     )
-    # TRL refuses A2PO at stage 3: it copies its model as the reference.
+    # At stage 3 TRL refuses A2PO, which copies its model as the reference model.
     if name != "a2po" or setting == "stage 2"
 ]
 
 
-# Tokens at stage 3, beside those of a plain model on each rank and of DeepSpeed.
+# Tokens generated at stage 3, compared with a plain model on each rank and with DeepSpeed.
 def generation(way: str, reference: str, *options: str) -> Case:
     model = "--model={model}/speaker"
     return Case(
@@ -180,7 +226,6 @@ LLAMAFACTORY: dict[str, Config] = {
 
 
 def llamafactory(name: str, zero: Config) -> Case:
-    """Return full fine-tuning with one of its files."""
     arguments = (
         *("llamafactory_sft", "--model_name_or_path={model}/llama"),
         *("--dataset_name={data}/instruction", "--deepspeed={config}"),
@@ -230,7 +275,7 @@ ALL_3: Config = {
     "stage3_max_reuse_distance": 0,
     **GATHERED,
 }
-# These files have some keys without "stage3_".
+# Some keys of these axolotl files lack the prefix "stage3_".
 OFFLOADED_3: Config = {
     **AXOLOTL_3,
     **AUTO_3,
@@ -257,72 +302,47 @@ AXOLOTL: dict[str, tuple[Config, Config]] = {
 
 
 def axolotl(name: str, zero: Config, further: Config) -> Case:
-    """Return packed rows with one of its files. The model is compiled where the name says so.
+    """Return training on packed rows with one of axolotl's files.
 
-    Not by inductor, whose compiler takes minutes on a CPU.
+    Files named "torch_compile" compile the model, by aot_eager, because inductor's compiler takes
+    minutes on a CPU.
     """
     compiled = "torch_compile" in name
-    arguments = (
+    return trained(
+        *("axolotl", f"{name}.json", ("trainers.py", "axolotl_train")),
+        {"zero_optimization": zero, **AUTO_BATCH, "wall_clock_breakdown": False, **further},
         *("--model_name_or_path={model}/llama", "--dataset_name={data}/text"),
         *("--optim=adamw_torch_fused", f"--bf16={'bf16' in name}", f"--torch_compile={compiled}"),
         *(["--torch_compile_backend=aot_eager"] if compiled else []),
         *TRAINER,
-    )
-    return Case(
-        "axolotl",
-        f"{name}.json",
-        "trainers.py",
-        ("axolotl_train", "--deepspeed={config}", *arguments),
-        {"zero_optimization": zero, **AUTO_BATCH, "wall_clock_breakdown": False, **further},
-        # 0.19.8 refuses compile.disable and compile.backend.
-        ddp=("axolotl_train", "--use_cpu=True", *arguments) if compiled else (),
+        is_by_ddp=compiled,  # DeepSpeed 0.19.8 refuses compile.disable and compile.backend
     )
 
 
-# QLoRA as PEFT's documentation and TRL's script have it, with bitsandbytes' weights on the CPU,
-# beside DDP: DeepSpeed's stages aren't meant for weights whose bytes have another shape than the
-# matrix.
+# QLoRA as in PEFT's documentation and TRL's script, with bitsandbytes' weights on the CPU. DDP is
+# the reference, because DeepSpeed's stages do not support packed weights.
 def peft_qlora(name: str, zero: Config, *further: str) -> Case:
-    arguments = (
+    return trained(
+        *("PEFT", f"QLoRA, {name}", ("trainers.py", "peft_qlora")),
+        {**AUTO_BATCH, **CLIPPED, "zero_optimization": zero},
         *("--model_name_or_path={model}/llama", "--dataset_name={data}/text"),
         *("--optim=adamw_torch", *further, *TRAINER),
-    )
-    return Case(
-        "PEFT",
-        f"QLoRA, {name}",
-        "trainers.py",
-        ("peft_qlora", "--deepspeed={config}", *arguments),
-        {**AUTO_BATCH, **CLIPPED, "zero_optimization": zero},
-        ddp=("peft_qlora", "--use_cpu=True", *arguments),
+        is_by_ddp=True,
         needs=("bitsandbytes",),
     )
 
 
-def trl_qlora(name: str, config: Config) -> Case:
-    """Return supervised fine-tuning by TRL's script.
-
-    TRL makes the adapters bf16. DDP clips and updates them in bf16, the engine in fp32, which is
-    what the losses differ by.
-    """
-    arguments = (
-        *("--dataset_name={data}/text", "--load_in_4bit", "--use_bnb_nested_quant", "--use_peft"),
-        *("--lora_r=8", "--lora_target_modules=all-linear", *TRL_RUN),
-    )
-    return Case(
-        "TRL",
-        f"trl.scripts.sft, QLoRA, {name}",
-        "trl.scripts.sft",
-        ("--deepspeed={config}", *arguments),
-        config,
-        ddp=("--use_cpu=True", *arguments),
-        needs=("bitsandbytes", *NEEDS_TRL),
-    )
-
-
+# TRL makes the adapters bf16. DDP clips and updates them in bf16, the engine in fp32, so the losses
+# differ slightly.
+TRL_QLORA = (
+    *("--dataset_name={data}/text", "--load_in_4bit", "--use_bnb_nested_quant", "--use_peft"),
+    *("--lora_r=8", "--lora_target_modules=all-linear"),
+)
+TRL_QLORA_NEEDS = {"is_by_ddp": True, "needs": ("bitsandbytes", *NEEDS_TRL)}
 QUANTIZED = [
-    trl_qlora("ZeRO-2", TRL_2),
-    trl_qlora("ZeRO-3", TRL_3),
-    trl_qlora("ZeRO-3, all offloaded", TRL_OFFLOADED),
+    trl_script("sft", "QLoRA, ZeRO-2", TRL_2, *TRL_QLORA, **TRL_QLORA_NEEDS),
+    trl_script("sft", "QLoRA, ZeRO-3", TRL_3, *TRL_QLORA, **TRL_QLORA_NEEDS),
+    trl_script("sft", "QLoRA, ZeRO-3, all offloaded", TRL_OFFLOADED, *TRL_QLORA, **TRL_QLORA_NEEDS),
     peft_qlora("stage 2", {"stage": 2}),
     peft_qlora("stage 3", {"stage": 3}, "--bnb_4bit_quant_storage_dtype=bfloat16"),
     peft_qlora("stage 3, recomputed", {"stage": 3}, "--gradient_checkpointing=True"),
@@ -331,7 +351,7 @@ QUANTIZED = [
 # Programs that call ``deepspeed.initialize`` themselves.
 RLHF = (
     *("--pretrain={model}/llama", "--save_path={output}", "--micro_train_batch_size=4"),
-    *("--train_batch_size=16", "--param_dtype=fp32", "--adam_offload", "--gradient_checkpointing"),
+    "--train_batch_size=16",
 )
 
 
@@ -353,7 +373,7 @@ ENGINES = [
         "DeepSpeedExamples",
         "cifar10_deepspeed.py --deepspeed --stage 2",
         "cifar10_deepspeed.py",
-        ("--deepspeed", "--dtype=fp32", "--stage=2"),
+        ("--deepspeed", "--stage=2"),
     ),
     Case(
         "DeepSpeedExamples",
@@ -417,24 +437,21 @@ EXAMPLES = [
     ),
 ]
 
-# accelerate's documented ways to DeepSpeed, started by its own launcher.
-LAUNCH = """
-compute_environment: LOCAL_MACHINE
-debug: false
-deepspeed_config:
-{block}
-distributed_type: DEEPSPEED
-downcast_bf16: 'no'
-machine_rank: 0
-main_training_function: main
-main_process_port: 0
-{precision}
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-use_cpu: false
-"""
+# The ways to use DeepSpeed in accelerate's documentation, started by accelerate's launcher.
+LAUNCH: Config = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "distributed_type": "DEEPSPEED",
+    "downcast_bf16": "no",
+    "machine_rank": 0,
+    "main_training_function": "main",
+    "main_process_port": 0,
+    "num_machines": 1,
+    "num_processes": 2,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "use_cpu": False,
+}
 PLUGIN: dict[str, object] = {
     "deepspeed_multinode_launcher": "standard",
     "gradient_accumulation_steps": 2,
@@ -468,31 +485,26 @@ ACCELERATE_2 = {
 FILE = ("accelerate", "launch", "--config_file={files}/launch.yaml")
 
 
-def launch_file(block: dict[str, object], precision: str = "mixed_precision: 'no'") -> str:
-    lines = "\n".join(f"  {name}: {json.dumps(value)}" for name, value in block.items())
-    return LAUNCH.format(block=lines, precision=precision)
-
-
 def accelerated(
     name: str,
     way: str,
     config: Config | None = None,
     launcher: tuple[str, ...] = (),
-    file: str = "",
+    file: Config | None = None,
 ) -> Case:
     run = (way, "--model={model}/bert", "--dataset={data}/pairs", "--output_dir={output}")
-    files = {"launch.yaml": file} if file else {}
+    files = {"launch.yaml": json.dumps(file)} if file else {}  # YAML contains JSON
     return Case("accelerate", name, "accelerate_loops.py", run, config, launcher, files)
 
 
 ACCELERATE = [
     accelerated(
         *("launch with deepspeed_config_file, stage 2", "config_file", ACCELERATE_2, FILE),
-        launch_file({"deepspeed_config_file": "{config}"}, ""),
+        {**LAUNCH, "deepspeed_config": {"deepspeed_config_file": "{config}"}},
     ),
     accelerated(
         *("launch with the plugin's fields, stage 3", "plugin", None, FILE),
-        launch_file(PLUGIN),
+        {**LAUNCH, "deepspeed_config": PLUGIN, "mixed_precision": "no"},
     ),
     accelerated(
         "launch --use_deepspeed --zero_stage=3, all offloaded",
@@ -509,8 +521,8 @@ ACCELERATE = [
 ]
 
 
-# Lightning's DeepSpeed strategies, as its documentation names them, beside DDP: Lightning gives
-# DeepSpeed the number of a GPU, and ends without one.
+# Lightning's documented DeepSpeed strategies. DDP is the reference, because Lightning passes a
+# GPU's index to DeepSpeed and fails without a GPU.
 def lightning(name: str, way: str) -> Case:
     run = ("--model={model}/llama", "--dataset={data}/text", "--output_dir={output}")
     return Case("Lightning", name, "lightning_docs.py", (way, *run), ddp=("ddp", *run))
@@ -524,7 +536,7 @@ LIGHTNING = [
     lightning("DeepSpeedStrategy(stage=3, offload_optimizer, offload_parameters)", "in_code"),
 ]
 
-# Ray Train's DeepSpeed page. Ray starts the workers. They inherit the hook from the driver.
+# Ray Train's DeepSpeed page. Ray starts the workers, which inherit the import hook from the driver.
 RAY = Case(
     "Ray",
     "deepspeed.initialize in TorchTrainer's workers, ZeRO-3",

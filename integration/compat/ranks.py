@@ -1,8 +1,8 @@
-"""Ranks of one side of a comparison, started once by its launcher, which fork those of programs.
+"""Ranks of one side, started once by its launcher, from which programs' ranks are forked.
 
-The launcher (``zero-engine run`` or torchrun) starts this file with all of a rank's variables. Each
-rank imports the libraries and writes its variables, and the program by which processes are forked,
-to ``COMPAT_SERVERS/RANK.json``.
+The launcher (``zero-engine run`` or torchrun) runs this file in every rank. A rank imports the
+libraries and starts serving. It writes its environment variables and the client program of
+`benchmarks.harness.forked_python` to ``COMPAT_SERVERS/RANK.json``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 MEASURED = str(HERE / "measured.py")
 START_LIMIT_S = 300.0
 GRACE_S = 5.0
-"""How long the launcher may take to end."""
+"""Seconds until a launcher that does not end is killed."""
 PRELOADED = (
     "deepspeed",
     "torch._dynamo",
@@ -49,14 +49,9 @@ _ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Exit|I
 
 
 class Ranks:
-    """Ranks that a launcher has started.
+    """Ranks started by ``launcher``, interpreter arguments such as ``-m zero_engine run``.
 
-    Args:
-        launcher: words after the interpreter's that start ranks, e.g. ``-m zero_engine run``.
-        num_ranks: of this machine.
-
-    Raises:
-        RankError: they did not start.
+    Raises RankError if the ranks do not start.
     """
 
     def __init__(self, launcher: Sequence[str], num_ranks: int, folder: Path) -> None:
@@ -77,19 +72,21 @@ class Ranks:
             self._wait_for(servers, log)
             self._servers = [json.loads(file.read_text(encoding="utf-8")) for file in servers]
             self._owned.extend(hold_server(server["program"]) for server in self._servers)
-        except BaseException:  # nobody has this object yet, to close it
-            self._launcher.terminate()  # it ends the servers that are not held
+        except BaseException:  # the caller has no object to close
+            self._launcher.terminate()  # ends servers to which no connection is held yet
             self.close()
             raise
 
     def commands(
         self, program: Sequence[str], variables: Mapping[str, str]
     ) -> tuple[list[list[str]], list[dict[str, str]]]:
-        """Return by rank what runs ``measured.py PROGRAM`` on all ranks, and its environment."""
+        """Return the command ``measured.py PROGRAM`` and its environment for each rank."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])  # a free port
         shared = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            # The launcher's store has the keys of the program before.
+            "MASTER_PORT": port,
+            # The launcher's store still has keys of the previous program.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             **variables,
         }
@@ -99,7 +96,6 @@ class Ranks:
         )
 
     def close(self) -> None:
-        """End the ranks and their launcher."""
         for connection in self._owned:
             connection.close()
         with suppress(subprocess.TimeoutExpired):
@@ -118,7 +114,7 @@ class Ranks:
 
 
 def environment() -> dict[str, str]:
-    """Variables of programs on the CPU, one thread per rank, offline, on the loopback."""
+    """Return the environment of CPU programs: one thread per rank, offline, on the loopback."""
     own = own_environment()
     paths = [str(HERE), own["PYTHONPATH"]]
     return {
@@ -130,22 +126,14 @@ def environment() -> dict[str, str]:
     }
 
 
-def free_port() -> int:
-    """Return a port that nobody listens at now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def first_error(log: str) -> str:
-    """Return the message of the first exception that ended a program, from its output."""
     lines = log.splitlines()
     found = [match.group(1) for line in lines if (match := _ERROR.match(line))]
     return (found or [line for line in lines if line.strip()][-1:] or ["no output"])[0][:300]
 
 
 def main() -> None:
-    """Be a rank: import, and serve until the other side has closed."""
+    """Import the libraries on this rank and serve until `Ranks` closes its connection."""
     for module in PRELOADED:
         importlib.import_module(module)
     if importlib.util.find_spec("trl"):

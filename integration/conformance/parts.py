@@ -1,8 +1,8 @@
-"""Every part beside the protocol of `zero_core.protocols` that it is to satisfy.
+"""Proof that each part satisfies its protocol of `zero_core.protocols`.
 
-No package imports another's protocols; they match by shape. Here both sides are imported, and the
-match is proved twice: mypy --strict checks the assignments below, and ``test_signatures.py``
-compares what `inspect.signature` shows, parameter names and kinds included.
+No package imports another package's protocols. Parts and protocols match by shape only. The match
+is proved twice: mypy --strict checks the assignments below, and ``test_signatures.py`` compares
+signatures, including parameter names and kinds.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def prove_instances(
     local_store: LocalStore,
     partitioned: Partitioned,
 ) -> None:
-    """For mypy: instances of each part may stand where the engine asks for its protocol."""
+    """Check by mypy that instances of each part match the protocol that the engine requires."""
     transports: list[TransportCollectives] = [host, device]
     collectives: list[Collectives] = [*transports, quantized]
     stateful: StatefulCollectives = quantized
@@ -129,7 +129,7 @@ def prove_what_is_handed_over(
     watched: SnapshotTier,
     codec: UploadCodec,
 ) -> None:
-    """For mypy: what the engine hands to a part fits the part's own idea of it."""
+    """Check by mypy that the engine's objects match the protocols of the receiving parts."""
     comm: CommTransport = transport
     coding: CodingCollectives = transport
     offload: OffloadStateTier = tier
@@ -170,7 +170,7 @@ FACTORIES: dict[str, tuple[Callable[..., Any], type]] = {
     "zero_offload.footprint.param_footprint": (param_footprint, ParamFootprintFactory),
     "zero_core.optim.device_tier.DeviceTier": (DeviceTier, DeviceTierFactory),
 }
-"""Callables and the protocol whose ``__call__`` each satisfies."""
+"""Callables, each with the protocol whose ``__call__`` it satisfies."""
 
 TYPES: dict[str, tuple[type, type]] = {
     "zero_core.comm.host.HostCollectives": (HostCollectives, TransportCollectives),
@@ -203,7 +203,7 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_offload.footprint.TierFootprint": (OffloadFootprint, TierFootprint),
     "zero_engine.deepspeed.zero.partitioned.Partitioned": (Partitioned, PartitionedParam),
 }
-"""Classes and the protocol that their instances satisfy."""
+"""Classes, each with the protocol that its instances satisfy."""
 
 MODULES: dict[str, tuple[ModuleType, type]] = {
     "cpu_adam": (cpu_adam, AdamKernel),
@@ -215,4 +215,4 @@ MODULES: dict[str, tuple[ModuleType, type]] = {
     "cpu_adam, 8 bits": (cpu_adam, EightBitAdamKernel),
     "cpu_adam, bf16": (cpu_adam, Bf16AdamKernel),
 }
-"""Modules that satisfy a protocol by their functions."""
+"""Modules, each with the protocol that its functions satisfy."""

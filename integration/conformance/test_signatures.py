@@ -1,4 +1,4 @@
-"""Signatures at run time: what the engine calls is what each part declares."""
+"""At run time, each part has the signatures of its protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENTRY_POINTS = {
 
 
 def shape(function: Callable[..., Any]) -> list[tuple[str, str, bool]]:
-    """Name, kind and optionality of each parameter but self, keywords of a TypedDict among them."""
+    """Return name, kind and optionality of each parameter but self, TypedDict keywords included."""
     found: list[tuple[str, str, bool]] = []
     for p in inspect.signature(function).parameters.values():
         if p.kind is p.VAR_KEYWORD and str(p.annotation).startswith("Unpack["):
@@ -32,7 +32,7 @@ def shape(function: Callable[..., Any]) -> list[tuple[str, str, bool]]:
 
 
 def methods(protocol: type) -> list[str]:
-    """The methods that a protocol asks for, those of its bases included."""
+    """Return the names of a protocol's public methods, inherited ones included."""
     return sorted(
         name
         for name, value in inspect.getmembers(protocol, inspect.isfunction)
@@ -42,14 +42,12 @@ def methods(protocol: type) -> list[str]:
 
 @pytest.mark.parametrize("name", parts.FACTORIES)
 def test_factory_has_the_signature_of_its_protocol(name: str) -> None:
-    """A factory's parameters are those of the protocol's call."""
     factory, protocol = parts.FACTORIES[name]
     assert shape(factory) == shape(vars(protocol)["__call__"])
 
 
 @pytest.mark.parametrize("name", parts.TYPES)
 def test_class_has_every_method_with_the_signature_of_its_protocol(name: str) -> None:
-    """A class has each method, and its parameters are the protocol's."""
     part, protocol = parts.TYPES[name]
     assert methods(protocol)
     for method in methods(protocol):
@@ -58,10 +56,6 @@ def test_class_has_every_method_with_the_signature_of_its_protocol(name: str) ->
 
 @pytest.mark.parametrize("name", parts.MODULES)
 def test_module_has_every_function_with_the_signature_of_its_protocol(name: str) -> None:
-    """A module has each function with the protocol's parameters, those by position in their order.
-
-    Others are keywords that may be left out: of a protocol that asks for more, as `CopyingKernel`.
-    """
     module, protocol = parts.MODULES[name]
     for function in methods(protocol):
         found, asked = shape(getattr(module, function)), shape(getattr(protocol, function))
@@ -74,7 +68,6 @@ def test_module_has_every_function_with_the_signature_of_its_protocol(name: str)
 
 @pytest.mark.parametrize("group_and_name", ENTRY_POINTS)
 def test_entry_point_names_the_proved_factory(group_and_name: tuple[str, str]) -> None:
-    """What the engine loads is what was proved."""
     group, name = group_and_name
     (point,) = importlib.metadata.entry_points(group=group, name=name)
     factory, _ = parts.FACTORIES[ENTRY_POINTS[group_and_name]]
@@ -82,6 +75,5 @@ def test_entry_point_names_the_proved_factory(group_and_name: tuple[str, str]) -
 
 
 def test_entry_point_of_the_adam_kernel_names_the_proved_module() -> None:
-    """The kernel's entry point is the module that was proved."""
     (point,) = importlib.metadata.entry_points(group="zero_core.adam_kernels", name="cpu")
     assert point.load() is parts.MODULES["cpu_adam"][0]

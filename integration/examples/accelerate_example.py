@@ -1,4 +1,4 @@
-"""A script for Accelerate and DeepSpeed, as it stands; nothing named deepspeed has to be installed.
+"""A script for Accelerate and DeepSpeed, unchanged. No installed package deepspeed is needed.
 
 zero-engine run accelerate launch --config_file integration/examples/accelerate.yaml \
     integration/examples/accelerate_example.py

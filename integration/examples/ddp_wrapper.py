@@ -1,4 +1,4 @@
-"""A facade like DistributedDataParallel over zero-core's documented modules, trained beside DDP.
+"""A replacement of DistributedDataParallel built from zero-core's API, compared with DDP.
 
 torchrun --nproc-per-node=2 integration/examples/ddp_wrapper.py
 """
@@ -19,7 +19,7 @@ from zero_core.records import StepRecord, read_records
 
 
 class Wrapped(nn.Module):
-    """Stands where ``DistributedDataParallel(model)`` stood."""
+    """Replaces ``DistributedDataParallel(model)``."""
 
     def __init__(self, engine):
         super().__init__()
@@ -34,7 +34,10 @@ class Wrapped(nn.Module):
         return self.engine(*args, **kwargs)
 
     def state_dict(self):
-        """Return the whole model's, where DDP has "module." before each name. All ranks call it."""
+        """Return the whole model's values without DDP's prefix "module.".
+
+        Every rank must call it.
+        """
         return self.engine.full_state_dict()
 
     def resume(self, folder):
@@ -44,21 +47,21 @@ class Wrapped(nn.Module):
 
 
 class Stepper:
-    """Stands where the optimizer stood: ``zero_grad`` and ``step``, and its groups."""
+    """Replaces the optimizer, with ``zero_grad``, ``step`` and ``param_groups``."""
 
     def __init__(self, engine):
         self._engine = engine
         self.param_groups = engine.optimizer.param_groups
 
     def zero_grad(self):
-        """The engine drops a gradient when it has stepped."""
+        """Do nothing, because the engine frees gradients in each step."""
 
     def step(self):
         self._engine.step()
 
 
 def wrap(model, optimizer, *, stage=3, **config):
-    """Return what a DDP loop uses in place of its model and its optimizer."""
+    """Return the replacements of a DDP loop's model and optimizer."""
     config |= {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     engine = zero_core.build(model, config, optimizer=optimizer)
     print(format_bytes(sum(engine.memory_report().values())), "on this rank")

@@ -1,4 +1,4 @@
-"""torch's own FSDP2 with quantized communication: zero-comm alone, without the engine.
+"""torch's FSDP2 with quantized communication by zero-comm, without the engine.
 
 torchrun --nproc-per-node=2 integration/examples/fsdp2_quantized.py
 """
@@ -32,7 +32,8 @@ def main():
     model = make_model().to(device)
     for part in (*model[3:-1], model):
         fully_shard(part, mesh=mesh)
-    zero_comm.fsdp2.apply(model, weights="int8", gradients="int4")  # the one line
+    # The only line that FSDP2 code needs in addition.
+    zero_comm.fsdp2.apply(model, weights="int8", gradients="int4")
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 
     text = torch.tensor(list(inspect.getsource(argparse).encode()), device=device)

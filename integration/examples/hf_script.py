@@ -1,4 +1,4 @@
-"""A script of Hugging Face's Trainer for `zero-engine run`, which goes on from its last checkpoint.
+"""A script with Hugging Face's Trainer for `zero-engine run`. It resumes from its last checkpoint.
 
 zero-engine run --nproc-per-node 2 integration/examples/hf_script.py runs/two
 """
@@ -22,9 +22,9 @@ trainer = Trainer(
         output_dir=str(output),
         deepspeed={
             "train_micro_batch_size_per_gpu": "auto",
-            # The second key: else save_model leaves no weights at stage 3.
+            # Without the second key, save_model writes no weights at stage 3.
             "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
-            "step_records": {"folder": str(output / "records")},  # for zero-engine report
+            "step_records": {"folder": str(output / "records")},  # read by zero-engine report
         },
         per_device_train_batch_size=8,
         learning_rate=3e-3,

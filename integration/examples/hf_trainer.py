@@ -1,4 +1,4 @@
-"""Fine-tune a Hugging Face model with ZeRO: one word, `--zero`, and no JSON.
+"""Fine-tune a Hugging Face model with ZeRO by one option, `--zero`, without JSON.
 
 torchrun --nproc-per-node 2 integration/examples/hf_trainer.py --zero stage3-offload
 """
@@ -16,7 +16,7 @@ WINDOW = 64
 
 
 def text_windows() -> list[dict[str, torch.Tensor]]:
-    """The source of a module of the standard library, by bytes, in windows."""
+    """Return windows of bytes from the source of a standard library module."""
     text = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()[: 1 << 15]
     windows = torch.tensor(list(text)).long().split(WINDOW)[:-1]
     return [{"input_ids": ids, "labels": ids} for ids in windows]

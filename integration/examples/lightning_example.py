@@ -1,8 +1,8 @@
-"""Lightning at ZeRO stage 3, the optimizer in host memory: guess the next byte of a text.
+"""Lightning at ZeRO stage 3 with optimizer states on the host: predict the next byte of a text.
 
 python integration/examples/lightning_example.py
 
-It takes every GPU of the machine, or two CPU processes; on several machines: --nodes 2.
+It uses all GPUs of the machine, or two CPU processes. On several machines add --nodes 2.
 """
 
 import argparse
@@ -23,7 +23,7 @@ class ByteModel(L.LightningModule):
         super().__init__()
         self.losses = []
 
-    def configure_model(self):  # made here, a large model is sharded before it takes memory
+    def configure_model(self):  # a model created here is sharded before it takes memory
         first = [nn.Embedding(256, WIDTH // CONTEXT), nn.Flatten(), nn.Linear(WIDTH, WIDTH)]
         blocks = [nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
         self.net = nn.Sequential(*first, *blocks, nn.Linear(WIDTH, 256))

@@ -1,8 +1,8 @@
-"""The engine in Ray Train: two workers here; with RAY_ADDRESS=auto, wherever Ray has them.
+"""The engine in Ray Train with two workers, on this machine or with RAY_ADDRESS=auto on a cluster.
 
 python integration/examples/ray_train.py
 
-If a worker is lost, all start again from the newest checkpoint, as many as there is room for.
+If a worker is lost, training restarts from the newest checkpoint, if necessary with one worker.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import zero_core
 WIDTH, CONTEXT, BATCH, STEPS = 128, 8, 128, 64
 
 
-def train(zero, folder):  # on every worker, within the process group that Ray has made
+def train(zero, folder):  # runs on every worker, in the process group that Ray created
     rank, world_size = get_context().get_world_rank(), get_context().get_world_size()
     torch.manual_seed(0)
     first = [nn.Embedding(256, WIDTH // CONTEXT), nn.Flatten(), nn.Linear(WIDTH, WIDTH)]
@@ -33,13 +33,14 @@ def train(zero, folder):  # on every worker, within the process group that Ray h
     windows = text.unfold(0, CONTEXT + 1, 1)
     losses = (engine.resume(folder) or {"losses": []})["losses"]
     for step in range(len(losses), STEPS):
-        seeded = torch.Generator().manual_seed(step)  # one batch, however many workers share it
+        # The whole batch is the same for any number of workers.
+        seeded = torch.Generator().manual_seed(step)
         window = windows[torch.randint(len(windows), (BATCH,), generator=seeded)[rank::world_size]]
         loss = nn.functional.cross_entropy(engine(window[:, :-1]), window[:, -1])
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-        if step % 16 == 15:  # by all workers, in shards; a copy is Ray's
+        if step % 16 == 15:  # all workers write their shards, and Ray copies the checkpoint
             place = engine.save_checkpoint(folder, client_state={"losses": losses}, keep_last=2)
             means = {"first": sum(losses[:5]) / 5, "last": sum(losses[-5:]) / 5}
             report(means, Checkpoint.from_directory(str(place)) if rank == 0 else None)
@@ -50,7 +51,7 @@ if __name__ == "__main__":
         ray.init(num_cpus=2, object_store_memory=100 * 1000**2, include_dashboard=False)
     zero = {"train_batch_size": BATCH, "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}}}
     zero["zero_optimization"] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    # On a cluster: a folder that all of its machines share.
+    # On a cluster, the folder must be shared by all machines.
     folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
     scaling = ScalingConfig(num_workers=(1, 2), use_gpu=torch.cuda.is_available())
     run = RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=3))

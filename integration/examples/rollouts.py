@@ -1,4 +1,4 @@
-"""Rollouts in another process, as the inference side of TRL or OpenRLHF: it follows by patches.
+"""Rollouts in another process, as for TRL or OpenRLHF, whose model is updated by weight patches.
 
 torchrun --nproc-per-node=2 integration/examples/rollouts.py runs/rollouts
 """
@@ -18,7 +18,7 @@ CONFIG = {
     "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "weight_decay": 0.0}},
     "zero_optimization": {"stage": 3},
-    "weight_patches": {},  # the one key
+    "weight_patches": {},  # the only key that patches need
 }
 
 
@@ -28,7 +28,7 @@ def make_model():
 
 
 def rollouts(patches, texts):
-    model, version = make_model().bfloat16().eval(), 0  # as the trainer begins
+    model, version = make_model().bfloat16().eval(), 0  # the same initial weights as the trainer's
     for path in iter(patches.get, None):
         version = zero_core.apply_patch(model, path, version=version)
         tokens = model.generate(torch.full((4, 8), version), min_length=32, max_length=32)
@@ -44,7 +44,8 @@ def main(folder):
     if engine.rank == 0:
         spawn.Process(target=rollouts, args=(patches, texts), daemon=True).start()
     for path in [f"{folder}/patch-{number}.safetensors" for number in range(4)]:
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)  # in earnest, with rewards
+        # A real program would use rewards.
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
         patch = engine.weight_patch(since=engine.patch_version, path=path)
         expected = engine.full_state_dict(rank=0)

@@ -1,4 +1,4 @@
-"""A search for modules that are no pure function of their micro-batch, with torch alone.
+"""Find modules whose results depend on more than their micro-batch, with torch alone.
 
 torchrun --nproc-per-node=2 integration/examples/world_size_dependence.py
 """
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Counting(nn.Module):
-    """A module with a history: it scales by the number of its calls."""
+    """A module whose results depend on the number of its calls."""
 
     def __init__(self):
         super().__init__()
@@ -26,9 +26,9 @@ class BranchingByRank(nn.Module):
 
 
 def compute(model, batch):
-    """Return the tensors that innermost modules return, and parameters' gradients, by name."""
+    """Return the outputs of innermost modules and the parameters' gradients, by name."""
     found = {}
-    torch.manual_seed(0)  # as the engine does before each micro-batch
+    torch.manual_seed(0)  # the engine also seeds before each micro-batch
     handles = [
         module.register_forward_hook(lambda m, args, out, name=name: found.update({name: out}))
         for name, module in model.named_modules()
@@ -48,7 +48,7 @@ def first_difference(one, other):
 
 
 def find_dependence(model, first, second):
-    """Return what differs when ``first`` is computed again, after ``second``, and by rank 0."""
+    """Return what differs if ``first`` is computed again, after ``second``, or on rank 0."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     once = compute(model, first)
     changed = [n for n, b in model.named_buffers() if not torch.equal(b, buffers[n])]

@@ -1,4 +1,4 @@
-"""Programs to which something happens: started, watched until the moment, and ended."""
+"""Programs under fault injection: started, observed, and ended."""
 
 from __future__ import annotations
 
@@ -18,23 +18,19 @@ from zero_engine.train.metrics import read_metrics
 from zero_engine.train.settings import RunFolder
 
 END_S = 300.0
-"""Time after which a program is said to hang."""
+"""Seconds after which a program counts as hanging."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 LEAVE_WITHIN_S = 60.0
-"""How long ranks may take to save and leave when their launcher is gone."""
+"""Seconds in which ranks must save and end after their launcher has died."""
 MARK = "PROGRAM_OUTPUT"
-"""Variable by which the processes of a program are found when their parent has ended."""
+"""Environment variable that marks a program's processes, also after their parent has ended."""
 
 
 class Program:
-    """A program in a session of its own, all of whose processes are ended on exit.
-
-    Attributes:
-        pid: number of the process that was started.
-    """
+    """A program in its own session. All of its processes are killed when the context ends."""
 
     def __init__(self, *arguments: str, **variables: str) -> None:
-        """Run Python with ``arguments``, and with ``variables`` in its environment."""
+        """Run Python with ``arguments`` and with ``variables`` added to the environment."""
         self._output = Path(tempfile.mkdtemp(), "output")
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -61,11 +57,10 @@ class Program:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process that was started is over."""
         return self._process.poll() is not None
 
     def wait_for(self, has_come: Callable[[], bool]) -> None:
-        """Wait until ``has_come``, while the program runs."""
+        """Wait until ``has_come`` returns True. The program must keep running."""
         limit = time.monotonic() + END_S
         while not has_come():
             assert not self.has_ended, self.output
@@ -73,37 +68,36 @@ class Program:
             time.sleep(0.02)
 
     def end(self) -> int:
-        """Wait for the end and return the exit code."""
         return self._process.wait(END_S)
 
     def kill(self) -> None:
-        """Kill the process that was started, and none that it started."""
+        """Kill the started process but not its children."""
         self._process.kill()
         self._process.wait()
 
     def kill_all(self) -> None:
-        """Kill the process that was started and the ranks that it started, unless it has ended."""
+        """Kill the started process and its ranks, unless the process has ended."""
         for pid in [*self.ranks(), self.pid] if not self.has_ended else []:
             os.kill(pid, signal.SIGKILL)
 
     def descendants(self) -> list[int]:
-        """Return the processes that inherited this program's environment, in any session."""
+        """Return the pids of all processes with this program's mark in their environment."""
         mark = f"{MARK}={self._output}".encode()
         found = []
         for environment in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended meanwhile, or is another user's
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 if mark in environment.read_bytes().split(b"\0"):
                     found.append(int(environment.parent.name))
         return found
 
     def ranks(self) -> list[int]:
-        """Return the processes of the ranks that torchrun started, by local rank."""
+        """Return the pids of the ranks that torchrun started, by local rank."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         found: dict[int, int] = {}
         for child in map(int, children):
             try:
                 variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            except OSError:  # it has ended meanwhile
+            except OSError:  # the process has ended
                 continue
             values = dict(v.split(b"=", 1) for v in variables if b"=" in v)
             if b"LOCAL_RANK" in values:
@@ -111,20 +105,24 @@ class Program:
         return [found[rank] for rank in sorted(found)]
 
 
+def complete(*arguments: str, **variables: str) -> None:
+    """Run a `Program` that must end with code 0."""
+    with Program(*arguments, **variables) as program:
+        assert program.end() == 0, program.output
+
+
 def last_step(folder: RunFolder) -> int:
-    """Return the last step that the log of a run holds."""
     if not folder.metrics.exists():
         return 0
     return max((int(entry["step"]) for entry in read_metrics(folder.metrics)), default=0)
 
 
 def weights(folder: RunFolder) -> bytes:
-    """Return what a run that is complete leaves for transformers."""
     return (folder.hf / "model.safetensors").read_bytes()
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs that this one need not have started."""
+    """Return whether a process runs. It need not be a child of this process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -133,7 +131,7 @@ def is_running(pid: int) -> bool:
 
 
 def ranks_leave(ranks: list[int]) -> bool:
-    """Whether these processes end in time."""
+    """Wait until the processes have ended. Return whether they did within `LEAVE_WITHIN_S`."""
     limit = time.monotonic() + LEAVE_WITHIN_S
     while any(map(is_running, ranks)) and time.monotonic() < limit:
         time.sleep(0.05)

@@ -1,10 +1,10 @@
-"""Training that is killed at random moments, and what it ends with.
+"""Training that is killed at random moments and compared with an undisturbed run.
 
-``nox -s "faults(soak)" -- --minutes 20 --seed 1``. A run has a stage, a share of its optimizer
-states on the host and an interval between checkpoints; each of its launches has a number of ranks.
-All are drawn from the seed, and so are what happens to a launch and when. A run that came to its
-end is compared with one that nothing happened to, on one rank: every byte of the weights. Ends with
-code 1 if a bit differs, a launch hangs or fails by itself, or a process stays.
+``nox -s "faults(soak)" -- --minutes 20 --seed 1``. A run has a stage, an offload ratio and an
+interval between checkpoints. Each launch of a run has a number of ranks and faults at random
+moments. All of these are drawn from the seed. A completed run's weights are compared byte by byte
+with those of an undisturbed run on one rank. The exit code is 1 if a bit differs, a launch hangs or
+fails by itself, or a process remains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults.harness import END_S, Program, is_running, last_step, ranks_leave, weights
+from faults.harness import END_S, Program, complete, is_running, last_step, ranks_leave, weights
 from zero_engine.train.settings import RunFolder
 
 STEPS = 60
@@ -41,7 +41,7 @@ KILLED_RANK = "SIGKILL of a rank"
 LOST_RANK = "SIGKILL of a rank, without a restart"
 PAUSED = "SIGSTOP and SIGCONT of a rank"
 OUTLIVED = (KILLED_RANK, PAUSED)
-"""Faults after which a launch goes on."""
+"""Faults that a launch survives."""
 WRONG = ("differing bits", "hangs", "processes left", "failed launches")
 FAULTS = (
     KILLED_RANK,
@@ -55,14 +55,13 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Run:
-    """What is the same in all launches of a run."""
+    """Settings shared by all launches of a run."""
 
     stage: int
     offload: float
     save_every: int
 
     def config(self) -> dict[str, Any]:
-        """Return the engine's configuration: four micro-batches per step on any ranks."""
         zero: dict[str, Any] = {"stage": self.stage}
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu", "ratio": self.offload}
@@ -78,7 +77,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Moment:
-    """When something happens to a launch, and to which rank."""
+    """Moment of a fault, and the affected rank."""
 
     is_early: bool
     after_s: float
@@ -88,18 +87,15 @@ class Moment:
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Moment:
-        """Return one early in the life of the ranks, or one after some steps."""
+        """Draw a moment early in the ranks' life, or after some steps."""
         is_early, after_s = draw.random() < 0.3, draw.uniform(0, LONGEST_START_S)
         return cls(is_early, after_s, draw.randint(1, MOST_STEPS), draw.randrange(4), draw.random())
 
     def wait(self, program: Program, folder: RunFolder, gone: list[int]) -> list[int]:
-        """Wait for it and return the ranks: none if the program has ended before.
+        """Wait for the moment. Return the ranks, or an empty list if the program has ended.
 
-        Args:
-            gone: ranks of before, whose successors are waited for.
-
-        Raises:
-            TimeoutError: the steps do not come.
+        ``gone`` are killed ranks, whose successors must have started. Raises TimeoutError if
+        training makes no progress.
         """
         while not program.has_ended and (not program.ranks() or set(program.ranks()) & set(gone)):
             time.sleep(0.05)
@@ -117,7 +113,7 @@ class Moment:
 
 
 class Soak:
-    """Runs in a folder, and counts of what came of them."""
+    """Runs in a folder, and counts of their results."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, self._seed = folder, seed
@@ -126,38 +122,36 @@ class Soak:
         self.counts = Counter(dict.fromkeys(("runs", "launches", *WRONG), 0))
 
     def run(self) -> None:
-        """Let a run be killed several times, come to its end, and compare it."""
-        # Of its own: a run before may end at an earlier launch another time.
+        """Start a run, kill it several times, let it complete, and compare its weights."""
+        # A generator per run, because the number of launches of the previous run can vary.
         draw = random.Random(f"{self._seed} {self.counts['runs']}")
         stage = draw.randrange(4)
         run = Run(stage, draw.choice(OFFLOADS) if stage else 0.0, draw.choice((1, 3, 10, 25)))
         folder = RunFolder(self._folder / f"run-{self.counts['runs']}")
         faults = [draw.choice(FAULTS) for _ in range(draw.randint(1, MOST_KILLS))]
         print(f"run {self.counts['runs']}: {run}, {len(faults)} faults", flush=True)
-        for own in launches(faults):  # the last one is not ended
+        for own in launches(faults):  # the last launch has no fault that ends it
             code = self._launch(run, folder, own, draw)
             if code == 0:
-                break  # it came to its end before all of them
+                break  # the run completed before all faults
         self.counts["runs"] += 1
         if code:
-            return  # which is counted
+            return  # the failure is already counted
         found, wanted = weights(folder), self._straight_weights(run)
         differing = sum((a ^ b).bit_count() for a, b in zip(found, wanted, strict=True))
         self.counts["differing bits"] += differing
         print(f"  {differing} of {8 * len(wanted):,} bits differ", flush=True)
 
     def _straight_weights(self, run: Run) -> bytes:
-        """Return the weights of a run that nothing happens to."""
         key = (run.stage, run.offload)
         if key not in self._straight:
             folder = RunFolder(self._folder / f"straight-{run.stage}-{run.offload}")
-            with Program(*command(Run(*key, STEPS), folder, 1, 0)) as program:
-                assert program.end() == 0, program.output
+            complete(*command(Run(*key, STEPS), folder, 1, 0))
             self._straight[key] = weights(folder)
         return self._straight[key]
 
     def _launch(self, run: Run, folder: RunFolder, faults: list[str], draw: random.Random) -> int:
-        """Start the run or go on with it, and let ``faults`` happen. Return the exit code."""
+        """Start or resume the run and inject ``faults``. Return the exit code."""
         num_ranks = draw.choice(RANKS)
         moments = [Moment.drawn(draw) for _ in faults]
         self.counts["launches"] += 1
@@ -207,7 +201,6 @@ class Soak:
 
 
 def command(run: Run, folder: RunFolder, num_ranks: int, restarts: int) -> tuple[str, ...]:
-    """Return what starts a run, or goes on with it."""
     config = folder.root.with_suffix(".json")
     config.write_text(json.dumps(run.config()))
     return (
@@ -218,7 +211,7 @@ def command(run: Run, folder: RunFolder, num_ranks: int, restarts: int) -> tuple
 
 
 def launches(faults: list[str]) -> Iterator[list[str]]:
-    """Yield the faults of each launch: of all but the last, the last fault ends it."""
+    """Yield the faults of each launch. The last fault of a list ends the launch."""
     own: list[str] = []
     for fault in faults:
         own.append(fault)
@@ -229,7 +222,6 @@ def launches(faults: list[str]) -> Iterator[list[str]]:
 
 
 def main(seed: int, minutes: float) -> int:
-    """Soak for some minutes and say what was counted."""
     print(f"seed {seed}: {minutes:g} minutes", flush=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Research, not product: experiments that answer one question each, and their results.
+"""Research experiments, which are not part of the product. Each answers one question.
 
 ``python integration/lab/run.py`` lists the experiments.
 """

@@ -1,4 +1,4 @@
-"""The command line of the lab: an experiment's name, then its own options."""
+"""Command line of the lab: the name of an experiment, then its options."""
 
 from benchmarks.__main__ import Experiments
 

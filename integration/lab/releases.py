@@ -1,12 +1,13 @@
-"""Runs `scars.py` with releases of DeepSpeed, on two ranks on the CPU.
+"""Runs `scars.py` with releases of DeepSpeed, on two CPU ranks.
 
     python integration/lab/releases.py                   each scar in the release it was seen in
-    python integration/lab/releases.py --release 0.19.8  all scars in this one
+    python integration/lab/releases.py --release 0.19.8  all scars in this release
 
-Each release is installed without its dependencies into a folder of its own, and each scar has
-processes of its own. What a release looks for in vain on a CPU beside today's torch and NumPy has
-a stand-in here: see `stand_in`. No code of a release is changed. Ends with code 1 if a scar does
-not end as `scars.SEEN` says, which ``integration/lab/evidence/scars.md`` repeats.
+A scar is a training in `scars.py` that a release got silently wrong. Each release is installed
+without dependencies into its own folder, and each scar runs in its own processes. Modules that a
+release requires but that are missing here are replaced (see `stand_in`). No code of a release is
+changed. The exit code is 1 if a scar does not end as in `scars.SEEN`, which
+``integration/lab/evidence/scars.md`` repeats.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from scars import NUMBERS, SEEN, SOMETIMES, run_all
 
 HERE = Path(__file__).resolve()
 
-LIMIT_S = 900  # operators of a release are compiled in its first program, for minutes
+LIMIT_S = 900  # the first program of a release compiles operators for minutes
 
 
 def install(release: str, folder: Path) -> Path:
-    """Return the folder with ``release``, into which it is installed where it is not there yet."""
+    """Return the folder of ``release``, after installing the release there if necessary."""
     target = folder / release
     if not (target / "deepspeed").is_dir():
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps")
@@ -38,7 +39,7 @@ def install(release: str, folder: Path) -> Path:
 
 
 def run_release(target: Path, number: int) -> str:
-    """Return what goes wrong with a scar in the release in ``target``, "" if nothing does."""
+    """Run one scar with the release in ``target``. Return the error, or an empty string."""
     results = target.with_name(f"{target.name}.{number}.json")
     results.unlink(missing_ok=True)
     paths = [str(target), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -46,11 +47,13 @@ def run_release(target: Path, number: int) -> str:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "DS_ACCELERATOR": "cpu",
-        # Not where the installed DeepSpeed has its own.
+        # A folder separate from that of the installed DeepSpeed.
         "TORCH_EXTENSIONS_DIR": str(target.with_name(f"{target.name}.extensions")),
-        # Below 0.16 the number of CPU devices is asked of the program numactl otherwise.
+        # Without this variable releases below 0.16 ask the program numactl for the number of CPU
+        # devices.
         "LOCAL_SIZE": "2",
-        # Below 0.16 checkpoints hold objects, which torch.load refuses by default since 2.6.
+        # Checkpoints of releases below 0.16 hold objects, which torch.load refuses by default since
+        # 2.6.
         "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -67,7 +70,7 @@ def run_release(target: Path, number: int) -> str:
         try:
             started.wait(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            started.terminate()  # not killed: the launcher ends its ranks
+            started.terminate()  # SIGTERM instead of SIGKILL, so that the launcher ends its ranks
             started.wait()
             return f"not over after {LIMIT_S} s"
     if not results.is_file():
@@ -77,11 +80,10 @@ def run_release(target: Path, number: int) -> str:
 
 
 def stand_in() -> None:
-    """Provide the names that releases of 2024 import, and that are not there.
+    """Provide names that releases of 2024 import and that are missing here.
 
-    None of them computes anything in a scar: Intel's extension of torch and its collectives, of
-    which the presence is required, a function and a logger of torch's elastic agent, and a
-    constant of NumPy.
+    No scar computes anything with them: Intel's extension of torch and its collectives, a function
+    and a logger of torch's elastic agent, and a constant of NumPy.
     """
     for name in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):
         sys.modules.setdefault(name, ModuleType(name))
@@ -96,7 +98,7 @@ def stand_in() -> None:
 
 
 def run_rank(number: int, results: Path) -> None:
-    """Run a scar on this rank. Rank 0 writes what went wrong."""
+    """Run a scar on this rank. Rank 0 writes the error, or an empty string."""
     import torch
     import torch.distributed as dist
 
@@ -104,10 +106,10 @@ def run_rank(number: int, results: Path) -> None:
     deepspeed = importlib.import_module("deepspeed")
     accelerator = deepspeed.accelerator.get_accelerator()
     accelerator.communication_backend_name = lambda: "gloo"
-    # The question is for fp16 instructions, without which torch computes too, if slowly.
+    # The original checks for fp16 instructions, without which torch computes too, but slowly.
     accelerator.is_fp16_supported = lambda: True
     accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
-    # Compiled for minutes otherwise, for collectives of inference.
+    # Prevents a compilation of minutes, for collectives that only inference uses.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     deepspeed.init_distributed("gloo")
     rank = dist.get_rank()
@@ -118,7 +120,7 @@ def run_rank(number: int, results: Path) -> None:
 
 
 def main() -> None:
-    """Run releases, or, as a rank, a scar in one of them."""
+    """Run releases or, as a rank process, one scar in one release."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--release", action="append", help="of DeepSpeed; repeatable")
     parser.add_argument("--number", type=int, action="append", help="of a scar; repeatable")

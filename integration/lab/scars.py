@@ -1,8 +1,8 @@
-"""Trainings in which releases of DeepSpeed were wrong without an error, by number of the issue.
+"""Scars: trainings in which releases of DeepSpeed were silently wrong, by issue number.
 
-Each is a program for two ranks over ``import deepspeed`` as DeepSpeed has it, and compares with
-plain torch in one process, which takes all ranks' samples. `releases.py` runs them with releases
-of DeepSpeed. ``evidence/scars.md`` says what was seen.
+Each training runs on two ranks with ``import deepspeed`` and is compared with plain torch in one
+process that trains on all ranks' samples. `releases.py` runs the trainings with releases of
+DeepSpeed. ``evidence/scars.md`` has the results.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH, SAMPLES = 8, 4
 OTHER = 100
-"""Steps from here on have the samples of a loss's second part."""
+"""First step number of the samples for a loss's second part."""
 CPU = {"device": "cpu"}
 BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is special about a network."""
+    """Special properties of a network."""
 
     width: int = WIDTH
-    """Features of each block, of the first features of a sample."""
+    """Width of each block, which uses the first ``width`` features of a sample."""
     uses: tuple[int, ...] = (0, 1, 2)
-    """Blocks in the order of use."""
+    """Indices of the used blocks, in order."""
     reentrant: bool | None = None
-    """How blocks are checkpointed. None: not at all."""
+    """Kind of activation checkpointing of the blocks; None for none."""
     frozen: tuple[str, ...] = ()
-    """Prefixes of names of parameters that are not trained."""
+    """Prefixes of the names of frozen parameters."""
     adapter_dtype: torch.dtype | None = None
-    """Dtype of adapters beside the blocks, which are frozen then."""
+    """Dtype of adapters added to the blocks, which are then frozen."""
     has_angles: bool = False
-    """Whether the input is turned by a buffer of angles in fp32, too large for bf16."""
+    """Whether the input is multiplied by the sine of fp32 angles that bf16 cannot represent."""
 
 
 class Net(nn.Module):
-    """Three blocks and a head."""
+    """A network of three blocks and a head."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, seed: int = 0) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Scar:
-    """A training, and how far it may be from plain torch's."""
+    """A training, with the settings that triggered a bug of DeepSpeed."""
 
     number: int
     title: str
@@ -103,16 +103,16 @@ class Scar:
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     learning_rate: float = 0.1
     resumes: bool = False
-    """Save after the second step, and go on in a new engine of other values."""
+    """Save after the second step and resume in a new engine with other initial values."""
     autocast: bool = False
     calls_module: bool = False
-    """The loss also takes a call of the model inside the engine, with other samples."""
+    """Add to the loss a second call of the model, directly and with other samples."""
     halves: bool = False
-    """Each rank halves its part of the gradients by name, before the step."""
+    """Let each rank halve its part of the gradients before the step, by name."""
 
     @property
     def tolerance(self) -> float:
-        """Most relative error of the sum of updates, and of a gradient's norm."""
+        """Largest relative error of the sum of updates, and of a gradient's norm."""
         is_coarse = self.dtype != torch.float32 or self.autocast or self.optimizer == MUON
         return 0.06 if is_coarse else 2e-3
 
@@ -124,7 +124,7 @@ class Scar:
             "gradient_clipping": self.clipping,
             "bf16": {"enabled": self.dtype == BF16},
             "fp16": {"enabled": self.dtype == torch.float16, "loss_scale": 128},
-            # No parameter is small enough to stay whole at stage 3.
+            # The threshold is 0 so that stage 3 also shards small parameters.
             "zero_optimization": {
                 "stage": self.stage,
                 "stage3_param_persistence_threshold": 0,
@@ -139,7 +139,7 @@ class Scar:
 
 OFFLOAD = {"offload_optimizer": CPU}
 NAMED = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
-"""The optimizer by the configuration: DeepSpeedCPUAdam where its state is on the host."""
+"""An optimizer given by the configuration. With states on the host it is DeepSpeedCPUAdam."""
 ADAMW = torch.optim.AdamW
 MUON = partial(torch.optim.Muon, weight_decay=0.0)
 MUON_NAMED = {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}}
@@ -373,12 +373,12 @@ def check(deepspeed: Any, scar: Scar, rank: int, world_size: int, folder: str) -
     """Train with ``deepspeed`` and with plain torch, and compare.
 
     Raises:
-        AssertionError: they differ.
+        AssertionError: norms or updates differ.
     """
     norms, values = _train(deepspeed, scar, rank, folder)
     expected_norms, expected, initial = _train_plainly(scar, world_size)
     for found, norm in zip(norms, expected_norms, strict=True):
-        # DeepSpeed's norm with Muon is that of the orthogonalized matrices.
+        # With Muon, DeepSpeed's norm is that of the orthogonalized matrices.
         if found is not None and scar.optimizer != MUON:
             assert abs(found - norm) <= scar.tolerance * norm, f"norm {found:.4g}, not {norm:.4g}"
     gap = _distance(values, expected) / _distance(expected, initial)
@@ -438,7 +438,7 @@ def _engine(deepspeed: Any, scar: Scar, seed: int = 0) -> Any:
 def _train_plainly(
     scar: Scar, world_size: int
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Return norms, values and initial values of the same training in fp32 on one process."""
+    """Train in fp32 in one process. Return norms, final values and initial values."""
     model = Net(scar.shape, torch.float32)
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     initial = {name: param.detach().clone() for name, param in trained.items()}
@@ -472,11 +472,11 @@ def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return torch.stack([(one[name] - other[name]).norm() for name in one]).norm().item()
 
 
-# ------------------------------------------------------------------- of another form
+# Scars that need a program of their own.
 
 
 def check_first_rate(deepspeed: Any, rank: int) -> None:
-    """#6569: the first step took the optimizer's rate, not the schedule's, which is 0 there."""
+    """#6569: the first step used the optimizer's rate instead of the schedule's, which is 0."""
     scar = Scar(6569, "", 1)
     warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 10}
     config = {
@@ -498,7 +498,7 @@ def check_first_rate(deepspeed: Any, rank: int) -> None:
 
 
 def check_full_gradients(deepspeed: Any, rank: int) -> None:
-    """#5883: what `safe_get_full_grad` returned was not the gradient."""
+    """#5883: `safe_get_full_grad` did not return the gradient."""
     for stage in (1, 2, 3):
         scar = Scar(5883, "", stage)
         model = Net(scar.shape, scar.dtype)
@@ -521,7 +521,7 @@ def check_full_gradients(deepspeed: Any, rank: int) -> None:
 
 
 def check_evaluation(deepspeed: Any, rank: int) -> None:
-    """#4906: without gradients hpZ gathered its copy of the weights, which a step left alone."""
+    """#4906: without gradients, hpZ gathered a copy of the weights from before the step."""
     scar = Scar(4906, "", 3, zero=HPZ, learning_rate=1.0)
     engine = _engine(deepspeed, scar)
     engine.backward(engine(micro_batch(0, 0, rank)))
@@ -537,7 +537,7 @@ def check_evaluation(deepspeed: Any, rank: int) -> None:
 
 
 def check_reloaded(deepspeed: Any, rank: int) -> None:
-    """#7050: weights that came back to the device were those of other parameters."""
+    """#7050: after reloading, parameters had the values of other parameters."""
     scar = Scar(7050, "", 3, config={"optimizer": NAMED})
     model = Net(scar.shape, scar.dtype)
     params = list(model.parameters())
@@ -561,7 +561,7 @@ def check_rates(
     expected: list[float],
     rates: tuple[float, float] = (0.1, 0.2),
 ) -> None:
-    """Compare the rates of two groups, of ``rates`` of their own, with the schedule's."""
+    """Compare two groups' learning rates, initially ``rates``, with ``expected``."""
     scar = Scar(0, "", 1)
     model = Net(scar.shape, scar.dtype)
     groups = [
@@ -582,18 +582,18 @@ def check_rates(
 
 
 def check_optimizers_rates(deepspeed: Any, rank: int) -> None:
-    """#7303: a warmup without a rate of its own ran up to 0.001, not to the optimizer's."""
+    """#7303: a warm-up without a maximum rose to 0.001 instead of the optimizer's rate."""
     check_rates(deepspeed, "WarmupLR", {"warmup_num_steps": 2}, [0.1, 0.1], (0.1, 0.1))
 
 
 def check_first_rates(deepspeed: Any, rank: int) -> None:
-    """#7969: the cosine schedule set the first group's rate alone before the first step."""
+    """#7969: before the first step the cosine schedule set only the first group's rate."""
     cosine = {"total_num_steps": 20, "warmup_num_steps": 10}
     check_rates(deepspeed, "WarmupCosineLR", cosine, [0.0, 0.0])
 
 
 def check_last_rates(deepspeed: Any, rank: int) -> None:
-    """#8171: a warmup to the optimizer's rates took the first group's for all."""
+    """#8171: a warm-up to the optimizer's rates used the first group's rate for all groups."""
     check_rates(deepspeed, "WarmupLR", {"warmup_num_steps": 2}, [0.1, 0.2])
 
 
@@ -619,7 +619,7 @@ SEEN: dict[int, tuple[str, str]] = {
     7707: ("0.18.2", "AssertionError: norm 0.4435, not 0.4417"),
     7718: ("0.18.2", "AssertionError: norm 0.3115, not 1.065"),
     7807: ("0.18.6", "AssertionError: updates differ by 0.51"),
-    7837: ("0.18.2", "AssertionError: norm "),  # 220.9 or 1.131e+05, not 1.726
+    7837: ("0.18.2", "AssertionError: norm "),  # the norm is 220.9 or 1.131e+05, not 1.726
     7967: ("0.18.2", "AssertionError: norm 0.9921, not 1.331"),
     7969: ("0.18.6", "AssertionError: rates [0.0, 0.2], not [0.0, 0.0]"),
     7981: ("0.18.2", "AssertionError: norm 0.4331, not 1.331"),
@@ -632,16 +632,16 @@ SEEN: dict[int, tuple[str, str]] = {
     8441: ("0.19.2", "AssertionError: updates differ by 0.95"),
     8443: ("0.19.2", "AssertionError: updates differ by 1.9"),
 }
-"""The release of DeepSpeed in which a number was seen, and how its program ends there: another
-error, or another wrong number, is another bug's."""
+"""The release of DeepSpeed that shows the bug, and how its program ends. Another error or another
+wrong number belongs to another bug."""
 SOMETIMES: dict[int, str] = {8113: "0.19.2", 8158: "0.19.2"}
-"""The release in which a number was seen in some runs, and not in others."""
+"""The release that shows the bug in some runs only."""
 
 
 def run_all(
     deepspeed: Any, numbers: list[int], rank: int, world_size: int, folder: str
 ) -> dict[int, str]:
-    """Run the scars ``numbers``. Returns what went wrong with each, "" where nothing did."""
+    """Run the scars with the issue numbers ``numbers``. Return each one's error or ""."""
     trainings = {scar.number: scar for scar in TRAININGS}
     found = {}
     for number in numbers:

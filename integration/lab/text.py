@@ -1,4 +1,4 @@
-"""Training on real text: the train program's corpus, optimizer, schedule and clipping."""
+"""Training on real text with the train program's corpus, optimizer, schedule and clipping."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zero_engine.train.data import prepare_corpus, read_text
 from zero_engine.train.settings import fill_auto
 
 LAST_STEPS = 50
-"""The training loss is the mean over this many steps at the end."""
+"""Number of last steps whose mean is the training loss."""
 
 
 @contextmanager
 def text_folder(*, vocab: int, context: int) -> Iterator[Path]:
-    """Prepare the Python standard library's source as a corpus, until the end of the context."""
+    """Prepare the Python standard library's source as a corpus in a temporary folder."""
     with tempfile.TemporaryDirectory() as scratch:
         prepare_corpus(read_text(None), Path(scratch), vocab_size=vocab, context=context)
         yield Path(scratch)
@@ -38,7 +38,7 @@ def training_loss(losses: Sequence[float]) -> float:
 
 
 def percent_over(value: float, reference: float) -> float:
-    """Return how much higher ``value`` is, in percent."""
+    """Return how much higher ``value`` is than ``reference``, in percent."""
     return 100.0 * (value / reference - 1.0)
 
 
@@ -55,9 +55,9 @@ def curves(
     steps: int,
     bar_percent: float | None = None,
 ) -> Panel:
-    """Return a panel of curves over ``steps`` steps, those of a name in one color.
+    """Return a panel of named curves over ``steps`` steps, with one color per name.
 
-    ``bar_percent`` is drawn as a band around 0, for curves that are differences.
+    ``bar_percent`` draws a band around 0, for curves of differences.
     """
 
     def draw(axes: Axes) -> None:

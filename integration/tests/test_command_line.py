@@ -257,7 +257,7 @@ def test_doctor_finds_everything_and_shows_the_same_names_as_json() -> None:
         assert finding["name"] in table
 
 
-def test_doctor_names_a_missing_and_a_broken_package_and_an_optional_library(monkeypatch):
+def test_doctor_names_a_missing_and_a_broken_package_and_an_optional_library(monkeypatch, tmp_path):
     real = importlib.metadata.version
 
     def version(name: str) -> str:
@@ -271,8 +271,12 @@ def test_doctor_names_a_missing_and_a_broken_package_and_an_optional_library(mon
     assert finding.advice == "pip install zero-comm"
     monkeypatch.setitem(doctor.OPTIONAL, "a-library-of-few", "rare scripts")
     monkeypatch.setitem(doctor.PACKAGES, "cpu-adam", "a_module_that_is_not_there")
+    (tmp_path / "asks_for_another.py").write_text("import importlib.metadata as m; m.version('-')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(doctor.PACKAGES, "zero-offload", "asks_for_another")
     found = by_name()
     optional, broken = found["a-library-of-few"], found["cpu-adam"]
+    assert "but: PackageNotFoundError" in found["zero-offload"].value
     assert optional.state == "note"
     assert optional.advice == "pip install a-library-of-few, for rare scripts"
     assert broken.state == "missing"

@@ -24,7 +24,7 @@ from zero_core.testing import (
     train,
 )
 from zero_core.testing.training import assert_same
-from zero_offload.rules import codes
+from zero_offload.rules import compact
 
 STEPS = 4
 
@@ -46,17 +46,17 @@ def test_codes_are_those_of_the_kernels_definition() -> None:
     exp_avg = torch.randn(numel) * torch.exp(torch.randn(numel)) * scale
     exp_avg_sq = exp_avg.square()
     expected = reference.quantize_moments(exp_avg.numpy(), np.sqrt(exp_avg_sq.numpy()))
-    found = (*codes.encode_exp_avg(exp_avg), *codes.encode_exp_avg_sq(exp_avg_sq))
+    found = (*compact.encode_exp_avg(exp_avg), *compact.encode_exp_avg_sq(exp_avg_sq))
     for one, other in zip((found[0], found[2], found[1], found[3]), expected, strict=True):
         assert torch.equal(one, torch.from_numpy(other))
     first, _, scales, _ = expected
-    decoded = codes.decode_exp_avg(found[0], found[1])
+    decoded = compact.decode_exp_avg(found[0], found[1])
     torch.testing.assert_close(
         decoded, torch.from_numpy(reference.dequantize_exp_avg(first, scales)), rtol=2e-7, atol=0
     )
     roots = torch.from_numpy(reference.dequantize_exp_avg_sq_root(expected[1], expected[3]))
-    assert torch.equal(codes.decode_exp_avg_sq(found[2], found[3]), roots.square())
-    param, remainder = codes.split_master(exp_avg)
+    assert torch.equal(compact.decode_exp_avg_sq(found[2], found[3]), roots.square())
+    param, remainder = compact.split_master(exp_avg)
     upper, lower = reference.split_master(exp_avg.numpy())
     assert torch.equal(param.view(torch.int16), torch.from_numpy(upper.view(np.int16)))
     assert torch.equal(remainder, torch.from_numpy(lower))

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import run_here
 from torch import Tensor, nn
 
 from tests.support.deepspeed_files import (
@@ -36,7 +37,6 @@ from zero_core.checkpoint.files import Reader, read_buffers, read_weights
 from zero_core.checkpoint.manifest import read_manifest
 from zero_core.errors import CheckpointCorruptError
 from zero_engine import deepspeed
-from zero_engine.checkpoints import convert
 from zero_engine.deepspeed_import.child import die_with_parent, leave_network, limit
 from zero_engine.deepspeed_import.importing import find_place, import_checkpoint, read_source
 from zero_engine.deepspeed_import.source import MASTER
@@ -219,7 +219,7 @@ def test_nothing_that_is_there_is_replaced(classes: dict[str, type], tmp_path: P
     write_stage_2(tmp_path / "third" / "global_step9", classes, 1)
     with pytest.raises(CheckpointError, match="of another program"):
         import_checkpoint(saved, tmp_path / "third")
-    assert convert(str(saved), str(saved), None, None, (), as_json=True) == 2
+    run_here("import", str(saved), str(saved), expected_code=2)
     # From Python 3.14 on, the overlong name counts as a missing folder.
     with pytest.raises(CheckpointError, match=r"not imported.*too long|there is no folder .*xxx"):
         import_checkpoint(saved, tmp_path / "new", "x" * 300)

@@ -27,8 +27,7 @@ from zero_core.testing import (
 )
 from zero_engine.report import charts
 from zero_engine.report.compose import bounds
-from zero_engine.report.measured import measure
-from zero_engine.report.run import read_run
+from zero_engine.report.run import measure, read_run
 from zero_offload import OffloadedOptimizer
 
 STEPS = 3

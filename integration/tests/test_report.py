@@ -24,8 +24,7 @@ from zero_core.testing import make_tower, rows, train
 from zero_engine.cli import app
 from zero_engine.report import write_report
 from zero_engine.report.compose import first_sentence
-from zero_engine.report.measured import kept_bytes
-from zero_engine.report.run import read_run
+from zero_engine.report.run import kept_bytes, read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028'\"&"
 # The recorder writes all keys with their defaults.

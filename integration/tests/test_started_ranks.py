@@ -21,7 +21,7 @@ from zero_engine.launch.ranks import join_ranks
 from zero_engine.launch.started_ranks import first_host, rank_variables
 from zero_engine.launch.torchrun import local_address_only
 from zero_engine.script.hook import hooked
-from zero_engine.script.local_rank import OPTION, Source, declares, source_of
+from zero_engine.script.run import OPTION, Source, declares, source_of
 
 SLURM = {
     "SLURM_JOB_ID": "40007",

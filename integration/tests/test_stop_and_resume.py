@@ -174,7 +174,7 @@ def test_checkpoints_at_a_url_outlive_the_machine(tmp_path, tiny_options):
 def test_a_rank_ends_when_its_launcher_is_gone() -> None:
     rank = """
 import time
-from zero_engine.launch.orphans import end_with_launcher
+from zero_engine.launch.started_ranks import end_with_launcher
 end_with_launcher()
 print("watches", flush=True)
 time.sleep(600)

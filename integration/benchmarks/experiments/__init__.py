@@ -1,1 +1,1 @@
-"""The experiments, a program each: see `benchmarks.__main__` for their names."""
+"""Experiments. `benchmarks.__main__` lists their names."""

@@ -1,9 +1,9 @@
 """One optimizer step on host memory: cpu-adam, torch, DeepSpeed, torchao, bitsandbytes.
 
-All contenders of a **race** run in one process, on the same memory, in turn: every **round** gives
-each its turn, so slow moments of the machine fall on all of them. A turn begins with a rest (the
-OpenMP threads of torch spin for a while after a call, and would slow the next contender down) and
-one call that is not timed; then come the timed ones. Figures are medians of all timed calls.
+All contenders of a race run in one process on the same memory. Every round gives each contender one
+turn, so slow moments of the machine affect all of them. A turn is a pause, one untimed call, and
+timed calls. The pause is needed because torch's OpenMP threads keep spinning after a call and would
+slow the next contender down. Figures are medians over all timed calls.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ KERNEL_ADAMW: dict[str, Any] = {
     **dict(zip(("beta1", "beta2"), ADAMW["betas"], strict=True)),
 }
 FUSED_BYTES = 28
-"""Traffic of one fp32 element: weight, two moments in and out, gradient in. Also of the offload
-path: the gradient is 2 bytes instead of 4, and the copy 2 more."""
+"""Bytes of memory traffic per fp32 element: weight and two moments in and out, gradient in. The
+offload path moves as many: its gradient is 2 bytes smaller, and it writes a 2-byte copy."""
 TURN_S = 0.05
-"""Small steps are repeated within a turn until they have taken this long..."""
+"""Least seconds of timed calls in a turn."""
 MAX_CALLS = 30
-"""...or this often."""
+"""Most timed calls in a turn."""
 NUMELS = (64 * 2**20, 2**20)
 REST_S = 0.05
 NUM_SMALL, SMALL_NUMEL = 500, 10_000
 OURS = "cpu-adam"
+PEERS = ("torch", "deepspeed", "torchao", "bitsandbytes")
 BANDWIDTH = "bandwidth, 28 B/element"
 
 Step = Callable[[], object]
 Contenders = Mapping[str, tuple[Callable[[], Step], float | None]]
-"""By name: what prepares a step, and how many times as fast ours should be at least. The first is
-ours."""
+"""Maps a contender's name to a function that prepares its step, and to the least ratio of its time
+to cpu-adam's (None: no bar). The first contender is cpu-adam."""
 
 
 def main(
@@ -59,17 +60,22 @@ def main(
     threads: AllThreads = 0,
     output: Output = RESULTS,
 ) -> None:
-    """Run every race, write ``cpu_adam.json`` and ``cpu_adam.png``, print tables."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     found: dict[str, tuple[int, dict[str, Row]]] = {}
     with threads_of_all(threads) as num_threads:
         for name, num_elements, make in _races():
             print(f"{name} ...", flush=True)
             found[name] = num_elements, _run(make(), rounds)
-            gc.collect()  # the race's memory, before the next one's is there
+            gc.collect()  # frees the race's memory before the next race allocates its own
     settings = {"numels": NUMELS, "rounds": rounds, "rest_s": REST_S, "threads": num_threads}
     races = {name: rows for name, (_, rows) in found.items()}
-    report = {"settings": settings, "machine": _machine(), "races": races}
+    about = {
+        **machine(),
+        "isa": cpu_adam.active_isa(),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set"),
+        **{name: version(name) or "not installed" for name in PEERS},
+    }
+    report = {"settings": settings, "machine": about, "races": races}
     sections = [section(name, num_elements, rows) for name, (num_elements, rows) in found.items()]
     publish(output, "cpu_adam", report, sections, columns=2)
 
@@ -88,7 +94,7 @@ def _races() -> Iterator[tuple[str, int, Callable[[], Contenders]]]:
 
 
 def _run(contenders: Contenders, rounds: int) -> dict[str, Row]:
-    """Return a row per contender: of all its timed calls, beside ours."""
+    """Return a row per contender, with its time relative to cpu-adam's."""
     ours = next(iter(contenders))
     steps: dict[str, Step] = {}
     failures: dict[str, Row] = {}
@@ -98,9 +104,14 @@ def _run(contenders: Contenders, rounds: int) -> dict[str, Row]:
                 raise RuntimeError("not run: there is nothing to compare it with")
             steps[name] = make()
             steps[name]()
-        # Another package's failure, of whatever kind, is a result like any other.
+        # A failure of another package, of any type, becomes a row.
         except Exception as error:
-            failures[name] = {"failure": _explain(error)}
+            lines = str(error).splitlines() or [type(error).__name__]
+            why = f"failed: {lines[0]}"
+            if isinstance(error, ModuleNotFoundError) and error.name is not None:
+                package = error.name.partition(".")[0]
+                why = f"{package} is not installed: pip install {package}"
+            failures[name] = {"failure": why}
 
     def take_turn(name: str, _: int) -> Row:
         if name in failures:
@@ -134,21 +145,12 @@ def _run(contenders: Contenders, rounds: int) -> dict[str, Row]:
     return {name: failures.get(name) or row(name) for name in contenders}
 
 
-def _explain(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        package = error.name.partition(".")[0]
-        return f"{package} is not installed: pip install {package}"
-    lines = str(error).splitlines() or [type(error).__name__]
-    return f"failed: {lines[0]}"
-
-
-# [Note: shared memory]
-# A race's optimizers share parameters, gradients and moments: each is a quarter of a gigabyte for
-# 64 Mi elements. Everyone's step count is its own.
+# [Note: shared memory] The optimizers of a race share parameters, gradients and moments, because
+# each takes 256 MiB for 64 Mi elements. Step counts are not shared.
 
 
 class Flat:
-    """fp32 parameters, gradients and moments, of ``count`` tensors."""
+    """``count`` parameters of ``numel`` fp32 elements, with gradients and moments."""
 
     def __init__(self, numel: int, count: int = 1) -> None:
         draw = partial(torch.randn, numel, generator=torch.Generator().manual_seed(0))
@@ -163,25 +165,23 @@ class Flat:
         return [param.grad for param in self.params if param.grad is not None]
 
     def lend(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> Step:
-        """Return ``optimizer.step``, on these moments."""
+        """Return ``optimizer.step`` after setting the optimizer's moments to the shared ones."""
         for param, first, second in zip(self.params, self.exp_avg, self.exp_avg_sq, strict=True):
             optimizer.state[param].update(step=step(), exp_avg=first, exp_avg_sq=second)
         return optimizer.step
 
     def ours(self, isa: str | None = None) -> Step:
-        step = self.lend(cpu_adam.CPUAdam(self.params, **ADAMW), _tensor_step)
+        step = self.lend(cpu_adam.CPUAdam(self.params, **ADAMW), partial(torch.tensor, 0.0))
         return step if isa is None else _with_isa(isa, step)
 
     def torch(self, **how: Any) -> Step:
-        return self.lend(torch.optim.AdamW(self.params, **ADAMW, **how), _tensor_step)
+        return self.lend(torch.optim.AdamW(self.params, **ADAMW, **how), partial(torch.tensor, 0.0))
 
     def deepspeed(self) -> Step:
-        """DeepSpeed's, which compiles itself first."""
         adam: Any = importlib.import_module("deepspeed.ops.adam")
         return self.lend(adam.DeepSpeedCPUAdam(self.params, adamw_mode=True, **ADAMW), int)
 
     def peers(self, *, fused: float, loop: float, deepspeed: float | None) -> Contenders:
-        """Return torch's and DeepSpeed's kernels, with the bars given."""
         plain = {"foreach": False, "fused": False}
         return {
             "torch fused": (lambda: self.torch(fused=True), fused),
@@ -191,15 +191,15 @@ class Flat:
         }
 
     def bandwidth(self) -> Step:
-        """Read and write as AdamW does, in three torch calls that compute next to nothing."""
+        """Return a step with AdamW's memory traffic and almost no arithmetic."""
 
         def step() -> None:
             for param, grad, first, second in zip(
                 self.params, self.grads, self.exp_avg, self.exp_avg_sq, strict=True
             ):
-                param.mul_(1.0)  # 8 bytes per element
-                second.mul_(1.0)  # 8
-                first.add_(grad, alpha=1e-6)  # 12
+                param.mul_(1.0)  # moves 8 bytes per element
+                second.mul_(1.0)  # moves 8 bytes per element
+                first.add_(grad, alpha=1e-6)  # moves 12 bytes per element
 
         return step
 
@@ -215,16 +215,17 @@ def fp32_race(numel: int) -> Contenders:
 
 
 def small_race() -> Contenders:
-    """AdamW on many small tensors: the cost of a call decides."""
+    """AdamW on many small tensors, where the overhead of a call dominates."""
     flat = Flat(SMALL_NUMEL, NUM_SMALL)
     return {OURS: (flat.ours, None), **flat.peers(fused=1.0, loop=3.0, deepspeed=None)}
 
 
 def offload_race(numel: int) -> Contenders:
-    """16-bit gradient in, unscaled and clipped, 16-bit parameter out.
+    """Update from a 16-bit gradient with unscaling and clipping, and write a 16-bit parameter.
 
-    DeepSpeed has the gradient in fp32 by then, so its sides start with that: its own
-    ``unscale_and_clip_grads``, its own Adam, and the cast that its ZeRO optimizer makes.
+    DeepSpeed has fp32 gradients at this point. Its contender therefore starts from an fp32 gradient
+    and runs DeepSpeed's ``unscale_and_clip_grads``, DeepSpeed's Adam, and the cast of its ZeRO
+    optimizer.
     """
     flat = Flat(numel)
     (param,), (grad,) = flat.params, flat.grads
@@ -233,7 +234,8 @@ def offload_race(numel: int) -> Contenders:
 
     def ours(isa: str | None = None, dtype: torch.dtype = torch.bfloat16) -> Step:
         count = iter(range(1, 2**31))
-        source, copy = half_grad.to(dtype), half.to(dtype)  # bf16: the same memory
+        # For bf16 the same tensors, without a copy.
+        source, copy = half_grad.to(dtype), half.to(dtype)
 
         def step() -> None:
             cpu_adam.adam_step(
@@ -250,7 +252,8 @@ def offload_race(numel: int) -> Contenders:
         zero: Any = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2")
         adam = flat.deepspeed()
         settings = SimpleNamespace(clip_grad=1.0, loss_scale=1.0, device=torch.device("cpu"))
-        norm = torch.tensor(1.0001)  # clipped a little, or the gradients would be gone soon
+        # Clips slightly, because repeated strong clipping would bring the gradients to 0.
+        norm = torch.tensor(1.0001)
 
         def step() -> None:
             zero.DeepSpeedZeroOptimizer.unscale_and_clip_grads(settings, [grad], norm)
@@ -281,7 +284,7 @@ def offload_race(numel: int) -> Contenders:
 
 
 def undo_race(numel: int) -> Contenders:
-    """AdamW of bf16 gradients whose old weights and moments are kept: in its pass, or before it."""
+    """AdamW that keeps the old weights and moments, in the kernel's pass or by separate copies."""
     flat = Flat(numel)
     half_grad = flat.grads[0].to(torch.bfloat16)
     states = (flat.params[0], flat.exp_avg[0], flat.exp_avg_sq[0])
@@ -307,7 +310,7 @@ def undo_race(numel: int) -> Contenders:
 
 
 def int8_race(numel: int) -> Contenders:
-    """AdamW with 8-bit moments on bf16 parameters, and torch's fused fp32 as a measure."""
+    """AdamW with 8-bit moments on bf16 parameters, with torch's fused fp32 AdamW as reference."""
     draw = partial(torch.randn, numel, generator=torch.Generator().manual_seed(0))
 
     def bf16() -> list[torch.nn.Parameter]:
@@ -338,18 +341,13 @@ def int8_race(numel: int) -> Contenders:
 
 
 def _by_isa(name: str, make: Callable[[str], Step], numel: int = 0) -> Contenders:
-    """Return the same with the other vector instruction sets that work here.
+    """Return contenders for the processor's other instruction sets.
 
-    They should be as fast where memory sets the pace: not where all of ``numel`` elements are in
-    the caches.
+    The contenders have no bar if all ``numel`` elements fit into the caches.
     """
     bar = 0.9 if numel * FUSED_BYTES > _cache_bytes() else None
     others = [isa for isa in cpu_adam.available_isas()[1:] if isa != cpu_adam.active_isa()]
     return {f"{name}, {isa}": (partial(make, isa), bar) for isa in others}
-
-
-def _tensor_step() -> Tensor:
-    return torch.tensor(0.0)
 
 
 def _with_isa(isa: str, step: Step) -> Step:
@@ -362,7 +360,7 @@ def _with_isa(isa: str, step: Step) -> Step:
 
 def section(name: str, numel: int, rows: Rows) -> Section:
     def is_met(who: str, row: Row) -> bool | None:
-        """Return whether the bar is reached, by our own instruction sets in speed to ours."""
+        """Return whether the bar is met. cpu-adam's own rows are compared by speed, not time."""
         if row.get("bar") is None:
             return None
         speed = 1.0 / row["to_ours"] if _is_ours(who) else row["to_ours"]
@@ -391,18 +389,8 @@ def _is_ours(name: str) -> bool:
 
 
 def _cache_bytes() -> int:
-    """Return the size of the processor's largest cache, 0 where the system does not know it."""
+    """Return the size of the processor's largest cache in bytes, 0 if unknown."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = [path.read_text().strip() for path in found]
     return max((int(size[:-1]) * units[size[-1]] for size in sizes), default=0)
-
-
-def _machine() -> Row:
-    peers = ("torch", "deepspeed", "torchao", "bitsandbytes")
-    return {
-        **machine(),
-        "isa": cpu_adam.active_isa(),
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set"),
-        **{name: version(name) or "not installed" for name in peers},
-    }

@@ -1,19 +1,37 @@
 """Step time and peak memory: bare model, DDP, FSDP2, DeepSpeed, and this engine.
 
-Overhead is the step less the bare forward and backward of the same run.
+Overhead is the step time minus the time of the bare forward and backward in the same run.
+
+[Note: what is measured]
+overhead  CPU time of forward and backward in the engine's main thread minus the bare model's time,
+          per unit and pass. The model's tensors are tiny and the collectives do nothing. The rest
+          is Python and torch's dispatch of the engine's few operations (gradient copies, norms)
+Python    profiled time of the engine's own Python functions, without the functions they call. The
+          profiler's cost per call, measured on empty functions, is subtracted
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import cProfile
+import gc
+import pstats
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
-from benchmarks.experiments.python_time import SMALL
+import torch
+from torch import Tensor
+
+import zero_core
 from benchmarks.harness import options
 from benchmarks.harness.job import Job
+from benchmarks.harness.models import GptShape
 from benchmarks.harness.options import RESULTS, Output, of, parse_size
-from benchmarks.harness.ranks import Row, Runner
+from benchmarks.harness.ranks import Place, Row, Runner
 from benchmarks.harness.report import (
     MS,
     Column,
@@ -27,12 +45,25 @@ from benchmarks.harness.report import (
 )
 from benchmarks.harness.rounds import measured, quotient, race_on_cpu, start_ranks
 
+SMALL = Job(
+    *("", "zero", GptShape(layers=12, width=64, heads=1, vocab=8192, context=8)),
+    micro_batch=1,
+    steps=0,
+    warmup=10,
+    model="gpt2",
+    ranks=2,
+    # The silent collectives leave arbitrary values, whose norm must not stop the step.
+    top={"check_grad_overflow": False},
+)
+NUM_SHOWN = 12
+NUM_CALIBRATION = 20_000
 SHORT_STEPS = 10
-"""Steps of `benchmarks.experiments.python_time` for each of a workload's."""
-VOCAB, MODEL = 8192, "gpt2"
+"""Steps that measure Python time, for each timed step of a workload."""
+VOCAB = 8192
 HOST = {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}
 Contenders = Mapping[str, tuple[str, int, Mapping[str, Any]]]
-"""Side, stage and further keys by name. ``zero-N`` is this engine at stage N."""
+"""Maps a name to side, stage and further keys of ``zero_optimization``. ``zero-N`` is this engine
+at stage N."""
 CONTENDERS: Contenders = {
     "bare": ("bare", 0, {}),
     "ddp": ("ddp", 0, {}),
@@ -51,7 +82,6 @@ def main(
     only: Annotated[list[str] | None, of(CONTENDERS)] = None,
     output: Output = RESULTS,
 ) -> None:
-    """Measure, write ``engine.json`` and ``engine.png``, print a table per workload."""
     chosen = {name: CONTENDERS[name] for name in only or CONTENDERS}
     runner = Runner()
     found = [
@@ -67,13 +97,13 @@ def main(
 def races(
     contenders: Contenders, sizes: Sequence[str], ranks: Sequence[int], steps: int
 ) -> list[list[Job]]:
-    """Return the contenders' jobs in fp32, a list for each size and number of ranks."""
+    """Return the contenders' jobs in fp32, a list per model size and number of ranks."""
     shapes = [parse_size(size, vocab=VOCAB, context=128) for size in sizes]
     return [
         [
             Job(
                 *(name, side, shape, 2, steps, 2),
-                model=MODEL,
+                model="gpt2",
                 lr=3e-4,
                 stage=stage,
                 zero=zero,
@@ -87,7 +117,6 @@ def races(
 
 
 def report_of(runs: Sequence[tuple[Job, Rows]], **about: Any) -> Row:
-    """Return the JSON of contenders on the CPU."""
     listed = [{"workload": job.workload, "contenders": rows} for job, rows in runs]
     return {**about, "machine": machine(), "runs": listed}
 
@@ -102,13 +131,112 @@ def panels(title: str, rows: Rows) -> list[Panel]:
 
 
 def python_time(stage: int, steps: int, runner: Runner) -> Row:
-    """Return the worst rank's figures. See `benchmarks.experiments.python_time`."""
-    job = replace(SMALL, model=MODEL, stage=stage)
+    """Return the figures of the rank with the most Python time. See [Note: what is measured]."""
+    job = replace(SMALL, stage=stage)
     arguments = {"job": job, "steps": SHORT_STEPS * steps}
-    found = start_ranks("benchmarks.experiments.python_time:measure", arguments, job, runner)
-    return (
-        max(found["ranks"], key=lambda row: float(row["python_us"])) if "ranks" in found else found
-    )
+    found = start_ranks(f"{__name__}:measure", arguments, job, runner)
+    return max(found.get("ranks", [found]), key=lambda row: float(row.get("python_us", 0.0)))
+
+
+class _Silent:
+    """Collectives that do nothing and leave their output buffers unchanged."""
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> _Silent:
+        return self
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> _Silent:
+        return self
+
+    def wait(self) -> None:
+        return None
+
+
+def measure(place: Place, job: Mapping[str, Any], steps: int) -> Row:
+    """Return microseconds per unit and pass over ``steps`` steps. See [Note: what is measured]."""
+    what = Job.of(job)
+    torch.set_num_threads(1)
+    place.join()
+    engine = zero_core.build(what.make_model(), what.config(), collectives=_Silent())
+    bare = what.make_model()
+    batches = what.batches(place.rank)
+
+    def run_bare(ids: Tensor) -> None:
+        torch.autograd.backward(bare(ids))
+
+    def run_engine(ids: Tensor) -> None:
+        engine.backward(engine(ids))
+
+    gc.collect()
+    gc.freeze()  # keeps garbage collection out of the measured time
+    passes = 2 * len(engine.layout.units)
+    added_s = []
+    for turn in range(what.warmup + steps):
+        ids = next(batches)
+        times = [_thread_seconds(run, ids) for run in (run_bare, run_engine)]
+        if turn >= what.warmup:
+            added_s.append(times)
+        engine.step()
+        bare.zero_grad()
+    profile = cProfile.Profile()
+    for _ in range(steps):
+        profile.runcall(run_engine, next(batches))
+        engine.step()
+    functions = _own_times(profile, steps * passes)
+    bare_s, engine_s = (statistics.median(found) for found in zip(*added_s, strict=True))
+    return {
+        "overhead_us": (engine_s - bare_s) / passes * 1e6,
+        "python_us": sum(functions.values()),
+        "functions_us": dict(Counter(functions).most_common(NUM_SHOWN)),
+    }
+
+
+def _thread_seconds(run: Callable[[Tensor], None], ids: Tensor) -> float:
+    started_at = time.thread_time()
+    run(ids)
+    return time.thread_time() - started_at
+
+
+def _own_times(profile: cProfile.Profile, num: int) -> dict[str, float]:
+    """Return microseconds of each engine function over ``num``, without the profiler's own cost."""
+    per_call, per_child, per_builtin = _calibrate()
+    spent: Counter[tuple[str, int, str]] = Counter()
+    for function, (_, num_calls, own_s, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        if "zero_core" in function[0]:
+            spent[function] += own_s - num_calls * per_call
+        cost = per_builtin if function[0] == "~" else per_child
+        for caller, (_, num_calls_by, _, _) in callers.items():
+            if "zero_core" in caller[0]:
+                spent[caller] -= num_calls_by * cost
+    return {
+        f"{Path(file).name}:{name}:{line}": own_s / num * 1e6
+        for (file, line, name), own_s in spent.items()
+    }
+
+
+def _calibrate() -> tuple[float, float, float]:
+    """Return the seconds the profiler adds to a call, to its caller, and to a builtin's caller."""
+
+    def empty() -> None:
+        return None
+
+    def call(act: Callable[[], object]) -> None:
+        for _ in range(NUM_CALIBRATION):
+            act()
+
+    def profiled(act: Callable[[], object]) -> tuple[dict[str, float], float]:
+        profile = cProfile.Profile()
+        profile.runcall(call, act)
+        found = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+        own = {name: row[2] / NUM_CALIBRATION for (_, _, name), row in found.items()}
+        started_at = time.perf_counter()
+        call(act)
+        plain = (time.perf_counter() - started_at) / NUM_CALIBRATION
+        return own, max(own["call"] - plain, 0.0)
+
+    with_python, in_caller = profiled(empty)
+    return with_python["empty"], in_caller, profiled([].copy)[1]
 
 
 def python_section(by_stage: Rows) -> Section:

@@ -1,20 +1,19 @@
-"""Peak memory against ZeRO's formula and against the plan, growth, start-up. Linux.
+"""Peak memory against ZeRO's formula and the plan, growth of memory, and start-up time. Linux.
 
 [Note: comparisons]
-formula   peak of a rank against ZeRO's closed form (arXiv 1910.02054, sections 3 and 5), at most
-          two gathered units, and "passing": two units' gradients under way, a buffer to exchange
-          them in, one parameter's gradient; where activations are negligible
-growth    resident memory after 500 steps against after 50; samples of one length, or of random ones
-start-up  seconds of `zero_core.build`, and how they grow with the model
-plan      peak of a rank against `zero_core.plan`, activations included
+formula   peak of a rank over ZeRO's formula (arXiv 1910.02054, sections 3 and 5), two gathered
+          units, and transient memory: two units' gradients, an exchange buffer, one parameter's
+          gradient. The model's activations are negligible
+growth    resident memory after 500 steps against after 50, with samples of one or of random length
+start-up  seconds of `zero_core.build` by model size
+plan      peak of a rank over `zero_core.plan`, activations included
 
-The ranks run with glibc's ``MALLOC_MMAP_THRESHOLD_`` at 64 KiB, so that freed tensors return to the
-system. By default glibc keeps up to 32 MiB per block between objects that stay; the table of
-formulas has a line for that.
+The ranks set glibc's ``MALLOC_MMAP_THRESHOLD_`` to 64 KiB, so that freed tensors return to the
+system. By default glibc keeps freed blocks of up to 32 MiB. One row of "formula" uses the default.
 
-Measured is resident memory, and its peak (`benchmarks.harness.memory`), over that before the model
-was made. By then the process has trained a small engine with the same configuration, so that
-libraries, kernels' code and the process group's own buffers are there already.
+Memory is a process's resident memory (`benchmarks.harness.memory`) minus its value before the model
+was made. The process first trains a small engine with the same configuration, so that libraries,
+kernels and the process group's buffers are not counted.
 """
 
 from __future__ import annotations
@@ -61,13 +60,14 @@ SMALL = replace(LARGE, shape=GptShape(6, 256, heads=4, vocab=256, context=32), d
 
 
 def formula_rows() -> Iterator[Row]:
-    """Yield each stage's peak, and stage 3's with glibc's own settings."""
+    """Yield a row per stage, and one for stage 3 with glibc's default settings."""
     cases: list[tuple[int, Mapping[str, str], str]] = [(s, RETURN_FREED, "") for s in range(4)]
     for stage, environment, note in [*cases, (3, {}, ", glibc's own settings")]:
         job = replace(LARGE, stage=stage)
         found = _run(job, environment)
         numel = job.shape.numel
-        gathered = 2 * 2 * (numel // job.shape.layers) if stage == 3 else 0  # two units of bf16
+        # Two gathered units of 2-byte elements.
+        gathered = 2 * 2 * (numel // job.shape.layers) if stage == 3 else 0
         planned = job.plan(has_activations=True, device_type="cpu").memory.device
         kinds = ("gradients under way", "exchange buffers", "parameter gradient", "activations")
         passing = sum(planned.get(kind, 0) for kind in kinds)
@@ -87,10 +87,10 @@ def formula_rows() -> Iterator[Row]:
 
 
 def _bytes_per_parameter(stage: int, ranks: int, accumulated: int | None) -> float:
-    """Return the bytes of bf16 weights and gradients, fp32 master weights and two moments.
+    """Return bytes per parameter of bf16 weights and gradients, and of fp32 optimizer states.
 
-    ``accumulated`` is the width in which gradients accumulate, if they do so beside the 16-bit ones
-    that are reduced (the engine's default: 4); None is the paper's formula, where they do not.
+    ``accumulated`` is the bytes per element of a separate buffer in which gradients accumulate (4
+    by default in this engine). None gives the paper's formula, which has no such buffer.
     """
     shard = 1 / ranks
     weights = 2 * (shard if stage == 3 else 1)
@@ -102,7 +102,7 @@ def _bytes_per_parameter(stage: int, ranks: int, accumulated: int | None) -> flo
 
 
 def growth_rows() -> Iterator[Row]:
-    """Yield resident memory after 50 and 500 steps of every stage, and of random lengths."""
+    """Yield resident memory after 50 and 500 steps, for every stage and for random lengths."""
     jobs = [replace(SMALL, stage=stage) for stage in range(4)]
     random = replace(SMALL, stage=3, shape=replace(SMALL.shape, context=128), shortest=2)
     for job in [*jobs, random, replace(random, side="torch", ranks=1)]:
@@ -127,7 +127,7 @@ def growth_rows() -> Iterator[Row]:
 
 
 def start_rows() -> Iterator[Row]:
-    """Yield the seconds of build on four ranks, by the number of parameters."""
+    """Yield the seconds of `zero_core.build` on four ranks, by number of parameters."""
     for layers in (16, 32, 64):
         shape = replace(LARGE.shape, layers=layers)
         found = _run(replace(LARGE, shape=shape, ranks=4, stage=3, steps=0), {})
@@ -144,12 +144,12 @@ def start_rows() -> Iterator[Row]:
 
 
 def plan_rows() -> Iterator[Row]:
-    """Yield the measured over the planned peak of a grid of configurations and of a T5."""
+    """Yield measured over planned peak, for a grid of configurations and for a T5."""
     grid = itertools.product((1, 2, 3), range(4), ("fp32", "bf16"), ("none", "cpu"))
     cases = [
         (replace(MIDDLE, ranks=ranks, stage=stage, dtype=dtype), offload)
         for ranks, stage, dtype, offload in grid
-        if ranks > 1 or not stage  # else there is nothing to shard
+        if ranks > 1 or not stage  # stages 1 to 3 shard nothing on one rank
     ]
     cases += [
         (replace(TRANSLATION, micro_batch=batch, stage=stage), offload)
@@ -177,11 +177,11 @@ PARTS = {
     "start": (start_rows, "CPU seconds of build, all ranks, per 10^9 parameters"),
     "plan": (plan_rows, "peak over the plan (bar 0.95 to 1.05)"),
 }
-"""The measurements by name: rows with ``case``, ``ratio`` and ``is_met``, and about the ratio."""
+"""Maps a measurement's name to its rows (``case``, ``ratio``, ``is_met``) and to what the ratio is.
+"""
 
 
 def main(only: Annotated[list[str] | None, of(PARTS)] = None, output: Output = RESULTS) -> None:
-    """Measure, write ``memory.json`` and ``memory.png``, print a table per part."""
     started_at = time.perf_counter()
     parts: dict[str, list[Row]] = {}
     for part in only or PARTS:
@@ -226,12 +226,9 @@ def _run(job: Job, environment: Mapping[str, str], marks: Sequence[int] = ()) ->
 
 
 def measure(place: Place, job: Mapping[str, Any], marks: Sequence[int]) -> Row:
-    """Train on this rank. Return seconds, and bytes over those before the model was made.
+    """Train on this rank. Return seconds, and memory minus the memory before the model was made.
 
-    Args:
-        place: of the rank.
-        job: what is trained.
-        marks: steps after which resident memory is noted too.
+    Resident memory is also recorded after each step in ``marks``.
     """
     what = Job.of(job)
     torch.set_num_threads(1)
@@ -269,5 +266,5 @@ def _train(job: Job, place: Place, marks: Sequence[int]) -> Row:
         "resident_bytes": resident,
         "held_bytes": {} if engine is None else engine.memory_report(),
     }
-    dist.barrier()  # nobody ends while another still measures
+    dist.barrier()  # no rank may end while another still measures
     return found

@@ -1,16 +1,16 @@
-"""States in host memory and in files: this engine and DeepSpeed's ZeRO-Offload, on the CPU.
+"""Optimizer states in host memory and in files: this engine and DeepSpeed's ZeRO-Offload. CPU.
 
 [Note: figures]
-overhead    median step less the median bare forward and backward of the same run; and the same
-            of the fastest steps, which other work on the machine disturbs least
-to rival    a figure over that of DeepSpeed at the same stage with its states in host memory
-memory      peak resident memory of a rank over what it was before the model
-overlap     share of the seconds of file access that the step computed through: 1 less the seconds
-            that forward or backward were blocked because an update was not done
-hidden      share of them that does not show in the step: 1 less what the step takes longer than
-            with states in host memory, over the seconds of file access in a step
+overhead    median step time minus the median time of the bare forward and backward. "of min" is the
+            same for the fastest steps, which other work on the machine disturbs least
+to rival    a figure over that of DeepSpeed at the same stage with states in host memory
+memory      peak resident memory of a rank minus its resident memory before the model was made
+overlap     1 minus the seconds that forward or backward waited for an update, over the seconds of
+            file access
+hidden      1 minus the additional step time relative to states in host memory, over the seconds of
+            file access in a step
 
-DeepSpeed compiles its Adam in runs of their own before the rounds.
+DeepSpeed compiles its Adam in separate runs before the rounds.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from benchmarks.harness.rounds import (
 from benchmarks.harness.sides import NEEDS
 
 BARS = {"overhead_to_rival": 0.4, "memory_to_rival": 0.8, "overlap": 0.8, "loss": 1e-5}
-"""At most, but for overlap. Loss: how far apart, relatively, contenders with fp32 states are."""
+"""Largest allowed values; for overlap the least. ``loss`` bounds the relative difference between
+contenders with fp32 states."""
 ROUNDED = "int8"
-"""In the name of a contender whose states are rounded, so that its loss is another."""
+"""Part of the name of each contender with rounded optimizer states. Its loss is not compared."""
 _DEEPSPEED_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 _INT8 = {"offload_optimizer": {"device": "cpu", "state_dtype": "int8"}}
 CONTENDERS: Contenders = {
@@ -65,11 +66,7 @@ def main(
     ] = None,
     output: Output = RESULTS,
 ) -> None:
-    """Measure, write ``offload.json`` and ``offload.png``, print the tables last.
-
-    States in files are put into ``nvme_path``, which should lie on the disk that is meant. The
-    files have no name: nothing of them stays.
-    """
+    """Put the states of "nvme" contenders into ``nvme_path``, a folder on the disk to measure."""
     runner = Runner()
     nvme = (nvme_path or output).resolve()
     nvme.mkdir(parents=True, exist_ok=True)
@@ -88,7 +85,7 @@ def main(
 
 
 def _raced(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, Row]:
-    """Return the rows of a race. What a contender compiles is compiled before."""
+    """Return the rows of a race. Contenders that compile their kernels do so in an earlier run."""
     failures: dict[str, Row] = {}
     for job in jobs:
         if job.side in NEEDS and not missing(job.side):
@@ -101,7 +98,7 @@ def _raced(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, Row]:
 
 
 def compared(rows: Rows, job: Job) -> dict[str, Row]:
-    """Return the rows with [Note: figures], or None where there is nothing to compare with."""
+    """Return the rows with [Note: figures]. A figure without its reference contender is None."""
     there = measured(rows)
     exact = [row["last_loss"] for name, row in there.items() if _is_exact(name)]
 

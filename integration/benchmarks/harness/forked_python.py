@@ -1,16 +1,16 @@
-"""A stand-in for the interpreter, whose processes are forked from one that has imported libraries.
+"""A replacement for the interpreter that forks from a process with imported libraries.
 
-Most of the time of a short program is what it imports. A server imports that once and forks a
-process for each command line. Its clients are a program that takes the same command lines as the
-interpreter, for ``sys.executable`` or torchrun's ``PYTHON_EXEC``. The program hands its arguments,
-environment, folder, open files and namespaces to the server, passes signals on, and ends as the
-forked process does.
+Imports take most of the time of a short program. A server process imports libraries once and forks
+a process for each command line. Its client is a program with the interpreter's command line, to be
+used as ``sys.executable`` or as torchrun's ``PYTHON_EXEC``. The client sends its arguments,
+environment, working directory, open files and namespaces to the server, forwards signals, and exits
+with the forked process's status.
 
-A server runs as long as its owner holds a connection to it (`hold_server`). It is the process that
-calls `serve`, or one that `start_server` starts. The server of `forked_python` is itself forked as
-ranks of `zero_core.testing` are, with what `preload` names.
+A server runs until its owner closes its connection (`hold_server`). The server is the process that
+calls `serve`, or one that `start_server` starts. The server of `forked_python` is forked like ranks
+of `zero_core.testing`, with the modules given to `preload`.
 
-Not for what a test says of the start or the end of an interpreter.
+Tests about the start or the end of an interpreter must not use it.
 """
 
 from __future__ import annotations
@@ -65,24 +65,23 @@ if code < 0:
 os._exit(code)
 """
 NAMESPACES = ("net", "mnt")
-"""Those that ``ip netns exec`` changes: devices, and the mounts that list them in /sys."""
+"""Namespaces that ``ip netns exec`` changes: network devices, and the mounts that show them in
+/sys."""
 
 
 @functools.cache
 def forked_python() -> str:
-    """Start a server and return the path of its program. It ends with this process."""
+    """Start a server that ends with this process, and return the path of its client program."""
     listener, program = listen(tempfile.mkdtemp(prefix="python"))
     threading.Thread(target=run_alone, args=(_stand_in, listener, program), daemon=True).start()
-    # Registered after multiprocessing's, so it runs before that joins the server.
+    # Exit handlers run in reverse order. The server must end before multiprocessing's handler joins
+    # the server process.
     atexit.register(hold_server(program).close)
     return program
 
 
 def start_server(environment: Mapping[str, str], *modules: str) -> str:
-    """Start a server that imports ``modules`` in ``environment``, and return its program's path.
-
-    It ends with this process.
-    """
+    """Start a server with ``modules`` that ends with this process. Return its client program."""
     listener, program = listen(tempfile.mkdtemp(prefix="python"))
     number = listener.fileno()
     command = [sys.executable, "-m", __spec__.name, str(number), *modules]
@@ -93,7 +92,7 @@ def start_server(environment: Mapping[str, str], *modules: str) -> str:
 
 
 def listen(folder: str) -> tuple[socket.socket, str]:
-    """Return the socket for `serve`, and the path of the program. Both are made in ``folder``."""
+    """Create the server's socket and its client program in ``folder``, and return them."""
     address, program = f"{folder}/server", Path(folder, "python")
     client = CLIENT.format(python=sys.executable, address=address, namespaces=NAMESPACES)
     program.write_text(client, encoding="utf-8")
@@ -102,7 +101,6 @@ def listen(folder: str) -> tuple[socket.socket, str]:
 
 
 def hold_server(program: str) -> socket.socket:
-    """Return a connection to the server of a program. The server ends when it is closed."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(Path(program).with_name("server")))
     connection.sendall(b" {}\n")
@@ -110,13 +108,13 @@ def hold_server(program: str) -> socket.socket:
 
 
 def _stand_in(listener: socket.socket, program: str) -> None:
-    sys.executable = program  # what a forked process starts is forked, too
+    sys.executable = program  # processes started by a forked process are forked, too
     serve(listener)
 
 
 def serve(listener: socket.socket) -> None:
-    """Fork a process for each connection, until the owner's is closed. Removes the folder."""
-    gc.freeze()  # the collector need not look at what was imported
+    """Fork a process per connection until the owner's connection closes. Then remove the folder."""
+    gc.freeze()  # keeps the garbage collector from scanning imported objects in every fork
     ended, notify = socket.socketpair()
     for end in (ended, notify):
         end.setblocking(False)
@@ -146,9 +144,9 @@ def serve(listener: socket.socket) -> None:
                 elif source is owner:
                     shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
                     return
-                else:  # its client was killed
+                else:  # a closed connection of a client means that the client was killed
                     child = next(pid for pid, one in children.items() if one is source)
-                    with suppress(ProcessLookupError):  # its session may not be made yet
+                    with suppress(ProcessLookupError):  # the child may not have called setsid yet
                         os.killpg(child, signal.SIGKILL)
                     os.kill(child, signal.SIGKILL)
                     selector.unregister(source)
@@ -163,7 +161,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def _request_of(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """Read what the other end asks for, and its files. None if it was killed meanwhile."""
+    """Read a client's request and its open files. Return None if the client was killed."""
     files: list[int] = []
     with suppress(OSError, ValueError):
         _, files, _, _ = socket.recv_fds(connection, 1, 3 + len(NAMESPACES))
@@ -175,7 +173,6 @@ def _request_of(connection: socket.socket) -> tuple[dict[str, Any] | None, list[
 
 
 def _start(request: dict[str, Any], files: list[int], connection: socket.socket) -> int:
-    """Fork the requested process, and send and return its number."""
     child = os.fork()
     if not child:
         signal.set_wakeup_fd(-1)
@@ -189,29 +186,25 @@ def _start(request: dict[str, Any], files: list[int], connection: socket.socket)
     return child
 
 
-def _enter(kind: str, namespace: int) -> None:
-    """Enter a Linux namespace unless this process is in it. (`os.setns` is Python 3.12's.)"""
-    is_there = os.fstat(namespace).st_ino == os.stat(f"/proc/self/ns/{kind}").st_ino
-    if not is_there and ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
-        raise OSError(ctypes.get_errno(), f"cannot enter the namespace {kind!r}")
-
-
 def _run(files: list[int], arguments: list[str], folder: str, variables: dict[str, str]) -> None:
-    """Be the interpreter of a command line, and end the process."""
+    """Run a command line as the interpreter would, and end the process."""
     for number, file in enumerate(files[:3]):
         os.dup2(file, number)
     code = 0
     try:
         for kind, namespace in zip(NAMESPACES, files[3:], strict=False):
-            _enter(kind, namespace)
+            is_there = os.fstat(namespace).st_ino == os.stat(f"/proc/self/ns/{kind}").st_ino
+            # Python 3.11 has no `os.setns`.
+            if not is_there and ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+                raise OSError(ctypes.get_errno(), f"cannot enter the namespace {kind!r}")
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(variables)
         torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
         sys.path[:0] = variables.get("PYTHONPATH", "").split(os.pathsep)
-        # As an interpreter does. The server may have imported another: Debian's Python has one.
+        # The server may have imported another sitecustomize, such as Debian's.
         sys.modules.pop("sitecustomize", None)
-        # multiprocessing clears what runs at exit (Python 3.14); weakref believes that it is there.
+        # In Python 3.14 multiprocessing clears all exit handlers. Register weakref's again.
         atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
         with suppress(ImportError):
             importlib.import_module("sitecustomize")

@@ -1,4 +1,4 @@
-"""A contender with one model: the settings that its rank processes are started with."""
+"""Settings of a contender's rank processes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FOUR_BITS: Mapping[str, Any] = {
     "zero_quantized_gradients_between_nodes": "int4",
     "zero_quantized_gradients_hadamard": True,
 }
-"""ZeRO++'s flags, and all of its bits that this engine can save but for hpZ."""
+"""The fewest bits that ZeRO++ has here, without hpZ."""
 LOSSLESS_WEIGHTS: Mapping[str, Any] = {"zero_lossless_weights": True}
 LOSSLESS: Mapping[str, Any] = {**LOSSLESS_WEIGHTS, "zero_lossless_gradients": True}
 LOSSLESS_FOUR_BITS: Mapping[str, Any] = {
     **{key: value for key, value in FOUR_BITS.items() if "weights" not in key},
     **LOSSLESS_WEIGHTS,
 }
-"""Exact weights, and gradients of 4 bits between nodes."""
+"""Exact weights, and 4-bit gradients between nodes."""
 DRY_SHAPE = GptShape(layers=2, width=64, heads=2, vocab=128, context=16)
 
 
@@ -38,20 +38,19 @@ class Job:
     """A contender's model, sizes and configuration."""
 
     name: str
-    """Of its row."""
     side: str
-    """Of `benchmarks.harness.sides.SIDES`."""
+    """Key of `benchmarks.harness.sides.SIDES`."""
     shape: GptShape
     micro_batch: int
     """Samples per rank."""
     steps: int
-    """Timed."""
+    """Timed steps."""
     warmup: int = 0
-    """Untimed, before them."""
+    """Untimed steps before the timed ones."""
     model: str = "plain"
-    """Of `benchmarks.harness.models.MODELS`."""
+    """Key of `benchmarks.harness.models.MODELS`."""
     is_deferred: bool = False
-    """Deferred construction, for a model that the host cannot hold twice."""
+    """Defer the construction of parameters, for a model that the host cannot hold twice."""
     dtype: str = "fp32"
     """"fp32", or "bf16" or "fp16" over fp32 master weights."""
     lr: float = 1e-4
@@ -59,36 +58,35 @@ class Job:
     zero: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of ``zero_optimization``."""
     top: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of this engine's configuration; DeepSpeed does not get them."""
+    """Further keys of this engine's configuration, which DeepSpeed does not get."""
     ranks: int = 1
     threads: int = 1
-    """Of each rank, on the CPU."""
+    """CPU threads per rank."""
     shortest: int = 0
-    """Least tokens of a sample, where each step draws a length; 0: all have ``shape.context``."""
+    """Least tokens of a sample where every step draws a length; 0: all have ``shape.context``."""
     is_repeating: bool = False
-    """Every step sees the same samples, so that the loss has to fall."""
+    """Give every step the same samples, for a loss that must fall."""
     settling: int = 0
-    """Most untimed steps more, which end when ``"ratio": "auto"`` has settled."""
+    """Most further untimed steps, which end once ``"ratio": "auto"`` has settled."""
     num_traced: int = 0
     """Steps after the timed ones whose kernels are traced."""
     trace_file: str | None = None
-    """Where that trace is kept; None: only its summary."""
+    """File for the trace, where ``num_traced`` is not 0."""
     device_limit_bytes: int | None = None
-    """Most device memory of torch's allocator."""
+    """Most device memory that torch's allocator may take."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Job:
-        """Return the job whose `asdict` went through JSON."""
+        """Restore a job whose `asdict` was passed as JSON."""
         return cls(**{**values, "shape": GptShape(**values["shape"])})
 
     def dry(self) -> Job:
-        """Return the job in the size of a dry run: the model and the steps are tiny."""
         warmup, shortest = min(self.warmup, 1), min(self.shortest, 2)
         small = replace(self, shape=DRY_SHAPE, micro_batch=2, steps=2)
         return replace(small, warmup=warmup, shortest=shortest)
 
     def unchecked(self) -> Job:
-        """Return the job without checks of gradients, as the peers: nothing skips a step."""
+        """Return the job without overflow checks, which the peers do not make either."""
         return replace(self, top={**self.top, "check_grad_overflow": False})
 
     @property
@@ -97,7 +95,7 @@ class Job:
 
     @property
     def workload(self) -> dict[str, int]:
-        """The part of a comparison on the CPU that all contenders share, for a report."""
+        """Model size and settings that all contenders of a CPU race share, for the report."""
         names = ("micro_batch", "ranks", "threads", "steps", "warmup")
         sizes = {name: asdict(self.shape)[name] for name in ("layers", "width", "context")}
         return sizes | {name: asdict(self)[name] for name in names}
@@ -108,14 +106,14 @@ class Job:
 
     @property
     def adamw(self) -> dict[str, Any]:
-        """Hyperparameters of everyone's AdamW."""
+        """Hyperparameters of every contender's AdamW."""
         return {"lr": self.lr, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.1}
 
     def make_model(self) -> Any:
-        """Make the model on the CPU, fp32, with the same values in every process.
+        """Make the model on the CPU in fp32, with the same values in every process.
 
-        Values are drawn on the device, which is faster; its peak memory is counted from the end on.
-        A deferred model has no values yet.
+        Values are drawn on the device, which is faster. The device's peak memory is reset
+        afterwards. A deferred model has no values yet.
         """
         torch.manual_seed(0)
         if self.is_deferred:
@@ -130,12 +128,11 @@ class Job:
         return model
 
     def meta_model(self) -> Any:
-        """Return the model without memory."""
         with torch.device("meta"):
             return MODELS[self.model](self.shape)
 
     def plan(self, *, has_activations: bool = False, **where: Any) -> zero_core.Plan:
-        """Return this engine's plan, with activations only if it is asked for them."""
+        """Return this engine's plan. ``where`` has further arguments of `zero_core.plan`."""
         size = (self.micro_batch, self.shape.context)
         ids = torch.zeros(size, dtype=torch.int64, device="meta")
         inputs = [ids] if has_activations else None
@@ -143,7 +140,6 @@ class Job:
         return zero_core.plan(model, config, self.ranks, example_inputs=inputs, **where)
 
     def config(self) -> dict[str, Any]:
-        """Return this engine's configuration."""
         return {**self.deepspeed_config(), **self.top}
 
     def deepspeed_config(self) -> dict[str, Any]:
@@ -155,15 +151,13 @@ class Job:
         }
         if self.dtype != "fp32":
             config[self.dtype] = {"enabled": True}
-        if self.dtype == "fp16":  # 2^16, the default, would cost the first steps
+        # With the default, 2^16, the first steps would overflow and be skipped.
+        if self.dtype == "fp16":
             config["fp16"]["initial_scale_power"] = 12
         return config
 
     def batches(self, rank: int, device: torch.device | None = None) -> Iterator[Tensor]:
-        """Yield a rank's token ids for ever, on ``device``.
-
-        int64, ``[micro_batch, length]``.
-        """
+        """Yield a rank's token ids endlessly, on ``device``: int64, ``[micro_batch, length]``."""
         generator = torch.Generator().manual_seed(1 + rank)
         length = self.shape.context
         while True:

@@ -1,8 +1,8 @@
-"""Memory of a process, of its machine and of its device.
+"""Memory of a process, its machine and its device.
 
-Ranks of one host read each other's shards in shared memory, and the kernel counts such a page as
-resident in every process that has touched it. So read-only maps of other ranks' memory are taken
-off. Page-locked memory is missing from a process's own count: `HostWatch` measures the machine's.
+Ranks of one host read each other's shards in shared memory. The kernel counts such a page as
+resident in every process that has touched it. Read-only maps of other ranks' memory are therefore
+subtracted. A process's counters miss page-locked memory, so `HostWatch` measures the whole machine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def resident_bytes() -> int:
 def peak_bytes() -> int:
     """Return the largest resident memory since `restart_peak`.
 
-    Maps of peers are taken off as they are now. All of them exist before an optimizer's first step,
-    in which the peak of a training falls; of an earlier peak too much would be taken off.
+    The current size of peers' maps is subtracted. These maps exist from the first optimizer step
+    on, and training peaks in a step. For a peak before the first step the result is too small.
     """
     return _field("self/status", "VmHWM") - _peers_bytes()
 
@@ -39,7 +39,7 @@ def restart_peak() -> None:
 
 
 def available_bytes() -> int:
-    """Return the machine's available memory: the kernel's estimate, within the cgroup's limit."""
+    """Return the machine's available memory, by the kernel's estimate and the cgroup's limit."""
     available, limit = machine_available_bytes(), memory_limit_bytes()
     return available if limit is None else min(limit, available)
 
@@ -49,10 +49,10 @@ def machine_available_bytes() -> int:
 
 
 class HostWatch:
-    """The largest drop of the machine's available memory since the construction.
+    """Measures how far the machine's available memory drops after construction.
 
-    Other processes count too, so the machine should be idle. A thread measures every 0.1 s until
-    `stop`.
+    Other processes count too, so the machine should be idle. A thread reads the counter every 0.1 s
+    until `stop`.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,6 @@ class HostWatch:
         self._thread.start()
 
     def stop(self) -> int:
-        """Stop watching and return the drop in bytes."""
         self._is_over.set()
         self._thread.join()
         self._update()
@@ -77,7 +76,6 @@ class HostWatch:
 
 
 def device_peaks(device: torch.device) -> dict[str, int | None]:
-    """Return the peaks of tensors' memory and of what torch's allocator reserved for them."""
     if device.type == "cpu":
         return {"device_peak_bytes": None, "device_reserved_bytes": None}
     return {
@@ -87,15 +85,12 @@ def device_peaks(device: torch.device) -> dict[str, int | None]:
 
 
 def limit_device(limit_bytes: int | None, device: torch.device) -> int | None:
-    """Limit torch's allocator and return the limit, or None where nothing was limited.
-
-    Raises:
-        RuntimeError: the device has less, or its module cannot limit it.
-    """
+    """Limit the memory of torch's allocator. Return the limit, or None where nothing is limited."""
     if limit_bytes is None or device.type == "cpu":
         return None
     module = torch.get_device_module(device)
-    if not hasattr(module, "set_per_process_memory_fraction"):  # foreign: torch
+    # foreign: torch's device modules differ in their functions
+    if not hasattr(module, "set_per_process_memory_fraction"):
         raise RuntimeError(
             f"torch.{device.type} has no set_per_process_memory_fraction: its memory cannot be "
             f"limited to {limit_bytes} bytes"

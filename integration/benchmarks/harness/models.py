@@ -1,4 +1,4 @@
-"""GPT-2 in plain torch in three memory footprints, Hugging Face's GPT-2, and its T5."""
+"""GPT-2 in plain torch with three memory footprints, and Hugging Face's GPT-2 and T5."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INITIAL_STD = 0.02
 
 @dataclass(frozen=True)
 class GptShape:
-    """Size of a model, in layers, elements and tokens."""
+    """Sizes of a model."""
 
     layers: int
     width: int
@@ -27,7 +27,7 @@ class GptShape:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters, tied ones counted once."""
+        """Elements of all parameters, with tied parameters counted once."""
         block = 12 * self.width**2 + 13 * self.width
         return self.layers * block + (self.vocab + self.context + 2) * self.width
 
@@ -52,7 +52,7 @@ class _Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A GPT with learned positions and tied embeddings. Its forward gives the loss."""
+    """A GPT with learned positions and tied embeddings. Its forward returns the loss."""
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
@@ -77,15 +77,16 @@ class Gpt(nn.Module):
         return y
 
     def loss(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Return the loss, fp32, from the last block's output ``x``: [batch, length, width]."""
+        """Return the fp32 loss from the last block's output ``x``: [batch, length, width]."""
         logits = self.head(x[:, :-1]).flatten(0, 1).float()
         return functional.cross_entropy(logits, ids[:, 1:].flatten())
 
 
 class GptWithSmallLogits(Gpt):
-    """The same up to the order of a sum, with logits recomputed in backward, sample by sample.
+    """`Gpt` whose backward recomputes the logits sample by sample.
 
-    Logits of 10 x 1024 tokens over 50257 words, with their gradients, would take 8 GB.
+    The loss equals that of `Gpt` up to the order of a sum. Logits of 10 x 1024 tokens over 50257
+    words, with their gradients, would take 8 GB.
     """
 
     def loss(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ class GptWithSmallLogits(Gpt):
 
 
 class GptWithCheckpoints(GptWithSmallLogits):
-    """The same with torch's activation checkpointing, which every side can use."""
+    """`GptWithSmallLogits` with torch's activation checkpointing of every block."""
 
     def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
         y: Tensor = checkpoint(block, x, use_reentrant=False)
@@ -104,10 +105,10 @@ class GptWithCheckpoints(GptWithSmallLogits):
 
 
 class Gpt2(nn.Module):
-    """Hugging Face's GPT-2 without dropout. Its forward gives the loss."""
+    """Hugging Face's GPT-2 without dropout. Its forward returns the loss."""
 
     def __init__(self, shape: GptShape) -> None:
-        # Imported here: programs for accelerators do without the library.
+        # Imported here because accelerator benchmarks run without transformers.
         from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
         super().__init__()
@@ -127,14 +128,14 @@ class Gpt2(nn.Module):
 
 
 class T5(nn.Module):
-    """Hugging Face's T5 in t5-large's proportions, without dropout. Its forward gives the loss.
+    """Hugging Face's T5 in t5-large's proportions, without dropout. Its forward returns the loss.
 
-    The shape's layers are the encoder's, and the decoder has as many. ``ids`` are the source and
-    the target. The head is tied to the embedding.
+    The encoder and the decoder each have ``shape.layers`` layers. ``ids`` are both source and
+    target. The head is tied to the embedding.
     """
 
     def __init__(self, shape: GptShape) -> None:
-        # Imported here: see `Gpt2`.
+        # Imported here because accelerator benchmarks run without transformers.
         from transformers.models.t5 import T5Config, T5ForConditionalGeneration
 
         super().__init__()
@@ -153,9 +154,9 @@ class T5(nn.Module):
         return loss
 
     def generate(self, ids: Tensor, *, beams: int) -> Tensor:
-        """Return the best beam's tokens: int64, as many as a source of ``ids`` has, and the start.
+        """Return the best beam's tokens: int64, the start token and as many tokens as the source.
 
-        Every sample has that many, so that ranks with equal batches run equally many forwards.
+        All samples get equally many tokens, so that all ranks run equally many forwards.
         """
         length = ids.shape[1]
         found: Tensor = self.model.generate(
@@ -177,7 +178,7 @@ MODELS: Mapping[str, Callable[[GptShape], Any]] = {
     "gpt2": Gpt2,
     "t5": T5,
 }
-"""Each has ``blocks``, and its forward gives the loss."""
+"""Each model has ``blocks``, and its forward returns the loss."""
 
 
 def find_device() -> torch.device:

@@ -1,4 +1,4 @@
-"""Command-line options that several experiments share."""
+"""Command-line options shared by several experiments."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ Sizes = Annotated[
 Context = Annotated[int, typer.Option(min=2, help="Tokens per sample.")]
 MicroBatch = Annotated[int, typer.Option(min=1, help="Samples per rank.")]
 Output = Annotated[Path, typer.Option(help="Folder for the results, as JSON and pictures.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Tiny, on the CPU.")]
 
 
 def of(names: Iterable[str], *options: str) -> Any:
-    """Return an option that takes some of ``names``, each once, or all without it."""
+    """Return an option that accepts some of ``names``. Without the option, all are chosen."""
     known = list(names)
 
     def check(given: list[str] | None) -> list[str]:
@@ -46,7 +45,7 @@ def of(names: Iterable[str], *options: str) -> Any:
 
 @contextmanager
 def threads_of_all(asked: int) -> Iterator[int]:
-    """Let torch compute in so many threads, as it does if 0, and yield their number."""
+    """Set torch's number of threads (0: keep it) within the context, and yield the number."""
     before = torch.get_num_threads()
     torch.set_num_threads(asked or before)
     try:
@@ -56,7 +55,6 @@ def threads_of_all(asked: int) -> Iterator[int]:
 
 
 def parse_size(size: str, *, vocab: int, context: int) -> GptShape:
-    """Return the shape of ``LAYERSxWIDTH``, with heads of 64 elements."""
     layers, _, width = size.partition("x")
     is_number = layers.isdigit() and width.isdigit() and int(layers) and int(width)
     if not is_number or int(width) % HEAD_WIDTH:
@@ -66,19 +64,3 @@ def parse_size(size: str, *, vocab: int, context: int) -> GptShape:
         )
     heads = int(width) // HEAD_WIDTH
     return GptShape(int(layers), int(width), heads=heads, vocab=vocab, context=context)
-
-
-def find_device_type(*, is_dry_run: bool) -> torch.device:
-    """Return the device without its number: asking for that takes memory on it.
-
-    Raises:
-        typer.BadParameter: there is no accelerator, and this is no dry run.
-    """
-    if is_dry_run:
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        raise typer.BadParameter(
-            "torch finds no accelerator; --dry-run is the same program on the CPU"
-        )
-    return torch.device(accelerator.type)

@@ -1,6 +1,7 @@
-"""The program of every rank process: ``python -m benchmarks.harness.rank TARGET ARGUMENTS FOLDER``.
+"""Program of a rank process: ``python -m benchmarks.harness.rank TARGET ARGUMENTS FOLDER``.
 
-Calls a function by its name and writes its result, or its error; see `benchmarks.harness.ranks`.
+It calls the function TARGET and writes the function's result, or its error, to FOLDER. See
+`benchmarks.harness.ranks`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import os
 import sys
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -17,7 +20,7 @@ from benchmarks.harness.ranks import Place
 
 def main() -> None:
     target, arguments, folder = sys.argv[1:]
-    place = Place.here(folder)
+    place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(folder))
     try:
         module, _, name = target.partition(":")
         measure = getattr(importlib.import_module(module), name)
@@ -27,7 +30,8 @@ def main() -> None:
         place.write({"error": f"{type(error).__name__}: {said}"}, ".failure")
         raise
     if dist.is_initialized():
-        gc.collect()  # an engine that still held the group would end its threads only at exit
+        # An engine that still holds the group would end the group's threads only at exit.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
-"""Freshly started rank processes, and the results that they write.
+"""Fresh rank processes and the results that they write.
 
-A rank process calls a function by its name, ``module:function``, with its `Place` and arguments
-that went through JSON (`benchmarks.harness.rank` is its program).
+A rank process calls a function, given as ``module:function``, with its `Place` and with arguments
+that were passed as JSON. `benchmarks.harness.rank` is the program of the process.
 """
 
 from __future__ import annotations
@@ -24,28 +24,26 @@ import torch
 import torch.distributed as dist
 
 Row = dict[str, Any]
-"""One result as JSON. With ``failure`` or ``skipped``, the reason, where there are no figures."""
+"""One result, as JSON. A row without figures has the reason as ``failure`` or ``skipped``."""
 
 ROOT = Path(__file__).parents[2]
-"""The folder that has the package `benchmarks`."""
+"""Folder of the package `benchmarks`."""
 TIME_LIMIT_S = 600.0
 LOG_LENGTH = 4000
-"""Characters that are kept of the end of a failed process's output."""
+"""Characters kept from the end of a failed process's output."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 CPU_ALONE: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
 }
-"""Environment of a comparison on the CPU, one thread per rank."""
+"""Environment of CPU benchmarks, with one thread per rank."""
 
 
 class RankError(RuntimeError):
-    """A rank failed. The message is its error.
+    """A rank failed. The message is the rank's error.
 
-    Attributes:
-        log: the output of all ranks.
-        found: the result that rank 0 wrote before the failure.
+    ``log`` is the output of all ranks, ``found`` the last result that rank 0 wrote.
     """
 
     def __init__(self, message: str, log: str) -> None:
@@ -56,12 +54,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Node:
-    """A place for ranks, by default this machine's loopback.
-
-    Attributes:
-        prefix: words before a rank's command.
-        interface: of the network, for gloo.
-    """
+    """A node for ranks: words before each rank's command, and the network device for gloo."""
 
     prefix: tuple[str, ...] = ()
     interface: str = LOOPBACK
@@ -72,25 +65,21 @@ HERE = Node()
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place among the ranks that were started with it."""
+    """Rank, world size and folder of a rank process."""
 
     rank: int
     world_size: int
     folder: Path
-    """For results and for the ranks' store."""
-
-    @classmethod
-    def here(cls, folder: str) -> Place:
-        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(folder))
+    """Holds the ranks' results and their store."""
 
     def write(self, found: Mapping[str, Any], suffix: str = ".json") -> None:
-        """Replace this rank's result. A process that is killed meanwhile leaves the one before."""
+        """Replace this rank's result atomically. A killed process leaves its previous result."""
         write_json(self.folder / f"rank{self.rank}{suffix}", found)
 
     def join(self, device: torch.device | None = None, *, is_shared: bool = False) -> None:
-        """Join the process group of all ranks, over gloo and the device's own backend.
+        """Join the process group of all ranks, over gloo and the device's backend.
 
-        Several ranks can share a device over gloo alone.
+        With ``is_shared``, several ranks share the device, which only gloo supports.
         """
         if dist.is_initialized():
             return
@@ -103,7 +92,7 @@ class Place:
 
 
 def write_json(path: Path, found: object) -> None:
-    """Write an indented file in one step: a reader finds the old one or the new one."""
+    """Write an indented JSON file atomically."""
     beside = path.with_name(f"{path.name}.partial")
     beside.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     beside.replace(path)
@@ -119,19 +108,17 @@ def run_ranks(
     limit_s: float = TIME_LIMIT_S,
     python: str | None = None,
 ) -> list[Row]:
-    """Call a function in ``num_ranks`` processes of this machine and return each one's result.
+    """Call a function in ``num_ranks`` processes and return the result of each.
 
     Args:
-        target: ``module:function``; called with the rank's `Place` and ``arguments``.
-        arguments: plain values and dataclasses, which arrive as JSON.
-        num_ranks: processes, started at once.
-        environment: variables, besides this process's own.
-        nodes: have equally many ranks each, which find their node as torchrun sets it.
-        limit_s: seconds after which they are killed.
-        python: the interpreter, by default this one.
+        target: ``module:function``, called with the rank's `Place` and ``arguments``.
+        arguments: plain values and dataclasses, which the function gets as JSON.
+        environment: variables added to this process's own.
+        nodes: nodes with equally many ranks each. Ranks get torchrun's variables.
+        python: interpreter; None for this process's.
 
     Raises:
-        RankError: a rank failed, or took longer.
+        RankError: a rank failed or exceeded the time limit.
     """
     plain = json.dumps(arguments, default=asdict)
     per_node = num_ranks // len(nodes)
@@ -148,7 +135,7 @@ def run_ranks(
                 "LOCAL_RANK": str(rank % per_node),
                 "LOCAL_WORLD_SIZE": str(per_node),
                 "GROUP_RANK": str(rank // per_node),
-                # For DeepSpeed, which asks for them though the group is there already.
+                # DeepSpeed requires these variables although the process group already exists.
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": "29500",
             }
@@ -171,14 +158,11 @@ def run_together(
     work_folder: Path | None = None,
     limit_s: float = TIME_LIMIT_S,
 ) -> None:
-    """Run commands at once, each in its environment, their output in files of ``folder``.
+    """Run commands at the same time, with their output in files of ``folder``.
 
-    They run in ``work_folder``, or in the current one.
-
-    Raises:
-        RankError: one failed, or took longer than ``limit_s`` seconds; all were killed.
+    Raises RankError if a command fails or exceeds the time limit. All commands are then killed.
     """
-    # Files, not pipes: a rank that writes more than a pipe holds would block the others.
+    # Files instead of pipes, because a full pipe would block a rank and with it all others.
     logs = [folder / f"{number}.log" for number in range(len(commands))]
     ranks = []
     for command, environment, log in zip(commands, environments, logs, strict=True):
@@ -190,7 +174,7 @@ def run_together(
                     env=environment,
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # its own children are killed with it
+                    start_new_session=True,  # a rank's own children are killed with its session
                 )
             )
     is_late = _wait(ranks, limit_s)
@@ -201,9 +185,10 @@ def run_together(
 
 
 def own_environment() -> dict[str, str]:
-    """Return this process's variables, for programs that import `benchmarks` and stay offline."""
+    """Return this process's variables, extended so that programs can import `benchmarks`."""
     paths = {
-        # DeepSpeed compiles its Adam with ninja, which may lie beside this interpreter alone.
+        # DeepSpeed compiles its Adam with ninja, which may be installed next to this interpreter
+        # only.
         "PATH": [str(Path(sys.executable).parent), os.environ.get("PATH", "")],
         "PYTHONPATH": [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])],
     }
@@ -212,7 +197,7 @@ def own_environment() -> dict[str, str]:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], limit_s: float) -> bool:
-    """Wait for all ranks, or until one fails, and return whether the time was over."""
+    """Wait until all ranks end or one fails. Return whether the time limit was exceeded."""
     limit = time.monotonic() + limit_s
     try:
         while any(rank.poll() is None for rank in ranks):
@@ -222,7 +207,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], limit_s: float) -> bool:
                 return True
             time.sleep(0.1)
         return False
-    finally:  # also after Ctrl-C, which does not reach sessions of their own
+    finally:  # also after Ctrl-C, which does not reach the ranks' sessions
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
@@ -237,31 +222,25 @@ def _why(ranks: Sequence[subprocess.Popen[bytes]], said: str, folder: Path) -> s
         return str(json.loads(failures[0].read_text(encoding="utf-8"))["error"])
     lines = [line for line in said.splitlines() if line.strip()][-1:]
     killed = next((-rank.returncode for rank in ranks if rank.returncode < 0), 0)
-    # The others are killed when one fails by itself.
+    # If a rank failed by itself, the others were killed by `_wait`.
     if killed and not any(rank.returncode > 0 for rank in ranks):
         lines.append(f"(ended by signal {killed})")
     return " ".join(lines) or "no output"
 
 
 class Runner:
-    """Starter of ranks within a time limit, whose failures become rows.
-
-    Attributes:
-        limit_s: seconds from the construction on.
-    """
+    """Starts ranks within a common time limit and turns failures into rows."""
 
     def __init__(
         self, limit_s: float = math.inf, *, device_type: str = "cpu", python: str | None = None
     ) -> None:
-        """``python``: the ranks' interpreter, by default this one."""
         self.limit_s = limit_s
         self._python = python
-        # On the CPU nothing may find an accelerator that is there.
+        # A CPU benchmark must not use an accelerator of the machine.
         self._environment = CPU_ALONE if device_type == "cpu" else {}
         self._end = time.monotonic() + limit_s
 
     def left_s(self) -> float:
-        """Return the remaining seconds, 0 when the time is over."""
         return max(0.0, self._end - time.monotonic())
 
     def start(
@@ -273,10 +252,10 @@ class Runner:
         threads: int | None = None,
         nodes: Sequence[Node] = (HERE,),
     ) -> list[Row]:
-        """Return the ranks' results, or one row with ``failure`` or ``skipped`` and the reason.
+        """Return the ranks' results, or one row with the reason as ``failure`` or ``skipped``.
 
-        A failure has the end of the output, and what rank 0 had written before. ``threads`` of
-        each rank are torch's or the environment's by default.
+        A failure's row also has the end of the output and rank 0's last result. ``threads`` sets
+        each rank's OMP_NUM_THREADS.
         """
         left_s = self.left_s()
         if not left_s:

@@ -1,15 +1,15 @@
-"""Results of an experiment: rows as JSON, as tables and as pictures.
+"""Reports of an experiment: rows as JSON, tables and pictures.
 
 [Note: report]
 section  rows under one title, with the columns of their table and the panels of their picture
-panel    a part of the picture: its title, its height in lines, and what draws it
+panel    one diagram of the picture: title, height in lines, and drawing function
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,23 +26,20 @@ PAGE_WIDTH = 120
 MS, US = 1e-3, 1e-6
 Rows = Mapping[str, Row]
 Value = str | Callable[[Row], Any]
-"""A key of a row, or a function of it."""
+"""A key of a row, or a function of the row."""
 Axes = Any
-"""matplotlib's. Rank processes, which import this, do without it."""
+"""matplotlib's axes. Rank processes import this module without matplotlib."""
 Panel = tuple[str, int, Callable[[Axes], None]]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table of rows."""
-
     heading: str
     value: Value
-    """None is an empty cell; a bool "met" or "missed"."""
+    """None gives an empty cell, a bool "met" or "missed"."""
     spec: str = ""
-    """A format specification."""
     unit: float = 1.0
-    """A number is shown as a multiple of it."""
+    """Unit in which a number is shown."""
 
     def cell(self, row: Row) -> str:
         value = value_of(row, self.value)
@@ -62,7 +59,6 @@ def word(is_met: bool | None) -> str:
 
 
 def judged(value: float | None, spec: str, is_met: bool | None) -> str | None:
-    """Return a figure with the verdict on its bar."""
     return None if value is None else f"{value:{spec}} {word(is_met)}".rstrip()
 
 
@@ -75,40 +71,29 @@ class Section:
     columns: Sequence[Column]
     caption: str | None = None
     heading: str = ""
-    """Over the rows' names."""
+    """Heading of the column of row names."""
     panels: Sequence[Panel] = ()
 
-    @property
-    def table(self) -> Table:
-        """A line per row with figures: its name under ``heading``, then its cells."""
-        table = Table(title=self.title, caption=self.caption)
-        table.add_column(self.heading, no_wrap=True)
-        for column in self.columns:
-            table.add_column(column.heading, justify="right", no_wrap=True)
-        for name, row in measured(self.rows).items():
-            table.add_row(name, *(column.cell(row) for column in self.columns))
-        return table
-
-    def reasons(self) -> Iterator[str]:
-        """Yield a line for every row without figures."""
+    def show(self, prefix: str = "") -> None:
+        """Print the table, then the reasons of missing rows."""
+        if found := measured(self.rows):
+            table = Table(title=self.title, caption=self.caption)
+            table.add_column(self.heading, no_wrap=True)
+            for column in self.columns:
+                table.add_column(column.heading, justify="right", no_wrap=True)
+            for name, row in found.items():
+                table.add_row(name, *(column.cell(row) for column in self.columns))
+            width = None if sys.stdout.isatty() else PAGE_WIDTH
+            Console(width=width, highlight=False, markup=False).print(table)
         for name, row in self.rows.items():
             for kind in ("failure", "skipped"):
                 if kind in row:
-                    yield f"{name}: {kind}: {row[kind]}"
-
-    def show(self, prefix: str = "") -> None:
-        """Print the table, as wide as a page where there is no terminal, then the reasons."""
-        if measured(self.rows):
-            width = None if sys.stdout.isatty() else PAGE_WIDTH
-            Console(width=width, highlight=False, markup=False).print(self.table)
-        for line in self.reasons():
-            print(f"{prefix}{line}")
+                    print(f"{prefix}{name}: {kind}: {row[kind]}")
 
 
 def publish(
     output: Path, name: str, report: Row, sections: Sequence[Section], *, columns: int = 1
 ) -> None:
-    """Write ``name.json`` and ``name.png``, then print tables and reasons."""
     write_report(output, name, report)
     save_panels(output / f"{name}.png", [p for s in sections for p in s.panels], columns=columns)
     print(f"written to {output}")
@@ -135,16 +120,10 @@ def bars(
     color: Callable[[str], str | None] = lambda _: None,
     bar: float | None = None,
 ) -> list[Panel]:
-    """Return a panel of horizontal bars, one per row and value, or none without figures.
+    """Return a panel with a horizontal bar per row and value, or no panel without figures.
 
-    Args:
-        title: of the panel.
-        rows: those with figures are drawn.
-        values: by their names in the legend, which several values have.
-        label: of the axis.
-        unit: values are shown as multiples of it.
-        color: by a row's name; matplotlib's own by default.
-        bar: where a line is drawn.
+    ``values`` are named in the legend. ``color`` maps a row's name to a color (None: matplotlib's
+    default). ``bar`` is the position of a vertical line.
     """
     shown = measured(rows)
     height = 0.8 / len(values)
@@ -167,12 +146,10 @@ def bars(
 
 
 def green(is_ours: Callable[[str], bool]) -> Callable[[str], str]:
-    """Return the color of a contender: this project's are green."""
     return lambda name: "tab:green" if is_ours(name) else "tab:gray"
 
 
 def save_panels(path: Path, panels: Sequence[Panel], *, columns: int = 1) -> None:
-    """Save a picture, if there is a panel."""
     if not panels:
         return
     from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
-"""Contenders in turn: every round runs each once, so slow moments of the machine fall on all.
+"""Rounds in which every contender runs once, so that slow moments of the machine affect all.
 
-Jobs run in fresh processes, one at a time, so that each one's memory is its own.
+Jobs run one at a time in fresh processes, so that memory is measured per job.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,24 +22,18 @@ from benchmarks.harness.sides import NEEDS
 def take_turns(
     names: Sequence[str], rounds: int, run: Callable[[str, int], Row]
 ) -> dict[str, list[Row]]:
-    """Return the rows of every contender, by round. One without figures is not tried again.
-
-    Args:
-        names: the contenders, in the order of every round.
-        rounds: times that each is measured.
-        run: measures one, once; it gets the round's number, from 0.
-    """
+    """Run each contender once per round. Return each contender's rows by round."""
     found: dict[str, list[Row]] = {name: [] for name in names}
     for number in range(rounds):
         for name, rows in found.items():
-            # It failed, or the time was over: it would again.
+            # A contender that failed or ran out of time is not tried again.
             if not rows or has_figures(rows[-1]):
                 rows.append(run(name, number))
     return found
 
 
 def race(jobs: Sequence[Job], rounds: int, run: Callable[[Job, int], Row]) -> dict[str, list[Row]]:
-    """Return `take_turns` of jobs. A side whose package is not installed fails."""
+    """Run jobs in turn, see `take_turns`. A job whose side needs a missing package fails."""
     by_name = {job.name: job for job in jobs}
 
     def run_named(name: str, number: int) -> Row:
@@ -50,9 +45,10 @@ def race(jobs: Sequence[Job], rounds: int, run: Callable[[Job, int], Row]) -> di
 
 
 def race_on_device(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, Row]:
-    """Return a row per job of `benchmarks.harness.train.on_device`: medians over the rounds.
+    """Run jobs on the accelerator in turn. Return a row per job with medians over the rounds.
 
-    The first round is traced, and has the other figures.
+    Figures other than ``step_s`` and ``tokens_per_s`` are those of the first round, which alone is
+    traced.
     """
 
     def run(job: Job, number: int) -> Row:
@@ -70,16 +66,15 @@ def race_on_device(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str
 
 
 def start_on_device(job: Job, runner: Runner) -> Row:
-    """Measure a job once, in a fresh process."""
     return runner.start("benchmarks.harness.train:on_device", {"job": job})[0]
 
 
 def race_on_cpu(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, Row]:
-    """Return a row per job of `benchmarks.harness.train.on_cpu`, all rounds in one.
+    """Run jobs on the CPU in turn. Return a row per job over all rounds.
 
-    ``times_s`` are those of rank 0, ``added_bytes`` each rank's and round's peak over what it had
-    before the model; ``last_loss`` is the mean over ranks, on which contenders that do the same
-    work agree; ``counted`` is summed.
+    ``times_s`` are rank 0's. ``added_bytes`` has each rank's and round's peak minus the memory
+    before the model was made. ``last_loss`` is the mean over ranks. ``counted`` is summed over
+    ranks and rounds.
     """
     print(jobs[0].title)
     found = race(jobs, rounds, lambda job, _: start_on_cpu(job, runner))
@@ -87,7 +82,7 @@ def race_on_cpu(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, R
 
 
 def start_on_cpu(job: Job, runner: Runner) -> Row:
-    """Measure a job's ranks once: ``ranks`` has the row of each."""
+    """Measure a job once. ``ranks`` has a row per rank."""
     return start_ranks("benchmarks.harness.train:on_cpu", {"job": job}, job, runner)
 
 
@@ -98,7 +93,6 @@ def start_ranks(
     runner: Runner,
     nodes: Sequence[Node] = (HERE,),
 ) -> Row:
-    """Return ``ranks``, the row of each rank of a job, or why there are none."""
     ranks = runner.start(target, arguments, job.ranks, threads=job.threads, nodes=nodes)
     return {"ranks": ranks} if has_figures(ranks[0]) else ranks[0]
 
@@ -109,6 +103,9 @@ def _added_up(rounds: Sequence[Row]) -> Row:
     by_round = [row["ranks"] for row in rounds]
     ranks = [rank for ranks in by_round for rank in ranks]
     added = [rank["added_bytes"] for rank in ranks]
+    counted: Counter[str] = Counter()
+    for rank in ranks:
+        counted.update(rank["counted"])
     times = [seconds for ranks in by_round for seconds in ranks[0]["times_s"]]
     return {
         **spread(times),
@@ -116,7 +113,7 @@ def _added_up(rounds: Sequence[Row]) -> Row:
         "last_loss": statistics.fmean(rank["losses"][-1] for rank in by_round[-1]),
         "times_s": times,
         "added_bytes": added,
-        "counted": _sums(rank["counted"] for rank in ranks),
+        "counted": counted,
     }
 
 
@@ -124,26 +121,16 @@ def spread(times_s: Sequence[float]) -> Row:
     return {"median_s": statistics.median(times_s), "min_s": min(times_s)}
 
 
-def _sums(counted: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for one in counted:
-        for name, value in one.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
-
-
 def has_figures(row: Mapping[str, object]) -> bool:
-    """Return whether the row's case was measured."""
     return not {"failure", "skipped"} & set(row)
 
 
 def measured(rows: Mapping[str, Row]) -> dict[str, Row]:
-    """Return the rows with figures."""
     return {name: row for name, row in rows.items() if has_figures(row)}
 
 
 def missing(side: str) -> str:
-    """Return why a side cannot be measured here, or an empty text."""
+    """Return why a side cannot run here, or an empty string."""
     needed = NEEDS.get(side)
     if needed is None or importlib.util.find_spec(needed) is not None:
         return ""
@@ -151,12 +138,11 @@ def missing(side: str) -> str:
 
 
 def quotient(value: float | None, other: float | None) -> float | None:
-    """Return ``value / other``, or None where a figure is missing or the other not positive."""
+    """Return ``value / other``, or None if either is missing or ``other`` is not positive."""
     return value / other if value is not None and other is not None and other > 0 else None
 
 
 def version(package: str) -> str | None:
-    """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""The sides of a comparison: each makes a function that takes one training step.
+"""Contenders of a comparison. Each makes a function that trains one step.
 
-All compute in the job's dtype over fp32 master weights, but for "torch_low". Everyone has the
-fastest AdamW for its device: torch's fused one, DeepSpeed's, or the engine's own.
+All compute in the job's dtype over fp32 master weights. Each uses its fastest
+AdamW for the device: torch's fused one, DeepSpeed's, or the engine's.
 """
 
 from __future__ import annotations
@@ -23,21 +23,13 @@ from benchmarks.harness.ranks import Place
 from zero_offload.tiers.auto_tier import AutoTier
 from zero_offload.tiers.twin import TwinTier
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Step = Callable[[Tensor], Tensor]
-"""Takes a rank's token ids, updates the model, returns the loss.
-
-It does not wait for the loss.
-"""
+"""Trains one step on a rank's token ids and returns the loss, without waiting for the device."""
 
 
 class KeptTier:
-    """A `zero_core.protocols.StateTierFactory` that keeps the tier in reach.
-
-    Makes the tier with the kernel that ``"device": "cpu"`` names.
-
-    Attributes:
-        tier: the tier, or None before it was made.
-    """
+    """A `zero_core.protocols.StateTierFactory` that keeps a reference to the tier it makes."""
 
     def __init__(self) -> None:
         self.tier: TwinTier | None = None
@@ -49,9 +41,9 @@ class KeptTier:
         return self.tier
 
     def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes so far: ``bytes_d2h`` of gradients, ``bytes_h2d`` of parameters.
+        """Return the bytes moved so far: gradients as ``bytes_d2h``, parameters as ``bytes_h2d``.
 
-        Waits for an update under way, so that it is counted.
+        Waits for a running update, whose bytes count too.
         """
         if self.tier is None:
             return {"bytes_d2h": 0, "bytes_h2d": 0}
@@ -59,25 +51,23 @@ class KeptTier:
         return {"bytes_d2h": self.tier.bytes_d2h, "bytes_h2d": self.tier.bytes_h2d}
 
     def ratio_report(self) -> dict[str, Any] | None:
-        """Return the choice of ``"ratio": "auto"`` with its reason, or None."""
         report = self.tier.ratio_report if isinstance(self.tier, AutoTier) else None
         return None if report is None else asdict(report)
 
     def host_share(self) -> float | None:
-        """Return the share of the elements that the host updates now."""
         if self.tier is None:
             return None
         return self.tier.host_numel / self._numel if self._numel else 0.0
 
     def io_seconds(self) -> dict[str, float]:
-        """Return seconds of file access so far, nothing if the tier has no file.
+        """Return seconds of file access so far, or an empty dict if the tier has no file.
 
-        ``io_s``: a file was read or written; ``waited_s``: updates waited for that; ``stall_s``:
-        the caller was blocked because an update was not done.
+        ``io_s`` is the time of reads and writes, ``stall_s`` the time that the training thread
+        waited for an update.
         """
         if self.tier is None or (file := self.tier.file) is None:
             return {}
-        return {"io_s": file.io_s, "waited_s": file.waited_s, "stall_s": self.tier.stall_s}
+        return {"io_s": file.io_s, "stall_s": self.tier.stall_s}
 
 
 @dataclass
@@ -86,20 +76,19 @@ class Side:
 
     step: Step
     model: Any
-    """The job's, as the side trains it."""
+    """The job's model, as the side trains it."""
     engine: zero_core.Engine | None = None
-    """This project's. Others have none."""
+    """This project's engine; None for other sides."""
     kept: KeptTier = field(default_factory=KeptTier)
 
 
 def bare(job: Job, device: torch.device, place: Place) -> Side:
-    """Forward and backward alone: no engine can be faster."""
-    model = job.make_model().to(device, _dtype(job))
+    model = job.make_model().to(device, DTYPES[job.dtype])
     return Side(_step(model, model.zero_grad), model)
 
 
 def ddp(job: Job, device: torch.device, place: Place) -> Side:
-    """DistributedDataParallel with fp32 weights, in bf16 by autocast."""
+    """Train with DistributedDataParallel and fp32 weights, in bf16 by autocast."""
     place.join(device)
     model = job.make_model().to(device)
     wrapped = nn.parallel.DistributedDataParallel(model)
@@ -107,20 +96,15 @@ def ddp(job: Job, device: torch.device, place: Place) -> Side:
 
 
 def plain(job: Job, device: torch.device, place: Place) -> Side:
-    """The bare model with fp32 weights, in bf16 by autocast."""
+    """Train the bare model with fp32 weights, in bf16 by autocast."""
     return torch_loop(job, job.make_model().to(device), autocast=device.type)
 
 
-def plain_low(job: Job, device: torch.device, place: Place) -> Side:
-    """Weights, moments and all in the job's dtype: no master weights, so other numbers."""
-    return torch_loop(job, job.make_model().to(device, _dtype(job)))
-
-
 def plain_masters(job: Job, device: torch.device, place: Place) -> Side:
-    """Weights and gradients in the job's dtype, fp32 master weights by hand: as the engine."""
+    """Train with weights and gradients in the job's dtype and hand-written fp32 master weights."""
     model = job.make_model().to(device)
     masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
-    model.to(_dtype(job))
+    model.to(DTYPES[job.dtype])
     weights: list[Tensor] = list(model.parameters())
     optimizer = torch.optim.AdamW(masters, fused=True, **job.adamw)
 
@@ -137,19 +121,19 @@ def plain_masters(job: Job, device: torch.device, place: Place) -> Side:
 
 
 def fsdp2(job: Job, device: torch.device, place: Place) -> Side:
-    """`fully_shard` on every block and on the whole, offloaded by CPUOffloadPolicy.
+    """Train with `fully_shard` on every block and on the model, offloaded by CPUOffloadPolicy.
 
-    Offloaded at stage 2, a unit stays whole from forward to backward; at stage 3 it is gathered
-    twice.
+    With offload at stage 2, a unit stays unsharded from forward to backward. At stage 3 it is
+    all-gathered in both.
     """
-    # Imported here: it takes half a second that no other side needs.
+    # Imported here, because this import takes half a second and only this side needs it.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     place.join(device)
     model = job.make_model()
     settings: dict[str, Any] = {"mesh": init_device_mesh(device.type, (place.world_size,))}
     if job.dtype != "fp32":
-        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=_dtype(job))
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype])
     if job.is_offloaded:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         settings["reshard_after_forward"] = job.stage == 3
@@ -160,9 +144,9 @@ def fsdp2(job: Job, device: torch.device, place: Place) -> Side:
 
 
 def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
-    """DeepSpeed from the package index. It compiles its Adam where it has not yet.
+    """Train with the installed DeepSpeed, which compiles its Adam at first use.
 
-    On the CPU it is given its own Adam if the states are offloaded, torch's fused one else.
+    On the CPU it gets its own Adam if states are offloaded, otherwise torch's fused AdamW.
     """
     package: Any = importlib.import_module("deepspeed")
     place.join(device)
@@ -182,7 +166,6 @@ def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
 
 
 def zero(job: Job, device: torch.device, place: Place) -> Side:
-    """This engine, in a single process without a group."""
     kept = KeptTier()
     engine = zero_core.build(
         *(job.make_model(), job.config()),
@@ -196,17 +179,12 @@ SIDES: Mapping[str, Callable[[Job, torch.device, Place], Side]] = {
     "ddp": ddp,
     "torch": plain,
     "torch_masters": plain_masters,
-    "torch_low": plain_low,
     "fsdp2": fsdp2,
     "deepspeed": deepspeed,
     "zero": zero,
 }
 NEEDS = {"deepspeed": "deepspeed"}
 """Packages that a side needs besides this project's."""
-
-
-def _dtype(job: Job) -> torch.dtype:
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[job.dtype]
 
 
 def torch_loop(job: Job, model: nn.Module, autocast: str = "") -> Side:
@@ -220,7 +198,7 @@ def torch_loop(job: Job, model: nn.Module, autocast: str = "") -> Side:
 
 
 def _step(model: nn.Module, update: Callable[[], object], autocast: str = "") -> Step:
-    """Return forward, backward and ``update``, in bf16 by autocast on the device type given."""
+    """Return a step of forward, backward and ``update``, with bf16 autocast on a device type."""
 
     def step(ids: Tensor) -> Tensor:
         with torch.autocast(autocast or "cpu", torch.bfloat16, enabled=bool(autocast)):

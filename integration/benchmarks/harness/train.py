@@ -1,22 +1,31 @@
-"""The measuring loops, each a target of `benchmarks.harness.ranks`.
+"""The measuring loops. Each is a target of `benchmarks.harness.ranks`.
 
 [Note: how a step is timed]
-on the CPU          step by step, from the moment all ranks begin it to the moment all begin the
-                    next: updates in the background count, wherever they fall
-on an accelerator   all timed steps together over their number: nothing waits in between, so what a
-                    contender still does after ``step`` has returned overlaps with the next step
+on the CPU          every step separately, from a barrier to the next one. Updates in the background
+                    therefore count, in whichever step they run
+on an accelerator   all timed steps together, divided by their number. Nothing waits in between, so
+                    work that continues after ``step`` returns overlaps with the next step
+
+[Note: device time]
+Events before and after a step would measure one stream from its first to its last operation, and
+miss gaps and other streams. The profiler records every kernel and copy of every stream. The busy
+time is the length of the union of the kernels' intervals, without copies.
 """
 
 from __future__ import annotations
 
 import gc
+import gzip
 import importlib
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from benchmarks.harness.job import Job
 from benchmarks.harness.memory import (
@@ -30,21 +39,21 @@ from benchmarks.harness.memory import (
 from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import Place, Row
 from benchmarks.harness.sides import SIDES
-from benchmarks.harness.tracing import synchronize, trace
 from zero_engine.machine import processor_name
 
 NUM_LOSSES = 20
+US = 1e-6
 
 
 def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
-    """Measure one rank of a job: ``times_s``, ``losses``, memory in bytes, counters.
+    """Train a job on this CPU rank. Return ``times_s``, ``losses``, memory in bytes and counters.
 
-    ``counted`` are the seconds of file access in the timed steps.
+    ``counted`` has the seconds of file access in the timed steps.
     """
     what = Job.of(job)
     torch.set_num_threads(what.threads)
     place.join()
-    # Imports are no part of a contender's memory.
+    # Imports must not count as a contender's memory.
     importlib.import_module("torch.distributed.fsdp")
     what.meta_model()
     batches = what.batches(place.rank)
@@ -57,7 +66,7 @@ def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
     times = timed_apart(lambda: losses.append(float(side.step(next(batches)))), what.steps)
     after = side.kept.io_seconds()
     peak = peak_bytes()
-    dist.barrier()  # nobody ends while another still measures
+    dist.barrier()  # no rank may end while another still measures
     return {
         "times_s": times,
         "losses": losses,
@@ -67,13 +76,13 @@ def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
 
 
 def on_device(place: Place, job: Mapping[str, Any]) -> Row:
-    """Measure a job on one device, with null for figures that it does not have.
+    """Train a job on one device. Figures that the device does not have are None.
 
-    Without offload, peaks are those of the timed steps, what is held in between included.
+    Without offload, memory peaks are those of the timed steps only.
     """
     what = Job.of(job)
     if not what.is_offloaded:
-        torch.set_float32_matmul_precision("high")  # TF32 where there is some, on every side
+        torch.set_float32_matmul_precision("high")  # allows TF32 for all sides
     device = find_device()
     limit = limit_device(what.device_limit_bytes, device)
     watch = HostWatch()
@@ -86,28 +95,38 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
         if side.kept.ratio_report() is not None:
             break
         losses.append(side.step(next(batches)))
-    # Made before: a copy to the device would wait for the step before it.
+    # Prepared in advance, because copying a batch to the device would wait for the previous step.
     num_counted = 1 if what.is_offloaded else 0
     ready = [next(batches) for _ in range(what.steps + num_counted + what.num_traced)]
     num_tokens = sum(ids.numel() for ids in ready[: what.steps])
     if not what.is_offloaded:
-        _restart_device_peak(device)
+        gc.collect()
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+            torch.accelerator.reset_peak_memory_stats(device)
     following = iter(ready)
-    step_s = timed_together(lambda: losses.append(side.step(next(following))), what.steps, device)
+    synchronize(device)
+    started_at = time.perf_counter()
+    losses += [side.step(next(following)) for _ in range(what.steps)]
+    synchronize(device)
+    step_s = (time.perf_counter() - started_at) / what.steps
     peaks = device_peaks(device)
     before = side.kept.moved_bytes()
     losses += [side.step(next(following)) for _ in range(num_counted)]
     after = side.kept.moved_bytes()
-    traced = trace(
-        lambda: side.step(next(following)), what.num_traced, device, keep=what.trace_file
-    )
+    traced: Row = {"device_busy_s": None}
+    if what.num_traced and what.trace_file is not None:
+        traced = trace(lambda: side.step(next(following)), what.num_traced, device, what.trace_file)
     if what.is_offloaded:
         peaks = device_peaks(device)
-    else:  # about `NUM_LOSSES` of them, the last among them
+    else:  # keeps about `NUM_LOSSES` losses, the last one included
         losses = losses[:: -max(1, len(losses) // NUM_LOSSES)][:NUM_LOSSES][::-1]
+    name = processor_name()
+    if device.type != "cpu":
+        name = str(torch.get_device_module(device).get_device_name(device))
     allocated, reserved = peaks["device_peak_bytes"], peaks["device_reserved_bytes"]
     return {
-        "device": device_name(device),
+        "device": name,
         "num_parameters": what.shape.numel,
         "build_s": build_s,
         "step_s": step_s,
@@ -117,8 +136,7 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
         "host_share": side.kept.host_share(),
         "ratio_report": side.kept.ratio_report(),
         "moved_bytes": {name: value - before[name] for name, value in after.items()},
-        "device_busy_s": None if traced is None else traced.get("busy_s"),
-        "trace": traced,
+        **traced,
         "device_limit_bytes": limit,
         **peaks,
         "reserved_to_allocated": reserved / allocated if reserved and allocated else None,
@@ -126,15 +144,8 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
     }
 
 
-def device_name(device: torch.device) -> str:
-    """Return the name of the accelerator, or of the processor."""
-    if device.type == "cpu":
-        return processor_name()
-    return str(torch.get_device_module(device).get_device_name(device))
-
-
 def timed_apart(run: Callable[[], object], steps: int) -> list[float]:
-    """Return the seconds of each call, all ranks beginning together."""
+    """Return the seconds of each call. All ranks begin each call together."""
     times = []
     for _ in range(steps):
         started_at = time.perf_counter()
@@ -144,18 +155,38 @@ def timed_apart(run: Callable[[], object], steps: int) -> list[float]:
     return times
 
 
-def timed_together(run: Callable[[], object], steps: int, device: torch.device) -> float:
-    """Return the seconds per call."""
-    synchronize(device)
-    started_at = time.perf_counter()
-    for _ in range(steps):
-        run()
-    synchronize(device)
-    return (time.perf_counter() - started_at) / steps
+def trace(step: Callable[[], object], num_steps: int, device: torch.device, file: str) -> Row:
+    """Trace ``num_steps`` calls of ``step`` into ``file``, for https://ui.perfetto.dev.
+
+    Return ``device_busy_s`` per step, or None if torch's profiler sees no kernels of the device, as
+    on the CPU. A failure becomes an entry, because the job's other measurements must survive it.
+    """
+    supported = supported_activities()  # type: ignore[no-untyped-call]
+    activity = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
+    try:
+        synchronize(device)  # work enqueued earlier must not be in the trace
+        with profile(activities={ProfilerActivity.CPU, activity} & supported) as traced:
+            for _ in range(num_steps):
+                step()
+            synchronize(device)
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        traced.export_chrome_trace(file)
+        with gzip.open(file, "rt", encoding="utf-8") as text:
+            kernels = [e for e in json.load(text)["traceEvents"] if e.get("cat") == "kernel"]
+        return {"device_busy_s": busy_seconds(kernels) / num_steps or None}
+    except Exception as error:
+        return {"device_busy_s": None, "trace_failure": f"{type(error).__name__}: {error}"}
 
 
-def _restart_device_peak(device: torch.device) -> None:
-    gc.collect()
+def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
-        torch.accelerator.empty_cache()
-        torch.accelerator.reset_peak_memory_stats(device)
+        torch.accelerator.synchronize(device)
+
+
+def busy_seconds(events: Iterable[Mapping[str, Any]]) -> float:
+    """Return the seconds covered by the events of a trace, whose times are in microseconds."""
+    total, end = 0.0, float("-inf")
+    for start, duration in sorted((float(e["ts"]), float(e["dur"])) for e in events):
+        total += max(0.0, start + duration - max(start, end))
+        end = max(end, start + duration)
+    return total * US

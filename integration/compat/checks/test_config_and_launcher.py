@@ -1,13 +1,15 @@
-"""The configuration and the launcher beside the installed DeepSpeed."""
+"""Configuration, its Hjson reader, and launcher options compared with the installed DeepSpeed's."""
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import deepspeed.launcher.runner as theirs
+import hjson
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig as Theirs
 from hypothesis import given, settings
@@ -17,15 +19,15 @@ from torch.distributed.run import get_args_parser
 
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
-from zero_engine.script.deepspeed_options import add_options
-from zero_engine.script.hosts import Hosts, filtered, read_host_file
+from zero_engine.deepspeed.config.hjson import parse_hjson
+from zero_engine.script.deepspeed_options import Hosts, add_options, filtered, read_host_file
 
 NOT_SERVED = {
     *("autotuning_config", "compile_config", "data_efficiency_config", "datastates_config"),
     *("expert_parallel_config", "hybrid_engine", "pipeline", "tensor_parallel_config"),
     *("weight_quantization_config", "seq_parallel_communication_data_type", "checkpoint_config"),
 }
-"""Attributes of what is refused, or has no effect in either."""
+"""Attributes that this engine refuses, or that have no effect in either library."""
 
 FULL: dict[str, Any] = {
     "train_batch_size": 4,
@@ -47,7 +49,7 @@ FULL: dict[str, Any] = {
 
 
 def _plain(value: Any) -> Any:
-    """Return the fields of an object, and those of its fields."""
+    """Convert an object and the objects in its fields to plain dicts and lists."""
     if isinstance(value, BaseModel):
         value = value.model_dump()
     elif not isinstance(value, dict | list | tuple | str) and hasattr(value, "__dict__"):
@@ -61,7 +63,8 @@ def _plain(value: Any) -> Any:
 def test_attributes_are_those_of_deepspeed(given: dict[str, Any]) -> None:
     expected = vars(Theirs(dict(given)))
     ours = DeepSpeedConfig(dict(given))
-    blocks = {"zero_config", "float16_config", "bfloat16_config"}  # of zero-core's types
+    # These attributes have zero-core's types.
+    blocks = {"zero_config", "float16_config", "bfloat16_config"}
     names = {n for n in expected if not n.startswith("_")} - NOT_SERVED - blocks
     for name in sorted(names):
         found, wanted = _plain(getattr(ours, name)), _plain(expected[name])
@@ -87,7 +90,7 @@ def test_every_option_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     parser = get_args_parser()
     add_options(parser)
     assert {"--num_gpus", "-H", "--bind_core_list"} <= names
-    names.remove("--no_local_rank")  # an option of zero_engine.script.run
+    names.remove("--no_local_rank")  # `zero_engine.script.run` handles this option itself
     assert names <= {name for action in parser._actions for name in action.option_strings}
 
 
@@ -108,3 +111,57 @@ def test_the_same_slots_are_chosen(lines: list[str], include: str, exclude: str)
     except ValueError:
         expected = {}
     assert (ours or {}) == {host: tuple(slots) for host, slots in expected.items()}
+
+
+PIECES = st.sampled_from(
+    [
+        *("{", "}", "[", "]", ",", ":", "\n", " ", "# x\n", "// y\n", "/* z\n */", "a", "b", "'c'"),
+        *('"d"', "1", "-2.5", "5e8", "01", "true", "false", "null", "cpu", "'''x\n y'''"),
+        *('"q\\n\\u00e4"', "'it\\'s \"'", "a: 1\n", "b: {", '"e": ', "x y", "http://h", "- 3"),
+    ]
+)
+TEXT_KEYS = st.text(max_size=3)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    # The package writes these strings without quotes, and unquoted they are numbers.
+    | st.text().filter(lambda text: text.strip() not in ("NaN", "Infinity", "-Infinity")),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT_KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("duplicate")
+    return dict(pairs)
+
+
+def _theirs(text: str) -> Any:
+    try:
+        found = hjson.loads(text, object_pairs_hook=_no_duplicates)
+    except (ValueError, IndexError, OverflowError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _ours(text: str) -> Any:
+    try:
+        return parse_hjson(text, "text")
+    except ConfigError:
+        return None
+
+
+@settings(deadline=None, max_examples=1000)
+@given(st.lists(PIECES, max_size=14).map("".join).map(lambda inner: f"{{{inner}}}"))
+def test_pieces_of_hjson_in_any_order(text: str) -> None:
+    assert _ours(text) == _theirs(text)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.dictionaries(TEXT_KEYS, VALUES, max_size=4))
+def test_json_and_what_the_package_writes(value: dict[str, Any]) -> None:
+    for text in (json.dumps(value, indent=1), json.dumps(value), hjson.dumps(value)):
+        assert _ours(text) == _theirs(text)

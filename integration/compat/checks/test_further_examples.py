@@ -1,4 +1,4 @@
-"""Python examples of docs/ that need bitsandbytes or torchao run as they stand."""
+"""The Python examples in docs/ that need bitsandbytes or torchao run unchanged."""
 
 from __future__ import annotations
 

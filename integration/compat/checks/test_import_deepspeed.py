@@ -1,7 +1,7 @@
-"""Import of checkpoints that DeepSpeed itself wrote: its own conversions are the oracle.
+"""Import of checkpoints that DeepSpeed wrote, with DeepSpeed's own conversions as the oracle.
 
-Masters are compared with ``zero_to_fp32`` and moments with ``ds_to_universal``, bit by bit; the
-losses of a training that goes on here with those of the same engine of DeepSpeed's, resumed.
+Master weights are compared bit by bit with ``zero_to_fp32`` and moments with ``ds_to_universal``.
+The losses of training resumed here are compared with those of training resumed by DeepSpeed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zero_core.checkpoint.files import Reader, read_buffers, read_weights
 from zero_core.checkpoint.manifest import read_manifest
-from zero_core.testing import seeded, spawn
+from zero_core.testing import seeded, spawn, train
 from zero_engine import deepspeed
 from zero_engine.deepspeed_import.importing import import_checkpoint
 
@@ -38,7 +38,7 @@ NUM_STEPS = 3
 
 
 class Model(nn.Module):
-    """Tied weights, a frozen layer, buffers, and sizes that no number of ranks divides."""
+    """Model with tied weights, a frozen layer, buffers, and sizes that no rank count divides."""
 
     seen: Tensor
     scale: Tensor
@@ -63,7 +63,6 @@ class Model(nn.Module):
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the usual two groups."""
     params = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in params if p.ndim > 1]
     return [{"params": decayed}, {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
@@ -83,19 +82,15 @@ def config(case: str) -> dict[str, Any]:
 
 
 def losses(engine: Any, rank: int, first: int) -> list[float]:
-    """Take `NUM_STEPS` steps, and return each one's loss on this rank."""
-    found = []
-    for step in range(first, first + NUM_STEPS):
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        loss = engine(torch.randint(0, 7, (4, 3), generator=generator))
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.item())
-    return found
+    """Take `NUM_STEPS` steps and return this rank's losses."""
+    draws = [
+        torch.Generator().manual_seed(100 * step + rank) for step in range(first, first + NUM_STEPS)
+    ]
+    return train(engine, [torch.randint(0, 7, (4, 3), generator=draw) for draw in draws])
 
 
 def write_by_deepspeed(folder: Path) -> None:
-    """Write every case's checkpoint, conversions and losses. A program of DeepSpeed's ranks."""
+    """Write every case's checkpoint, conversions and losses on this rank, with DeepSpeed."""
     import deepspeed as original
     import torch.distributed as dist
     from deepspeed.checkpoint.ds_to_universal import main as to_universal
@@ -139,7 +134,6 @@ def write_by_deepspeed(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of two ranks of DeepSpeed's, on the CPU."""
     folder = tmp_path_factory.mktemp("deepspeed")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -155,7 +149,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def universal(place: Path, name: str, state: str) -> Tensor:
-    """Return a state from DeepSpeed's universal checkpoint, flat."""
+    """Return a flat state from DeepSpeed's universal checkpoint."""
     found = torch.load(place / "universal" / "zero" / name / f"{state}.pt", weights_only=False)
     value: Tensor = found["param"] if isinstance(found, dict) else found
     return value.reshape(-1)
@@ -173,7 +167,7 @@ def test_masters_and_moments_are_deepspeeds_conversions(case, form, written, tmp
     first = Model().state_dict()
     seen = set()
     for weight in read_weights(tmp_path):
-        # DeepSpeed's conversion of stage 1 has no frozen parameters.
+        # DeepSpeed's conversion of stage 1 leaves out frozen parameters.
         expected = masters if weight.names[0] in masters else first
         for name in weight.names:
             assert torch.equal(weight.value, expected[name].to(weight.value.dtype)), name
@@ -192,7 +186,7 @@ def test_masters_and_moments_are_deepspeeds_conversions(case, form, written, tmp
 
 
 def _goes_on(rank: int, world_size: int, case: str, place: str) -> None:
-    """Resume ``case`` at its own stage and at others, and compare with DeepSpeed, resumed."""
+    """Resume ``case`` at its stage and at stage 1. Compare with the losses DeepSpeed had."""
     expected = json.loads(Path(place, f"losses-{rank}.json").read_text())
     for stage in (CASES[case][1], 1):
         model = Model(seed=4)

@@ -1,7 +1,7 @@
-"""Optimizers of torchao, bitsandbytes and transformers: DDP with the same object is the oracle.
+"""Optimizers of torchao, bitsandbytes and transformers train as with DDP.
 
-Their states are quantized in blocks, factored, or kept by parameter. bitsandbytes has CPU kernels
-of its 8-bit and 32-bit updates. Without a device its paged ones are not paged.
+Their states are quantized in blocks, factored, or kept per parameter. bitsandbytes has CPU kernels
+for its 8-bit and 32-bit updates. Its paged optimizers are not paged on a CPU.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import seeded, spawn, train
+from zero_core.testing import rows, seeded, spawn, train
 
 STEPS = 3
-WIDTH = 72  # 5184 elements, in 20 blocks of 256 and a quarter: torchao quantizes none of these
+WIDTH = 72  # 5184 elements are no multiple of 256, so torchao does not quantize this layer's states
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torchao AdamW8bit": lambda params: torchao.optim.AdamW8bit(params, lr=1e-2),
     "torchao AdamW4bit": lambda params: torchao.optim.AdamW4bit(params, lr=1e-2),
@@ -47,12 +47,12 @@ HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
 class Blocks(nn.Module):
-    """Layers of which some lie across shards, and some are too small to be quantized."""
+    """Model with layers that cross shard boundaries and layers too small to be quantized."""
 
     def __init__(self) -> None:
         super().__init__()
         with seeded(0):
-            self.first = nn.Linear(96, 128)  # 48 blocks of 256
+            self.first = nn.Linear(96, 128)  # 48 blocks of 256 elements
             self.blocks = nn.ModuleList([nn.Linear(128, 128), nn.Linear(128, WIDTH)])
             self.last = nn.Linear(WIDTH, WIDTH)
 
@@ -61,11 +61,6 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x).relu()
         return self.last(x).square().mean()
-
-
-def inputs(step: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, 96, generator=generator)
 
 
 def by_ddp(
@@ -90,9 +85,10 @@ def engine_of(
 
 
 def _same_bits(rank: int, world_size: int, names: list[str], folder: str) -> None:
-    torch.compiler.set_stance("force_eager")  # torchao compiles its update: minutes
+    # Skips torchao's compilation of the update, which takes minutes.
+    torch.compiler.set_stance("force_eager")
     warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
-    batches = [inputs(step, rank) for step in range(STEPS)]
+    batches = [rows(step, rank, width=96) for step in range(STEPS)]
     for name in names:
         make = OPTIMIZERS[name]
         expected = by_ddp(make, batches)
@@ -110,7 +106,7 @@ def _same_bits(rank: int, world_size: int, names: list[str], folder: str) -> Non
             found = engine.full_state_dict()
             for key, value in expected.items():
                 gap = float((found[key] - value).abs().max())
-                # Three ranks add in another order, and Adam divides by small numbers.
+                # Three ranks add gradients in another order, and Adam divides by small numbers.
                 assert gap <= (0.0 if world_size < 3 else 1e-5), (name, stage, key, gap)
             engine.close()
 
@@ -142,7 +138,8 @@ def losses_by_word(starter: str, folder: Path, zero: dict[str, Any] | None) -> d
         settings = {
             **dict.fromkeys(keys.split(), "auto"),
             "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,  # else accelerate puts an Adam in its place
+            # Otherwise accelerate replaces the optimizer with DeepSpeed's Adam.
+            "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,
         }
         config = folder / "deepspeed.json"

@@ -22,7 +22,7 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
 }
 IDS = torch.arange(12)[None]
-# What the process does besides: a table of the file, modules, fragments of the heap.
+# Allows for other allocations: the file's index, imported modules, heap fragmentation.
 SLACK_BYTES = 10 * 2**20
 
 
@@ -63,7 +63,7 @@ def _save(folder: Path, width: int, depth: int, **changes: Any) -> str:
 
 
 def _serve_deepspeed() -> Any:
-    """Serve deepspeed in this process, before transformers is imported."""
+    """Serve zero-engine as deepspeed in this process. transformers must not be imported yet."""
     from zero_engine.script import hook
 
     assert "transformers.core_model_loading" not in sys.modules
@@ -79,12 +79,13 @@ def _measure(rank: int, world_size: int, folder: str) -> None:
     from transformers.integrations import HfDeepSpeedConfig
 
     config = HfDeepSpeedConfig(CONFIG)
-    _loaded(f"{folder}/tiny", "nf4")  # what it imports is there before
-    with OwnPeakMemory() as kernel:  # on a CPU it takes 16 numbers for each weight
+    _loaded(f"{folder}/tiny", "nf4")  # imports everything before memory is measured
+    with OwnPeakMemory() as kernel:  # on a CPU this kernel takes 16 numbers per weight
         bnb.nn.Params4bit(torch.ones(1408, WIDTH, dtype=torch.bfloat16), quant_type="nf4").to("cpu")
     with OwnPeakMemory() as peak:
         model = _loaded(folder, "nf4")
-    whole = DEPTH * BLOCK_NUMEL * 9 // 16 + 2 * 2 * VOCAB * WIDTH  # 4 bits, and fp32 for each 64
+    # 4 bits per weight, and an fp32 scale for each 64 weights.
+    whole = DEPTH * BLOCK_NUMEL * 9 // 16 + 2 * 2 * VOCAB * WIDTH
     unit = BLOCK_NUMEL * 2 + BLOCK_NUMEL * 9 // 16
     bound = whole // world_size + unit + kernel.nbytes + SLACK_BYTES
     found = (rank, peak.nbytes, kernel.nbytes, bound)
@@ -124,10 +125,11 @@ def _use(rank: int, world_size: int, folder: str) -> None:
             if is_grown:
                 with seeded(2):
                     model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
-                    # By itself too: Gemma 4 resizes further embeddings by this method.
+                    # Called directly too, because Gemma 4 resizes its other embeddings by this
+                    # method.
                     first = model.get_input_embeddings()
                     model._get_resized_embeddings(first, VOCAB + 8, mean_resizing=False)
-            model = _adapt(model, use_dora=use_dora).train()  # evaluation has kernels of its own
+            model = _adapt(model, use_dora=use_dora).train()  # evaluation would use other kernels
             if is_sharded:
                 trained = [p for p in model.parameters() if p.requires_grad]
                 model, *_ = deepspeed.initialize(

@@ -1,8 +1,8 @@
-"""Loops of accelerate's documentation.
+"""Training loops from accelerate's documentation.
 
-``config_file`` is the one of its DeepSpeed guide, where the file names optimizer and schedule
-(``DummyOptim``, ``DummyScheduler``); ``plugin`` is its ``nlp_example.py``, with an optimizer of
-torch; ``in_code`` makes a ``DeepSpeedPlugin``.
+``config_file`` is the loop of accelerate's DeepSpeed guide, whose configuration names optimizer and
+schedule (``DummyOptim``, ``DummyScheduler``). ``plugin`` is ``nlp_example.py`` with a torch
+optimizer. ``in_code`` creates a ``DeepSpeedPlugin`` itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
+NUM_STEPS = 10
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -29,7 +31,6 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--dataset")
     parser.add_argument("--output_dir")
-    parser.add_argument("--num_steps", type=int, default=10)
     args = parser.parse_args()
     if args.way == "in_code":
         plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2)
@@ -54,15 +55,15 @@ def main() -> None:
     make = DummyOptim if by_config else torch.optim.AdamW
     optimizer = make(model.parameters(), lr=1e-3)
     if by_config and "scheduler" in plugin.deepspeed_config:
-        schedule = DummyScheduler(optimizer, total_num_steps=args.num_steps, warmup_num_steps=2)
+        schedule = DummyScheduler(optimizer, total_num_steps=NUM_STEPS, warmup_num_steps=2)
     else:
         schedule = get_linear_schedule_with_warmup(
-            optimizer, num_warmup_steps=2, num_training_steps=args.num_steps
+            optimizer, num_warmup_steps=2, num_training_steps=NUM_STEPS
         )
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     model.train()
     batches = iter(loader)
-    for _ in range(args.num_steps):
+    for _ in range(NUM_STEPS):
         with measured.step() as step:
             total = torch.zeros(())
             for _ in range(accelerator.gradient_accumulation_steps):

@@ -1,4 +1,4 @@
-"""Generates tokens with a model that DeepSpeed trains, or with a plain one on each rank."""
+"""Generates tokens with a model trained by DeepSpeed, or with a plain model on each rank."""
 
 from __future__ import annotations
 

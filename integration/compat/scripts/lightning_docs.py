@@ -1,7 +1,7 @@
-"""A language model by the calls of Lightning's DeepSpeed pages.
+"""Training of a language model with the calls of Lightning's DeepSpeed pages.
 
-The strategy by its name or made in the program, ``configure_model`` (stage 3 makes it in shards),
-Adam of deepspeed on the host, and a checkpoint.
+It uses a strategy given by name or as an object, ``configure_model``, deepspeed's Adam on the host,
+and a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 class LanguageModel(pl.LightningModule):
-    """Made in ``configure_model``: stage 3 makes it in shards."""
+    """Language model created in ``configure_model``, where stage 3 shards parameters."""
 
     def __init__(self, path: str, *, adam_on_host: bool) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class LanguageModel(pl.LightningModule):
 
 
 class Steps(pl.Callback):
-    """Records each step, which is one batch here."""
+    """Records each training batch, which is one optimizer step here."""
 
     def on_train_batch_start(self, *_args) -> None:
         self.timer = measured.step()

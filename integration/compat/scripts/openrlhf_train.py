@@ -1,7 +1,8 @@
-"""SFT, reward model and DPO by the calls that OpenRLHF's strategy makes.
+"""Training of SFT, reward and DPO models with the calls of OpenRLHF's DeepSpeed strategy.
 
-It has OpenRLHF's configuration, Adam on the host with its two groups, ``deepspeed.initialize`` with
-model, optimizer and schedule, an engine without an optimizer for the reference, and its own saving.
+It uses OpenRLHF's configuration, Adam on the host with two parameter groups,
+``deepspeed.initialize`` with model, optimizer and schedule, a reference engine without optimizer,
+and OpenRLHF's own saving.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import measured
 import texts
 import torch
 import torch.nn.functional as F
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,8 +36,8 @@ AUTO_AT_3 = (
 def common_config(args, stage: int) -> dict:
     return {
         "steps_per_print": 100,
-        "bf16": {"enabled": args.param_dtype == "bf16"},
-        "fp16": {"enabled": args.param_dtype == "fp16"},
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
         "prescale_gradients": False,
         "wall_clock_breakdown": False,
         "compile": {"deepcompile": False},
@@ -51,7 +52,7 @@ def train_config(args) -> dict:
     config = common_config(args, args.zero_stage)
     config["zero_optimization"] |= {
         "offload_param": {"device": "none"},
-        "offload_optimizer": {"device": "cpu" if args.adam_offload else "none", "pin_memory": True},
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
         "sub_group_size": "auto",
         "reduce_bucket_size": "auto",
         "zero_hpz_partition_size": 1,
@@ -79,7 +80,7 @@ def eval_config(args) -> dict:
 
 
 class RewardModel(nn.Module):
-    """A transformer with a value of the last token."""
+    """Transformer that scores a sequence at its last token."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class RewardModel(nn.Module):
 
 
 def log_probs(model, batch) -> torch.Tensor:
-    """Sum over the answer's tokens, by row."""
+    """Return the summed log probabilities of each row's answer."""
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     labels = batch["labels"][:, 1:]
     chosen = labels.clamp(min=0).unsqueeze(-1)
@@ -108,8 +109,6 @@ def log_probs(model, batch) -> torch.Tensor:
 
 
 class Objective:
-    """The loss of one micro-batch."""
-
     def __init__(self, args, model, reference, tokenizer) -> None:
         self.args, self.model, self.reference, self.tokenizer = args, model, reference, tokenizer
 
@@ -132,7 +131,8 @@ class Objective:
             return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
         chosen = [(row["prompt"], row["chosen"]) for row in rows]
         rejected = [(row["prompt"], row["rejected"]) for row in rows]
-        batch = self.padded(chosen + rejected)  # one forward, as the models are wrapped once
+        # One forward for all rows, because the engine expects one forward per backward.
+        batch = self.padded(chosen + rejected)
         if self.args.task == "rm":
             values = self.model(batch["input_ids"], batch["attention_mask"])
             return -F.logsigmoid(values[: len(rows)] - values[len(rows) :]).mean()
@@ -162,11 +162,8 @@ def main() -> None:
     parser.add_argument("--save_path")
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--zero_stage", type=int, default=2)
-    parser.add_argument("--param_dtype", default="bf16")
-    parser.add_argument("--adam_offload", action="store_true")
     parser.add_argument("--ref_offload", action="store_true")
     parser.add_argument("--overlap_comm", action="store_true")
-    parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--micro_train_batch_size", type=int, default=4)
     parser.add_argument("--train_batch_size", type=int, default=16)
     args = parser.parse_args()
@@ -180,7 +177,7 @@ def main() -> None:
     mesh = init_device_mesh(device, (ranks, 1, 1), mesh_dim_names=("dp", "sp", "tp"))
     accumulated = args.train_batch_size // args.micro_train_batch_size // ranks
 
-    # transformers loads straight into shards while this object lives.
+    # While this object exists, transformers loads models directly into shards.
     from_shards = HfDeepSpeedConfig(train_config(args)) if args.zero_stage == 3 else None
     if args.task == "rm":
         model = RewardModel(args.pretrain)
@@ -188,10 +185,8 @@ def main() -> None:
     else:
         inner = model = AutoModelForCausalLM.from_pretrained(args.pretrain)
     inner.config.use_cache = False
-    if args.gradient_checkpointing:
-        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    adam = DeepSpeedCPUAdam if args.adam_offload else FusedAdam
-    optimizer = adam(
+    inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = DeepSpeedCPUAdam(
         groups_of(model), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
     )
     schedule = get_scheduler(

@@ -1,7 +1,7 @@
-"""Trains one tiny model with the Trainer for each word of ``--optim`` that is given.
+"""Trains a tiny model with the Trainer once for each given value of ``--optim``.
 
-Nothing here knows of DeepSpeed or of zero-engine. ``--deepspeed FILE`` is the Trainer's own
-argument.
+This file does not mention DeepSpeed or zero-engine. ``--deepspeed FILE`` is an argument of the
+Trainer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
 
-# 64 wide: matrices of 4096 elements and more, which 8-bit optimizers quantize.
+# At width 64 some matrices have at least 4096 elements, the least that 8-bit optimizers quantize.
 CONFIG = GPT2Config(vocab_size=96, n_positions=16, n_embd=64, n_layer=2, n_head=2, resid_pdrop=0.0)
 
 
@@ -42,7 +42,8 @@ def losses_of(word: str, arguments: list[str]) -> list[float]:
 
 def main() -> None:
     output, words, *arguments = sys.argv[1:]
-    torch.compiler.set_stance("force_eager")  # torchao compiles its update: minutes
+    # Skips torchao's compilation of the update, which takes minutes.
+    torch.compiler.set_stance("force_eager")
     found = {word: losses_of(word, arguments) for word in words.split(",")}
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         Path(output).write_text(json.dumps(found), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Fine-tuning by the calls of Ray Train's DeepSpeed page: workers call ``deepspeed.initialize``."""
+"""Fine-tuning with the calls of Ray Train's DeepSpeed page."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def train_func(config) -> None:
             engine.save_checkpoint(folder)
             torch.distributed.barrier()
             checkpoint = Checkpoint.from_directory(folder)
-            report({"loss": measured.FOUND.losses[-1]}, checkpoint=checkpoint)
+            report({"loss": measured.LOSSES[-1]}, checkpoint=checkpoint)
     assert get_context().get_world_size() == 2
 
 

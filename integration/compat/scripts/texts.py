@@ -1,4 +1,4 @@
-"""Local data as the programs read them."""
+"""Readers of the local data sets."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from torch.utils.data import Dataset
 
 
 def read(folder: str) -> list[dict]:
-    """The rows of a data set."""
     lines = Path(folder, "train.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
 class Rows(Dataset):
-    """A list as a data set."""
-
     def __init__(self, rows: list) -> None:
         self.rows = rows
 
@@ -29,7 +26,7 @@ class Rows(Dataset):
 
 
 def labelled(tokenizer, prompt: str, answer: str) -> dict[str, list[int]]:
-    """Prompt and answer; only the answer has labels."""
+    """Tokenize a prompt and an answer. Only the answer's tokens have labels."""
     before = tokenizer(prompt)["input_ids"]
     after = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
     ids = [*before, *after]
@@ -41,7 +38,7 @@ def labelled(tokenizer, prompt: str, answer: str) -> dict[str, list[int]]:
 
 
 def images(count: int, classes: int = 10, size: int = 32) -> list[tuple[torch.Tensor, int]]:
-    """Noise around one pattern per class."""
+    """Return noisy images of one random pattern per class, with labels."""
     generator = torch.Generator().manual_seed(0)
     patterns = torch.randn(classes, 3, size, size, generator=generator)
     noise = torch.randn(count, 3, size, size, generator=generator)
@@ -49,6 +46,6 @@ def images(count: int, classes: int = 10, size: int = 32) -> list[tuple[torch.Te
 
 
 def distinct_words(completions: list, **_columns) -> list[float]:
-    """A reward: the share of different words."""
+    """Reward completions by their share of distinct words."""
     found = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     return [len(set(text.split())) / (1 + len(text.split())) for text in found]

@@ -1,6 +1,7 @@
-"""Masked language modelling by the calls of DeepSpeedExamples' HelloDeepSpeed (train_bert_ds.py).
+"""Masked language modelling with the calls of DeepSpeedExamples' train_bert_ds.py.
 
-A Roberta, a configuration in the program, checkpoints that hold the step, and a start from one.
+It trains a Roberta with a configuration in the program, saves a checkpoint that holds the step, and
+resumes from the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ BATCH_SIZE, STEPS = 8, 8
 
 
 def batches(tokenizer, rows: list[dict], size: int, rank: int, ranks: int):
-    """Endless; 15% of the tokens are masked, by the same draw everywhere."""
+    """Yield batches endlessly, with 15% of the tokens masked. Every rank draws the same numbers."""
     ids = torch.tensor([tokenizer(row["text"])["input_ids"] for row in rows])
     generator = torch.Generator().manual_seed(0)
     while True:

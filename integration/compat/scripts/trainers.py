@@ -1,9 +1,9 @@
-"""Trainings by the calls of public scripts, with the Trainer's own arguments: ``NAME ...``.
+"""Trainings with the calls of public scripts and the Trainer's arguments: ``trainers.py NAME ...``.
 
-``run_clm``, ``run_mlm``, ``run_glue``, ``run_image_classification`` and ``run_summarization`` are
-transformers' example scripts. ``llamafactory_sft`` has padded rows with masked prompts,
-``axolotl_train`` several rows packed into one, with positions of their own, and ``peft_qlora``
-adapters on a 4-bit base.
+``run_clm``, ``run_mlm``, ``run_glue``, ``run_image_classification`` and ``run_summarization``
+follow transformers' example scripts. ``llamafactory_sft`` pads rows and masks prompts.
+``axolotl_train`` packs several samples into a row, each with its own positions. ``peft_qlora``
+trains adapters on a 4-bit base.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def accuracy(prediction) -> dict[str, float]:
 
 
 def blocks(tokenizer, rows: list[dict], size: int) -> list[dict[str, list[int]]]:
-    """All texts one after another, in blocks of one size."""
+    """Concatenate all texts and cut them into blocks of ``size`` tokens."""
     ids = [token for row in rows for token in tokenizer(row["text"])["input_ids"]]
     parts = [ids[first : first + size] for first in range(0, len(ids) - size + 1, size)]
     return [{"input_ids": part, "labels": list(part)} for part in parts]
@@ -62,9 +62,6 @@ def run_clm(own, training, tokenizer):
     rows = blocks(tokenizer, texts.read(own.dataset_name), 64)
     config = AutoConfig.from_pretrained(own.model_name_or_path)
     model = AutoModelForCausalLM.from_pretrained(own.model_name_or_path, config=config)
-    embeddings = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > embeddings > 0:
-        model.resize_token_embeddings(len(tokenizer))
     return model, rows, {"data_collator": default_data_collator}
 
 
@@ -161,7 +158,8 @@ def peft_qlora(own, training, tokenizer):
         model, use_gradient_checkpointing=training.gradient_checkpointing
     )
     lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    # Equally long: the Trainer weighs micro-steps by their tokens with DDP, not with DeepSpeed.
+    # All rows are equally long, because the Trainer weighs micro-steps by tokens with DDP but not
+    # with DeepSpeed.
     rows = [
         tokenizer(row["text"], truncation=True, max_length=8)
         for row in texts.read(own.dataset_name)
@@ -184,14 +182,14 @@ OTHERS = {
 
 def main() -> None:
     name, *given = sys.argv[1:]
-    kinds = (Seq2SeqTrainer, Seq2SeqTrainingArguments)
-    if name not in SEQ2SEQ:
-        kinds = (Trainer, TrainingArguments)
-    own, training = HfArgumentParser((Arguments, kinds[1])).parse_args_into_dataclasses(given)
-    set_seed(training.seed)  # adapters are made before the Trainer seeds
+    make, of_training = Trainer, TrainingArguments
+    if name in SEQ2SEQ:
+        make, of_training = Seq2SeqTrainer, Seq2SeqTrainingArguments
+    own, training = HfArgumentParser((Arguments, of_training)).parse_args_into_dataclasses(given)
+    set_seed(training.seed)  # adapters are created before the Trainer sets its seed
     tokenizer = AutoTokenizer.from_pretrained(own.model_name_or_path)
     model, rows, more = (SEQ2SEQ | OTHERS)[name](own, training, tokenizer)
-    trainer = kinds[0](
+    trainer = make(
         model=model,
         args=training,
         processing_class=tokenizer,

@@ -1,7 +1,7 @@
 """Trains with one of TRL's trainers on local data: ``trl_trainer.py NAME --model FOLDER ...``.
 
-Nothing here knows of zero-engine: ``--deepspeed FILE`` goes to the trainer's own configuration,
-and without it ranks train as DDP's do on the CPU.
+This file does not mention zero-engine. ``--deepspeed FILE`` goes to the trainer's configuration.
+Without the option, ranks train with DDP on the CPU.
 """
 
 from __future__ import annotations
@@ -36,17 +36,15 @@ SAMPLES, STEPS = 64, 6
 Row = dict[str, Any]
 
 
-def say(*words: str) -> str:
-    return " ".join(words)
-
-
 def prompts(draw: random.Random) -> Row:
-    """A prompt alone, for those that generate."""
-    return {"prompt": say(*draw.choices(WORDS, k=draw.randint(3, 8)))}
+    return {"prompt": " ".join(draw.choices(WORDS, k=draw.randint(3, 8)))}
 
 
 def completions(draw: random.Random) -> Row:
-    return {**prompts(draw), "completion": " " + say(*draw.choices(WORDS, k=draw.randint(2, 9)))}
+    return {
+        **prompts(draw),
+        "completion": " ".join(["", *draw.choices(WORDS, k=draw.randint(2, 9))]),
+    }
 
 
 def labelled(draw: random.Random) -> Row:
@@ -69,29 +67,28 @@ def messages(draw: random.Random) -> Row:
 
 
 def asked(draw: random.Random) -> Row:
-    """A conversation up to the assistant's turn."""
     return {"prompt": [{"role": "user", "content": prompts(draw)["prompt"]}]}
 
 
 def privileged(draw: random.Random) -> Row:
-    return {**prompts(draw), "privileged_context": say(*draw.choices(WORDS, k=4))}
+    return {**prompts(draw), "privileged_context": " ".join(draw.choices(WORDS, k=4))}
 
 
 def reward(completions: list[Any], **_columns: Any) -> list[float]:
-    """Even characters of a completion, as a fraction."""
+    """Reward completions by their share of characters with an even code."""
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     return [sum(ord(char) % 2 == 0 for char in text) / (1 + len(text)) for text in texts]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One trainer, its data, and what its configuration and itself are given."""
+    """A trainer with its data, configuration and further arguments."""
 
     trainer: str
     data: Callable[[random.Random], Row]
     settings: Row = field(default_factory=dict)
     place: str = ""
-    """Its module, by default that of the case's name below ``trl.experimental``."""
+    """The trainer's module; by default the case's name below ``trl.experimental``."""
     has_reward: bool = False
     has_teacher: bool = False
     has_reference: bool = False
@@ -99,7 +96,7 @@ class Case:
 
 GROUP: Row = {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
 TWICE: Row = {**GROUP, "num_iterations": 2}
-"""The loss of the first iteration is 0, but for rounding."""
+"""Two iterations, because the first one's loss is 0 up to rounding."""
 SAMPLED: Row = {"max_new_tokens": 8, "temperature": 1.0}
 SHORT: Row = {"max_completion_length": 8}
 SDPO: Row = {"num_generations": 2, **SHORT, "success_reward_threshold": 0.1}
@@ -128,12 +125,12 @@ CASES = {
 
 
 def save_models(folder: Path, shapes: dict[str, tuple[int, int]]) -> None:
-    """Write Llamas of these blocks and widths with a tokenizer, each to the folder of its name."""
+    """Write Llamas of the given numbers of blocks and widths, with tokenizer, by folder name."""
     from tokenizers import AddedToken, ByteLevelBPETokenizer
 
     inner = ByteLevelBPETokenizer()
     turns = [f"<{role}>" for role in ("system", "user", "assistant")]
-    inner.train_from_iterator([say(*WORDS)] * 4, vocab_size=320, show_progress=False)
+    inner.train_from_iterator([" ".join(WORDS)] * 4, vocab_size=320, show_progress=False)
     inner.add_special_tokens([AddedToken(word) for word in ("<pad>", "<eos>", *turns)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", chat_template=TEMPLATE
@@ -158,11 +155,10 @@ def save_models(folder: Path, shapes: dict[str, tuple[int, int]]) -> None:
 
 
 def make_trainer(name: str, models: Path, arguments: Row) -> Any:
-    """The trainer as a script makes it, with models by their folders."""
     case = CASES[name]
     module = importlib.import_module(case.place or f"trl.experimental.{name}")
     config = case.trainer.replace("Trainer", "Config")
-    # The variant with BEMA has the configuration of the trainer itself.
+    # The BEMA variant uses the configuration class of the plain trainer.
     of_config = importlib.import_module("trl") if name == "bema_dpo" else module
     draw = random.Random(0)
     given: Row = {
@@ -204,7 +200,7 @@ def main() -> None:
         {"use_cpu": True} if options.deepspeed is None else {"deepspeed": options.deepspeed}
     )
     trainer = make_trainer(options.name, options.model, arguments)
-    set_seed(7)  # loading draws other random numbers where parameters are sharded from the start
+    set_seed(7)  # loading a sharded model draws other random numbers, so the seed is set again
     trainer.train()
 
 

@@ -1,4 +1,4 @@
-"""Train a GPT-2 as large as this machine's memory, or as its disk where memory does not hold it.
+"""Train a GPT-2 that is as large as this machine's memory, or disk, allows.
 
 torchrun --nproc-per-node 2 integration/examples/large_model/large_model.py --size 4e6 --steps 12
 """
@@ -22,7 +22,7 @@ DEPTHS = {125e6: 12, 1.3e9: 24, 2.7e9: 32, 13e9: 40, 30e9: 48, 66e9: 64, 175e9: 
 
 
 def shape_of(num_params):
-    """Return a GPT-2 with so many parameters, and the depth of GPT-3 (arXiv 2005.14165)."""
+    """Return a GPT-2 of about ``num_params`` parameters with GPT-3's depth (arXiv 2005.14165)."""
     depth = DEPTHS[min(DEPTHS, key=lambda known: abs(math.log(known / num_params)))]
     heads = math.ceil(math.sqrt(num_params / (12 * depth)) / 128)
     width = 128 * heads
@@ -32,11 +32,11 @@ def shape_of(num_params):
 
 
 def config_of(folder, width):
-    """Return the engine's configuration, with values and states in files of a folder or none."""
+    """Return the engine's configuration. With a folder, values and states are in files there."""
     param, optimizer = {"device": "cpu"}, {"device": "cpu", "state_dtype": "int8"}
     if folder is not None:
         place = {"device": "nvme", "nvme_path": folder}
-        # A buffer holds a block, or what is around the blocks.
+        # Each buffer must hold a block, or the parameters outside the blocks.
         param = {**place, "buffer_size": max(12 * width + 13, 256 + CONTEXT + 2) * width}
         optimizer |= place
     zero = {"stage": 3, "stage3_max_live_parameters": 0}
@@ -51,7 +51,7 @@ def config_of(folder, width):
 
 
 def fits(shape, config, num_ranks, device):
-    """Print what a run will take. Return whether this machine's memory holds it, as rank 0 sees."""
+    """Print the planned memory. Return whether this machine has enough, by rank 0's view."""
     kind = "cpu" if device.type == "cpu" else "accelerator"
     ids = torch.zeros(1, CONTEXT, dtype=torch.int64, device="meta")
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
@@ -78,7 +78,7 @@ def main():
         config = config_of(given.folder, shape.n_embd)
         assert fits(shape, config, num_ranks, device), "choose a smaller --size"
     torch.manual_seed(0)
-    with zero_core.deferred_init():  # never whole on any rank
+    with zero_core.deferred_init():  # no rank ever holds the whole model
         model = GPT2LMHeadModel(shape)
     if device.type == "cpu" and not has_16_bit_products():
         widen_products(model)

@@ -1,9 +1,9 @@
-"""Products of GPT-2's layers in fp32, for processors without 16-bit products.
+"""GPT-2's matrix products in fp32, for processors without 16-bit products.
 
-Without AVX-512 torch computes bf16 products element by element: the gradient of a layer's input
+Without AVX-512 torch computes bf16 products element by element. The gradient of a layer's input
 took 50 times as long as in fp32 (torch 2.13, AVX2, layers of 2048 x 8192). Here each operand is
-widened for its product, one layer at a time, and the result is rounded back. A widened weight does
-not stay: autograd saves the weight itself.
+converted to fp32 for its product, one layer at a time, and the result is rounded back. The fp32
+weight is freed afterwards, because autograd saves the 16-bit one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from transformers.pytorch_utils import Conv1D
 
 
 def has_16_bit_products() -> bool:
-    """Whether this processor's products in bf16 are as fast as those in fp32."""
+    """Return whether this processor computes bf16 products as fast as fp32 products."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def widen_products(model: nn.Module) -> None:
-    """Have all `Conv1D` layers of ``model`` compute in fp32. Parameters and results stay 16-bit."""
+    """Make all `Conv1D` layers of ``model`` compute in fp32. Parameters and results stay 16-bit."""
     for module in model.modules():
         if isinstance(module, Conv1D):
             module.__class__ = _WideConv1D
@@ -37,7 +37,7 @@ class _WideConv1D(Conv1D):
 
 
 class _WideProduct(torch.autograd.Function):
-    """``x @ weight + bias``: x [rows, inputs], weight [inputs, outputs], bias [outputs]."""
+    """``x @ weight + bias`` in fp32: x [rows, inputs], weight [inputs, outputs], bias [outputs]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

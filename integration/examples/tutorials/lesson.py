@@ -1,4 +1,4 @@
-"""Training of the tutorials: a byte model, the loop, and the bytes of each run."""
+"""Training of the tutorials: a byte-level model, the training loop, and the bytes of each run."""
 
 import argparse
 import inspect
@@ -18,7 +18,7 @@ WIDTH, CONTEXT, BATCH = 128, 8, 32
 
 @dataclass
 class Run:
-    """A run's losses, planned bytes by kind, and bytes that this rank sent in its last step."""
+    """A run's losses, planned bytes by kind, and bytes that this rank sent in the last step."""
 
     losses: list[float]
     device: dict[str, int]
@@ -28,7 +28,7 @@ class Run:
 
 
 def read_config():
-    """Return the configuration beside the tutorial's script, and the options of its command."""
+    """Return the configuration file of the tutorial's script and the command-line options."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--plot", help="write the picture there (matplotlib is needed)")
@@ -42,7 +42,7 @@ def make_model():
 
 
 def train(config, steps, mesh=None):
-    """Train with ``config``, each time from the same weights on the same text."""
+    """Train with ``config``, always from the same initial weights and on the same text."""
     torch.manual_seed(0)
     engine = zero_core.build(make_model(), config, mesh=mesh)
     text = torch.tensor(list(inspect.getsource(argparse).encode()), device=engine.device)
@@ -68,7 +68,7 @@ def train(config, steps, mesh=None):
 
 
 def count_bytes(config, mesh):
-    """Return planned bytes on the device and on the host by kind, on rank 0, which shows them."""
+    """Return planned bytes by kind, on the device and on the host. Empty on ranks other than 0."""
     if dist.get_rank() != 0:
         return {}, {}
     world_size = dist.get_world_size()
@@ -80,7 +80,7 @@ def count_bytes(config, mesh):
 
 
 def show(runs):
-    """Print one line for each run, on rank 0."""
+    """Print one line per run, on rank 0."""
     if dist.get_rank() == 0:
         row = "{:24}{:>18}{:>11}{:>9}{:>14}{:>14}".format
         print(row("", "loss", "device kB", "host kB", "in the node", "between nodes"))

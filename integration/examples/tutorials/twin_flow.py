@@ -1,4 +1,4 @@
-"""Twin-Flow: host and device each update a part; the ratio moves bytes, and no loss.
+"""Twin-Flow: host and device each update a part. The ratio changes bytes but no loss.
 
 torchrun --nproc-per-node 2 integration/examples/tutorials/twin_flow.py
 """

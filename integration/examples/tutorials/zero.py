@@ -1,4 +1,4 @@
-"""ZeRO: one training at stages 0 to 3, with the same losses in less and less memory.
+"""ZeRO: one training at stages 0 to 3, with equal losses and decreasing memory.
 
 torchrun --nproc-per-node 2 integration/examples/tutorials/zero.py
 """

@@ -1,4 +1,4 @@
-"""ZeRO++: fewer bytes between nodes, by each of its three keys and by all of them.
+"""ZeRO++: fewer bytes between nodes, with each of its three keys and with all.
 
 torchrun --nproc-per-node 4 integration/examples/tutorials/zeropp.py
 """
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 def main():
     config, options = read_config()
     dist.init_process_group()
-    # Two nodes, played by the ranks of one machine. On real nodes leave the mesh out.
+    # The mesh declares two nodes on one machine. On real nodes no mesh is needed.
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(kind, (2, dist.get_world_size() // 2))
     zero = config["zero_optimization"]

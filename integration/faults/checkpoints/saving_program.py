@@ -1,4 +1,4 @@
-"""A program that saves beside training at every step: ``saving_program.py FOLDER STEPS``."""
+"""Program that saves asynchronously at every training step: ``saving_program.py FOLDER STEPS``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Malformed and fuzzed input is refused with one line that names its key; commands end well."""
+"""Malformed and random input is refused with a message that names the key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zero_core.errors import CollectiveError, ConfigError
 from zero_engine.deepspeed.config.reader import read
 
 WORLD_SIZE = 2
-MOST_CHARACTERS = 3000  # an unknown key's message lists the known ones
+MOST_CHARACTERS = 3000  # an unknown key's message lists all known keys
 NAN, INF = math.nan, math.inf
 BASE: Mapping[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -41,8 +41,8 @@ HOSTILE: tuple[Any, ...] = (
     *(True, -1, 0, 7, 1.5, -0.1, 1.1, 10**30, 1e300, 10**400, NAN, INF, -INF, "", "nonsense"),
     *([], [1], [None], [[]], ["x"], {}, {"x": 1}, [0.9], [0.9, 1.0], [-0.1, 0.9], [NAN, 0.9]),
 )
-"""Values of which each key takes few: the schema says which."""
-# Keys that are only looked at beside others.
+"""Values for every key. The schema decides which of them a key accepts."""
+# Keys that are only checked if other keys are set, by block.
 BESIDE: Mapping[str, Any] = {
     "step_records": {"folder": "runs/mine"},
     "zero_optimization": {"stage": 3, "zero_quantized_gradients": True},
@@ -60,7 +60,7 @@ OF_OPTIMIZERS = {
     "Rprop": ("etas", "step_sizes"),
     "Adafactor": ("beta2_decay", "d"),
 }
-"""Parameters that AdamW does not have."""
+"""Parameters that AdamW does not have, by optimizer."""
 OF_SCHEDULES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "cycle_": ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
     "decay_": ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
@@ -73,13 +73,17 @@ OF_SCHEDULES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "T_max": ("CosineAnnealingLR", {"T_max": 9}),
     "eta_min": ("CosineAnnealingLR", {"T_max": 9}),
 }
-"""By the beginning of a parameter: a schedule that has it, and what it needs. Else WarmupLR."""
+"""Maps a parameter's prefix to a schedule that has it and to that schedule's required parameters.
+All others use WarmupLR."""
 
 
 class Malformed(NamedTuple):
     """A configuration that must be refused.
 
-    ``key`` is in the message. ``content`` is a mapping, or the bytes of a file.
+    Attributes:
+        key: text that each line of the message must contain.
+        content: configuration, or the bytes of a file.
+        is_for_deepspeed: whether the DeepSpeed reader must refuse it, too.
     """
 
     key: str
@@ -88,7 +92,6 @@ class Malformed(NamedTuple):
 
 
 def _paths(block: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of each key of the schema."""
     for key, value in block["properties"].items():
         if key != "$schema":
             yield (*prefix, key)
@@ -102,7 +105,7 @@ PATHS = list(_paths(SCHEMA))
 
 
 def _at(path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """Return the base with ``value`` at ``path``, and what must stand beside it."""
+    """Return `BASE` with ``value`` at ``path``, and with the keys that ``path`` requires."""
     config = json.loads(json.dumps(BASE))
     if path[:2] == ("optimizer", "params"):
         kind = next((k for k, keys in OF_OPTIMIZERS.items() if path[-1] in keys), "AdamW")
@@ -133,11 +136,11 @@ SERVED_BY_DEEPSPEED: Mapping[str, tuple[Any, ...]] = {
     "optimizer.params.set_grad_none": HOSTILE,
     "zero_force_ds_cpu_optimizer": HOSTILE,
 }
-"""What DeepSpeed takes, and its facade therefore too."""
+"""Values that DeepSpeed accepts and its facade here accepts too."""
 
 
 def malformed_configurations() -> Iterator[Malformed]:
-    """Yield values that the schema excludes, at each of its keys, and others with one cause."""
+    """Yield values that the schema excludes, for each of its keys, and other malformed input."""
     for path in PATHS:
         key = ".".join(path)
         takes_booleans = VALIDATOR.is_valid(_at(path, False))
@@ -147,10 +150,10 @@ def malformed_configurations() -> Iterator[Malformed]:
             is_finite = all(map(math.isfinite, _numbers(value)))
             if (VALIDATOR.is_valid(config) and is_finite) or (takes_booleans and value == 0):
                 continue
-            if key != "bf16.check_grad_overflow":  # not looked at without bf16
+            if key != "bf16.check_grad_overflow":  # this key is only checked if bf16 is enabled
                 yield Malformed(key, config, (type(value), value) not in served)
     for block in {path[:-1] for path in PATHS}:
-        # DeepSpeed warns of one at the top and of those of some blocks.
+        # DeepSpeed only warns of unknown keys at the top level and in some blocks.
         is_checked = block[:1] == ("zero_optimization",) or block == ("fp16",)
         path = (*block, "no_such_key")
         yield Malformed(".".join(path), _at(path, 1), is_checked)
@@ -159,7 +162,7 @@ def malformed_configurations() -> Iterator[Malformed]:
 
 
 def _contradictions() -> Iterator[Malformed]:
-    """Yield what each key by itself may have."""
+    """Yield configurations whose keys are each valid but contradict each other."""
     zero = "zero_optimization"
     offload = f"{zero}.offload_optimizer"
     blocks: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -219,7 +222,7 @@ def _contradictions() -> Iterator[Malformed]:
 
 
 def _texts() -> Iterator[Malformed]:
-    """Yield what is no JSON, or more than JSON."""
+    """Yield texts that are not JSON, or that only some JSON readers accept."""
     base = json.dumps(BASE)[1:-1].encode()
     yield Malformed("duplicate key", b'{"train_batch_size": 8, "train_batch_size": 8}')
     yield Malformed("duplicate key", b"{" + base + b', "bf16": {"enabled": true, "enabled": 1}}')
@@ -239,7 +242,8 @@ def _texts() -> Iterator[Malformed]:
         yield Malformed("", text)
     yield Malformed("", b'\xff\xfe{\x00"\x00a\x00"\x00')
     yield Malformed("", b"\xef\xbb\xbf{" + base + b"}", is_for_deepspeed=False)
-    for text in (b"{'a': 1}", b'{"a": 1,}', b"{a: 1}", b'{"a": 1} // x'):  # Hjson, as DeepSpeed has
+    # Valid Hjson, which DeepSpeed reads.
+    for text in (b"{'a': 1}", b'{"a": 1,}', b"{a: 1}", b'{"a": 1} // x'):
         yield Malformed("", text, is_for_deepspeed=False)
 
 
@@ -252,7 +256,7 @@ def _as_deepspeed(source: Mapping[str, Any] | Path) -> None:
 
 
 def outcome(reader: Callable[[Any], None], case: Malformed, folder: Path) -> str:
-    """Return "refused", or what is wrong with what the reader did."""
+    """Return "refused", or how the reader failed to refuse the configuration."""
     try:
         if isinstance(case.content, bytes):
             (folder / "zero.json").write_bytes(case.content)
@@ -262,7 +266,8 @@ def outcome(reader: Callable[[Any], None], case: Malformed, folder: Path) -> str
     except ConfigError as error:
         said = str(error)
         lines = said.splitlines()
-        if not lines or any(case.key not in line for line in lines):  # a line for each wrong key
+        # The message has a line for each wrong key.
+        if not lines or any(case.key not in line for line in lines):
             return f"no key: {said[:200]}"
         if len(lines) > 2 or len(said) > MOST_CHARACTERS:
             return f"too long: {said[:300]}"
@@ -330,7 +335,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _is_served_or_refused(source: Any) -> None:
-    """Hold both readers to it: a configuration of finite numbers, or a line for each wrong key."""
+    """Check that both readers return a valid configuration or name each wrong key in a line."""
     for reader in (lambda it: it, lambda it: read(it).core):
         for check in (load_config, check_config):
             try:
@@ -429,7 +434,7 @@ def test_any_change_of_a_quantized_message_is_found_or_gives_finite_values(
     except CorruptMessageError:
         return
     assert torch.equal(rows, sent) or not has_checksum
-    is_float = kind in ("e4m3", "e5m2")  # a changed value may be one of theirs for NaN
+    is_float = kind in ("e4m3", "e5m2")  # a changed byte may encode NaN in these formats
     assert is_float or bool(out.isfinite().all())
 
 
@@ -437,24 +442,19 @@ NOBODY_READS = 1
 """Exit code of a command whose output is closed."""
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "zero_engine", *arguments]
-    return subprocess.Popen(
-        command,
+@pytest.mark.parametrize("verb", ["plan --layers 1", "config", "doctor", "--help"])
+def test_reader_that_has_left_causes_no_traceback(verb: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "zero_engine", *verb.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **ENVIRONMENT},
-    )
-
-
-@pytest.mark.parametrize("verb", ["plan --layers 1", "config", "doctor", "--help"])
-def test_reader_that_has_left_causes_no_traceback(verb: str) -> None:
-    with _start(*verb.split()) as command:
+    ) as command:
         assert command.stdout is not None
         assert command.stderr is not None
-        command.stdout.close()  # before anything is written
-        said = command.stderr.read()  # libraries may warn as they are imported
+        command.stdout.close()  # the output is closed before the command writes
+        said = command.stderr.read()  # may hold warnings of imported libraries
         assert "Traceback" not in said
         assert "Pipe" not in said
     assert command.returncode == NOBODY_READS

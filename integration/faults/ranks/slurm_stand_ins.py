@@ -1,4 +1,4 @@
-"""Stand-ins for SLURM's programs: a job of two nodes, which are one machine."""
+"""Replacements of SLURM's programs, for a job of two nodes on one machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "clusters" / "slurm.sbatch"
 
-# A node is a process of its own, with the number that SLURM gives it. One that fails ends the job.
+# Each node is a process with its SLURM_NODEID. A node that fails makes the job fail.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done  # its own options
 pids=()
@@ -30,7 +30,8 @@ for pid in "${pids[@]}"; do
 done
 exit $code
 """
-# The last task of an array has the array's own id: a signal to that is one to all tasks.
+# In SLURM the last task of an array has the array's id, so a signal to that id reaches all tasks.
+# This scancel therefore accepts the task's own id only.
 SCANCEL = """#!/bin/bash
 own=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 [[ "$*" == "--signal=USR1 ${own:-$SLURM_JOB_ID}" ]] && kill -USR1 "$(cat "${0%/*}/srun.pid")"
@@ -42,9 +43,9 @@ SCONTROL = """#!/bin/bash
 
 
 def slurm_job(folder: Path, program: str) -> dict[str, str]:
-    """Put stand-ins into ``folder``, and the script as ``job.sh``. Returns the job's environment.
+    """Write the replacements and the job script ``job.sh`` into ``folder``. Return the environment.
 
-    ``program`` is the text of the one that stands in for ``zero-engine``.
+    ``program`` is the text of the file that replaces ``zero-engine``.
     """
     programs = {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "zero-engine": program}
     for name, text in {**programs, "job.sh": SCRIPT.read_text(encoding="utf-8")}.items():
@@ -55,7 +56,7 @@ def slurm_job(folder: Path, program: str) -> dict[str, str]:
         "PATH": f"{folder}:{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_ID": str(os.getpid()),  # whence the port
+        "SLURM_JOB_ID": str(os.getpid()),  # the job script derives its port from the id
         "SLURM_GPUS_ON_NODE": "1",
         "SLURM_CPUS_PER_TASK": "1",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -1,8 +1,9 @@
 """With ``world_size_invariant`` a run has the same bits on 1, 2, 4 and 8 ranks, killed or not.
 
-Stages 0 to 3 x optimizer states on the device, half of them and all on the host, and on NVMe, each
-with one of the variants in turn (``ZERO_INVARIANT_GRID=full``: with all), 50 steps of a model
-with dropout. A run on one rank is the reference, and plain torch that of it.
+The grid combines stages 0 to 3 with optimizer states on the device, half or all on the host, and on
+NVMe. Each combination uses one of the variants (``ZERO_INVARIANT_GRID=full``: all). A run has 50
+steps of a model with dropout. The reference is a run on one rank, which is compared with plain
+torch.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 from torch.multiprocessing import ProcessExitedException
 
 import zero_core
-from faults.harness import Program
+from faults.harness import complete
 from zero_core import Engine
-from zero_core.testing import spawn
+from zero_core.testing import spawn, training
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, WIDTH = 50, 8, 2, 40
 WORLDS = (2, 4, 8)
@@ -42,7 +43,7 @@ Grid = list[tuple[int, str, str]]
 
 
 class Net(nn.Module):
-    """A small language model with dropout, and a layer that some micro-batches leave out."""
+    """Small language model with dropout, and with a layer that some micro-batches skip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, 31)
 
     def forward(self, ids: Tensor, *, has_extra: bool) -> Tensor:
-        """Loss of predicting each symbol from those before and after. ids: int64, [batch, 9]."""
+        """Return the loss of predicting each symbol. ids: int64, [batch, 9]."""
         x = self.embed(ids[:, :-1])
         for block in self.blocks:
             x = block(x)
@@ -71,7 +72,6 @@ def make_net() -> Net:
 
 
 def batch(step: int, number: int) -> dict[str, Any]:
-    """Return a micro-batch by its number in the step."""
     generator = torch.Generator().manual_seed(1000 * step + number)
     ids = torch.randint(0, 31, (MICRO_BATCH, 9), generator=generator)
     return {"ids": ids, "has_extra": number % 3 == 1}
@@ -96,22 +96,15 @@ def config(stage: int, offload: str, variant: str, folder: Path) -> dict[str, An
 
 
 def take_step(engine: Engine) -> Tensor:
-    """Take a step and return the losses of its micro-batches on this rank."""
-    losses = []
+    numbers = range(engine.rank, MICRO_BATCHES, engine.world_size)
     step = engine.global_steps
-    for micro_step in range(engine.gradient_accumulation_steps):
-        number = micro_step * engine.world_size + engine.rank
-        loss = engine(**batch(step, number))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach().float())
-    return torch.stack(losses)
+    return torch.tensor(training.train(engine, [batch(step, number) for number in numbers]))
 
 
 def write_bits(
     engine: Engine, losses: list[Tensor], norms: list[float], path: Path, rank: int
 ) -> None:
-    """Write losses in the order of micro-batches, norms, values, moments. Every rank calls it."""
+    """Write losses by micro-batch, norms, values and moments. Every rank must call it."""
     found = engine.full_state_dict(dtype=torch.float32)
     named = [n for n, p in engine.module.named_parameters() if p.requires_grad]
     for name, key in itertools.product(named, ("exp_avg", "exp_avg_sq")):
@@ -140,11 +133,8 @@ def run_grid(rank: int, world_size: int, grid: Grid, folder: Path) -> None:
 def count_differing_bits(path: Path, reference: Path) -> int:
     one, other = load_file(path), load_file(reference)
     assert one.keys() == other.keys()
-    return sum(int((_bits(one[name]) ^ _bits(other[name])).ne(0).sum()) for name in one)
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.contiguous().view(-1).view(torch.uint8)
+    raw = [[values[name].view(-1).view(torch.uint8) for name in one] for values in (one, other)]
+    return sum(int(a.ne(b).sum()) for a, b in zip(*raw, strict=True))
 
 
 def grid() -> Grid:
@@ -179,9 +169,9 @@ def test_no_bit_differs_from_one_rank_at(world_size: int, runs: Path) -> None:
 def train_until_killed(
     rank: int, world_size: int, folder: Path, until: int, is_last: bool, stage: int
 ) -> None:
-    """Go on from the latest checkpoint. Rank 0 is killed in step ``until``, if it is not the last.
+    """Train from the latest checkpoint. Unless ``is_last``, rank 0 is killed in step ``until``.
 
-    A checkpoint is saved after every third step: steps since are lost with the ranks.
+    A checkpoint is saved after every third step. Later steps are lost when the ranks die.
     """
     engine = zero_core.build(make_net(), config(stage, "half", "clipped", folder))
     if (folder / "checkpoint").exists():
@@ -212,16 +202,13 @@ def test_a_run_killed_on_4_then_2_then_1_rank_ends_on_4_as_if_nothing_had_been(s
 
 
 def train(output: Path, config: Path, ranks: int, steps: int, *more: str) -> None:
-    """Run ``zero-engine train`` with a tiny model."""
     sizes = ["--layers=1", "--width=32", "--heads=2", "--context=16", "--vocab=300"]
     times = ["--eval-every=100", "--eval-windows=8", f"--steps={steps}", f"--ranks={ranks}"]
     given = [*sizes, f"--config={config}", *times, f"--data={__file__}"] if not more else times[2:]
-    with Program("-m", "zero_engine", "train", f"--output={output}", *given, *more) as run:
-        assert run.end() == 0, run.output
+    complete("-m", "zero_engine", "train", f"--output={output}", *given, *more)
 
 
 def logged(output: Path) -> list[tuple[int, float, float]]:
-    """Return step, loss and gradient norm of each step that a run has logged."""
     rows = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "grad_norm" in row]
 
@@ -239,8 +226,9 @@ def test_the_train_program_logs_and_exports_the_same_when_it_moves_between_ranks
 
 
 def compare_with_torch(rank: int, world_size: int) -> None:
-    """Compare one rank with plain torch: a process that adds up micro-batches in order."""
-    net = make_net().eval()  # without dropout, whose numbers torch alone would draw otherwise
+    """Compare one rank with plain torch that accumulates micro-batches in order."""
+    # Disables dropout, for which plain torch would draw other random numbers.
+    net = make_net().eval()
     given = {**config(0, "none", "fp32", Path()), "check_grad_overflow": False}
     engine = zero_core.build(make_net().eval(), given)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True, **_ADAMW["params"])

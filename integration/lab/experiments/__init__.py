@@ -1,1 +1,1 @@
-"""The experiments, a program each: see `lab.__main__` for their names."""
+"""Experiments. `lab.__main__` lists their names."""

@@ -1,16 +1,16 @@
-"""Saves of checkpoints, at once and beside training, beside torch.distributed.checkpoint's.
+"""Checkpoint saves, synchronous and asynchronous, compared with torch.distributed.checkpoint.
 
-Every contender trains the same GPT-2 in fp32 with AdamW, in one fresh process, and saves twice. The
-rounds of the contenders alternate.
+Every contender trains the same GPT-2 in fp32 with AdamW in a fresh process and saves twice. The
+contenders run in turn.
 
 [Note: figures]
-step     median of the steps without a save
-pause    seconds that the call of a save takes, the second time: buffers of a stager are there then
-beside   median of the steps from the call to the end of the save
-longest  the longest of these
-save     seconds from the call to the end
-memory   the most that the process and its children take from the call to the end, over what they
-         took before: their share of each page (Pss), every 0.1 s
+step     median step time without a save
+pause    seconds until the second call of save returns. By then a stager has allocated its buffers
+beside   median time of the steps that run during the save
+longest  longest time of these steps
+save     seconds from the call until the checkpoint is complete
+memory   largest growth of memory during the save, over this process and its children. A shared page
+         counts in part (Pss). Sampled every 0.1 s
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Loop = Callable[[torch.Tensor], torch.Tensor]
 
 
 def measure(place: Place, job: Mapping[str, Any], way: str, folder: str) -> Row:
-    """Return the figures of one contender in this process. See [Note: figures]."""
+    """Return the figures of one contender. See [Note: figures]."""
     what = Job.of(job)
     torch.set_num_threads(what.threads)
     place.join()
@@ -84,7 +84,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 @contextmanager
 def _watched_memory() -> Iterator[list[int]]:
-    """Yield a list whose first element is, in the end, the growth of memory meanwhile."""
+    """Yield a list. When the context ends, its first element is the growth of memory in bytes."""
     before, growth, is_over = _shared_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -101,7 +101,7 @@ def _watched_memory() -> Iterator[list[int]]:
 
 
 def _shared_bytes() -> int:
-    """Return the bytes that this process and its children take, shared pages in part."""
+    """Return the proportional set size (Pss) of this process and its children, in bytes."""
     pids = ["self"]
     for task in Path("/proc/self/task").iterdir():
         pids += (task / "children").read_text().split()
@@ -111,7 +111,7 @@ def _shared_bytes() -> int:
             found = re.search(
                 r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M
             )
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         total += int(found[1]) * 1024 if found else 0
     return total
@@ -176,7 +176,7 @@ def _dcp(**options: Any) -> Callable[[Job], tuple[Loop, Save]]:
 
 
 def _stager() -> DefaultStager:
-    """Return the stager that keeps its buffers: pinned where there is an accelerator."""
+    """Return a stager that reuses its buffers, which are pinned if CUDA is available."""
     is_here = torch.cuda.is_available()
     return DefaultStager(StagingOptions(is_here, False, is_here, is_here))
 
@@ -230,7 +230,7 @@ def main(
 
 
 def _median(rounds: list[Row]) -> Row:
-    """Return the medians of all rounds' figures, or the failure of the last."""
+    """Return the medians over all rounds, or the last round's failure."""
     if not has_figures(rounds[-1]):
         return rounds[-1]
     found: Row = {}

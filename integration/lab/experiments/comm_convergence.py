@@ -1,11 +1,11 @@
 """Loss of a small GPT on real text with quantized communication, on 4 CPU ranks.
 
-Four gloo ranks on one machine act as two nodes of two. A **contender** is a set of flags; the one
-without any is the reference of the others at the same dtype and seed: it starts from the same
-weights and sees the same text, so their distance comes from the communication alone.
+Four gloo ranks on one machine act as two nodes of two ranks. A contender is a set of configuration
+keys. The contender without keys is the reference of the others at the same dtype and seed. It has
+the same initial weights and the same text, so that communication alone makes the difference.
 
-The whole grid takes hours on two cores. Each run is therefore written to ``comm_convergence.json``
-when it ends, and ``--resume`` does not repeat those that are in the file.
+The whole grid takes hours on two cores. Each run is written to ``comm_convergence.json`` when it
+ends, and ``--resume`` skips the runs in that file.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from zero_engine.train.data import Corpus
 
 NUM_RANKS, RANKS_PER_NODE = 4, 2
 SHAPE = GptShape(layers=2, width=64, heads=4, vocab=512, context=64)
-"""137 thousand parameters: a shard of each of the three units is several dozen blocks."""
+"""137 thousand parameters, so that each shard of the three units has several dozen blocks."""
 MICRO_BATCH = 2
 HELD_OUT_WINDOWS, HELD_OUT_BATCH = 512, 8
 CURVE_POINTS = 50
 SECONDS_PER_STEP, START_UP_S = 2.0, 300.0
-"""Ranks that take longer are ended."""
+"""Limits of a run. Slower ranks are killed."""
 BAR_PERCENT, BAR_PERCENT_4_BIT = 1.0, 2.0
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -57,20 +57,20 @@ CONTENDERS: Mapping[str, Mapping[str, Any]] = {
     "qgZ, error feedback": {**QGZ, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}},
     "4-bit": {**FOUR_BITS, **_HPZ},
 }
-"""Keys of ``zero_optimization``, besides stage 3."""
+"""Keys of ``zero_optimization`` in addition to stage 3."""
 COLORS = {name: f"C{number}" for number, name in enumerate(CONTENDERS)}
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run: its flags, its dtype and its seed."""
+    """A run with its contender, dtype and seed."""
 
     contender: str
-    """Of `CONTENDERS`."""
+    """Key of `CONTENDERS`."""
     dtype: str
-    """Of `DTYPES`: of the computation, over fp32 master weights."""
+    """Dtype of the computation, over fp32 master weights: one of `DTYPES`."""
     seed: int
-    """Of the first weights and of the order of the text."""
+    """Seed of the initial weights and of the order of the text."""
     steps: int
 
     @property
@@ -89,7 +89,7 @@ def main(
     """Run the grid, write ``comm_convergence.json`` and ``.png``, print a table.
 
     Raises:
-        ConfigError: there is nothing to resume, or it is of other steps, another model or text.
+        ConfigError: there is no file to resume from, or its steps, model or text differ.
     """
     chosen_dtypes = dtypes or DTYPES
     others = [name for name in contenders or CONTENDERS if name != PLAIN]
@@ -106,7 +106,7 @@ def main(
             if job.key in runs:
                 continue
             try:
-                # Rank 0's figures are means over ranks.
+                # Rank 0's figures are means over all ranks.
                 runs[job.key] = run_ranks(
                     "lab.experiments.comm_convergence:measure",
                     {"job": job, "corpus": str(folder)},
@@ -134,18 +134,18 @@ def measure(place: Place, job: Mapping[str, Any], corpus: str) -> Row:
 
 
 def train(job: Training, corpus: Corpus) -> Row:
-    """Train from the first step to the last, then evaluate. Every rank calls it.
+    """Train a model, then evaluate it. Every rank must call it.
 
     Args:
         job: the run.
-        corpus: the text; the job's seed orders it.
+        corpus: the text, whose order the job's seed determines.
 
     Returns:
-        Losses are in nats per token, means over all ranks: ``held_out``; ``training``, over the
-        last steps; ``curve``, means over steps, `CURVE_POINTS` of them or one per step.
-        ``is_finite``: every step's loss and the held-out one. ``skipped_steps``: those with a
-        gradient that was not finite; in fp16 the first few, until the loss scale fits. Bytes are
-        those that a rank sends per step, parameters and gradients.
+        A row. Losses are in nats per token, as means over all ranks: ``held_out``, ``training``
+        (mean of the last steps) and ``curve`` (at most about `CURVE_POINTS` means over steps).
+        ``is_finite`` says whether all losses are finite. ``skipped_steps`` counts steps with
+        non-finite gradients. In fp16 the first steps are such, until the loss scale fits. Bytes are
+        those of parameters and gradients that a rank sends per step.
     """
     corpus = replace(corpus, seed=job.seed)
     torch.manual_seed(job.seed)
@@ -170,7 +170,7 @@ def train(job: Training, corpus: Corpus) -> Row:
     means = (sum_over_ranks(torch.stack(losses)) / engine.world_size).tolist()
     engine.eval()
     windows = corpus.held_out_batches(HELD_OUT_WINDOWS, **here, micro_batch_size=HELD_OUT_BATCH)
-    with torch.no_grad():  # with the weights as gathered
+    with torch.no_grad():  # evaluates with the weights that all-gathers return, quantized or not
         of_rank = torch.stack([engine(ids).double() for ids in windows]).mean()
     held_out = float(sum_over_ranks(of_rank)) / engine.world_size
     engine.close()
@@ -194,7 +194,7 @@ def train(job: Training, corpus: Corpus) -> Row:
 
 
 Runs = Mapping[tuple[str, str, int], Row]
-"""By contender, dtype and seed."""
+"""Rows by contender, dtype and seed."""
 
 
 def _line(run: Row, plain: Row | None) -> str:
@@ -205,7 +205,7 @@ def _line(run: Row, plain: Row | None) -> str:
 
 
 def _resumed(path: Path, about: Row) -> list[Row]:
-    """Return the runs of a file.
+    """Return the runs in a file.
 
     Raises:
         ConfigError: see `main`.
@@ -224,7 +224,7 @@ def _resumed(path: Path, about: Row) -> list[Row]:
 
 
 def _about(steps: int, corpus: Corpus) -> Row:
-    """Return what decides the figures, but for the grid: a resumed run may have another one."""
+    """Return the settings that a resumed run must share, and the machine. The grid may differ."""
     sizes = ("layers", "width", "heads", "context", "vocab")
     return {
         "settings": {
@@ -242,9 +242,10 @@ def _about(steps: int, corpus: Corpus) -> Row:
 
 
 def _unigram_nats(corpus: Corpus) -> float:
-    """Return the held-out loss of guessing each token by its frequency in the training text."""
+    """Return the held-out loss of predicting each token by its frequency in the training text."""
     counts = Counter(corpus.train.flatten().tolist())
-    total = sum(counts.values()) + corpus.vocab_size  # one more of each: none has no chance
+    # Each count is one higher, so that no token has probability 0.
+    total = sum(counts.values()) + corpus.vocab_size
     nats = [-math.log((counts[token] + 1) / total) for token in range(corpus.vocab_size)]
     return float(torch.tensor(nats)[corpus.held_out.long()].mean())
 
@@ -255,9 +256,9 @@ def _report(about: Row, runs: Runs, asked: Sequence[Training]) -> Row:
 
 
 def bar_percent(contender: str) -> float:
-    """Return the bar of its held-out loss: its distance to the unquantized one's, in percent.
+    """Return the largest difference of the held-out loss from the unquantized run's, in percent.
 
-    Twice as far with gradients of 4 bits and no error feedback.
+    The bar is twice as large for 4-bit gradients without error feedback.
     """
     flags = CONTENDERS[contender]
     is_rough = flags.get("zero_quantized_gradients") and "zeropp_loco_param" not in flags
@@ -265,7 +266,7 @@ def bar_percent(contender: str) -> float:
 
 
 def _pairs(runs: Sequence[Row], dtype: str, name: str) -> list[tuple[Row, Row]]:
-    """Return a contender's runs, each with the unquantized run of its seed, if there is one."""
+    """Return a contender's runs, each paired with the unquantized run of the same seed."""
     of_dtype = [run for run in runs if run["dtype"] == dtype]
     plain = {run["seed"]: run for run in of_dtype if run["contender"] == PLAIN}
     mine = [run for run in of_dtype if run["contender"] == name]
@@ -273,7 +274,7 @@ def _pairs(runs: Sequence[Row], dtype: str, name: str) -> list[tuple[Row, Row]]:
 
 
 def summarize(runs: Sequence[Row], asked: Sequence[Training]) -> list[Row]:
-    """Return a row per dtype and contender. A bar is met if every run of the grid met it."""
+    """Return a row per dtype and contender. A bar is met if every run of the grid meets it."""
     rows = []
     for dtype, name in itertools.product(DTYPES, CONTENDERS):
         pairs = _pairs(runs, dtype, name)
@@ -296,7 +297,7 @@ def _figures(name: str, pairs: Sequence[tuple[Row, Row]]) -> Row:
     run, plain = pairs[0]
 
     def less_sent(kind: str) -> float:
-        """Return how many times as much the unquantized run sends over one kind of link."""
+        """Return the unquantized run's bytes over this run's, for one kind of link."""
         return float(plain[kind] / run[kind]) if run[kind] else math.inf
 
     return {
@@ -314,7 +315,7 @@ def _figures(name: str, pairs: Sequence[tuple[Row, Row]]) -> Row:
 
 
 def section(summary: Sequence[Row], unigram_nats: float) -> Section:
-    """Return a line per row of `summarize`."""
+    """Return a table with a line per row of `summarize`."""
 
     def verdict(row: Row) -> str:
         if not row["seeds"]:
@@ -353,7 +354,7 @@ def section(summary: Sequence[Row], unigram_nats: float) -> Section:
 
 
 def panels(runs: Sequence[Row], steps: int) -> list[Panel]:
-    """Draw the training loss, means over seeds, and below it the distance to the unquantized."""
+    """Return panels of the training loss and of its difference from the unquantized run's."""
     losses, differences = [], []
     for dtype in DTYPES:
         own: list[tuple[str, list[float]]] = []

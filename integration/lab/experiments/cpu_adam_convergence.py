@@ -1,13 +1,13 @@
-"""Loss of a small GPT-2 on real text: cpu-adam's fp32, int8 and bf16 states, and torch.
+"""Loss of a small GPT-2 on real text: cpu-adam with fp32, int8 and bf16 states, and torch.
 
-All sides of a **trial** start from the same bf16 weights and take steps together: each batch is
-given to every side before the next one is drawn. The **wide** side has fp32 moments and an fp32
-master weight. The **narrow** ones differ from it in ``state_dtype`` alone, so their distance to it
-is the cost of the width. ``torch.optim.AdamW`` on an fp32 copy of the model is the outside oracle:
-its distance to the others includes the rounding of weights, activations and gradients to bf16.
+All sides of a trial start from the same bf16 weights and train on the same batches. The wide side
+has fp32 moments and fp32 master weights. The narrow sides differ from the wide one in
+``state_dtype`` only, so the difference in loss is the cost of the narrower states. The independent
+oracle is ``torch.optim.AdamW`` on an fp32 copy of the model. The other sides also round weights,
+activations and gradients to bf16.
 
-Trials differ in their **seed**, of the first weights and of the order of the text. The text and the
-training are those of the train program, the model is a little larger.
+Each trial has a seed, which determines the initial weights and the order of the text. The text and
+the training are those of the train program. The model is slightly larger.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODEL = RunSettings(layers=4, width=160, heads=5, context=128, vocab=1024)
 MICRO_BATCH = 8
 HELD_OUT_WINDOWS = 256
 BAR_PERCENT = 0.5
-"""How far a narrow side's loss may be from the wide one's."""
+"""Largest difference of a narrow side's loss from the wide side's."""
 NUM_LINES = 10
 """Lines of progress per trial."""
 WIDE, NARROW, ORACLE = "float32", ("int8", "bfloat16"), "torch"
@@ -56,21 +56,21 @@ LABELS = {
     "bfloat16": "cpu-adam, bf16 states",
     ORACLE: "torch AdamW, all fp32",
 }
-"""By ``state_dtype``, the oracle last."""
+"""Names by ``state_dtype``. The oracle is the last."""
 COLORS = dict(zip(LABELS.values(), ("C7", "C2", "C1", "C0"), strict=True))
 KINDS = ("training", "held_out")
 
 
 @dataclass
 class Side:
-    """One model and its optimizer."""
+    """A model and its optimizer."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     max_norm: float
     losses: list[float] = field(default_factory=list)
-    """Of every step, in nats per token."""
+    """Losses of every step, in nats per token."""
 
     def take_step(self, ids: Tensor) -> None:
         loss = self.loss(ids)
@@ -87,7 +87,7 @@ class Side:
 
     @torch.no_grad()
     def outcome(self, corpus: Corpus) -> Row:
-        """Return both losses, the held-out one over the same windows for everyone."""
+        """Return the training loss, and the held-out loss over windows shared by all sides."""
         batches = corpus.held_out_batches(
             HELD_OUT_WINDOWS, rank=0, world_size=1, micro_batch_size=MICRO_BATCH
         )
@@ -166,7 +166,7 @@ def _sides(steps: int, corpus: Corpus) -> dict[str, Side]:
     config = training_config(steps)
     params = config["optimizer"]["params"]
     make_deterministic(corpus.seed, torch.device("cpu"))
-    # Rounded first: the oracle's fp32 weights equal the others' then.
+    # Rounded to bf16 before copying, so that the oracle's fp32 weights equal the other sides'.
     start: nn.Module = build_model(MODEL, corpus.vocab_size)
     start.to(torch.bfloat16)
     sides = {}
@@ -184,7 +184,7 @@ def _sides(steps: int, corpus: Corpus) -> dict[str, Side]:
 
 
 def summary(trial: Trial) -> dict[str, Row]:
-    """Return both losses of every side, each with its distances and its bar."""
+    """Return both losses of every side, with their differences and whether they meet the bar."""
 
     def held_against(name: str, kind: str) -> Row:
         loss = trial[name][kind]
@@ -243,5 +243,5 @@ def panels(trials: Sequence[Trial], steps: int) -> list[Panel]:
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the running means over `LAST_STEPS` steps, up to the training loss."""
+    """Return the running means over `LAST_STEPS` steps. The last one is the training loss."""
     return [training_loss(losses[:end]) for end in range(1, len(losses) + 1)]

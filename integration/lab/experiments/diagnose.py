@@ -1,17 +1,18 @@
-"""Ten configurations that were spoilt on purpose: does a report's first sentence name the cause?
+"""Ten configurations with a deliberate fault: does the report's first sentence name its cause?
 
-For each, two engines train the same GPT-2 on the same ranks in turn, one spoilt and one mended, so
-that a slow moment of the machine falls on both. Both are recorded; the report is made of the spoilt
-one's records alone.
+For each case two engines train the same GPT-2 on the same ranks in turn, one with the fault and one
+without, so that a slow moment of the machine affects both. Both are recorded. The report uses the
+records of the faulty engine only.
 
 [Note: figures]
-found      whether the first sentence is that of the cause
-predicted  what an update is said to take after the change, over what it takes now
-real       what it takes in the mended run, over the same
-off        predicted over real, less 1: the bar is 15%
-Of the case ``recomputation`` these are the peak memory of a rank, of two processes, not seconds.
-Pageable memory costs nothing on a CPU: its records are those of another run with the device, the
-key and the copies of an accelerator put in, and there is no real gain.
+found      cause that the report's first sentence names
+predicted  update time that the report predicts after the fix, over the present update time
+real       measured update time of the fixed engine over that of the faulty one
+off        predicted over real, less 1. The bar is 15%
+
+For the case ``recomputation`` these figures are peak memory per rank instead of seconds, and each
+engine has its own processes. Pageable memory costs nothing on a CPU. The records of that case are
+edited to show an accelerator's device, key and copy times, so it has no real gain.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from typing import Annotated, Any
 
 import torch
 
-# Imported by an optimizer while a process group exists, it keeps the group alive to the end.
+# An optimizer imports torch._dynamo. If that happened while a process group exists, the group
+# would live until exit.
 import torch._dynamo
 import torch.distributed as dist
 import typer
@@ -42,23 +44,22 @@ from benchmarks.harness.ranks import HERE, Node, Place, RankError, Row, run_rank
 from benchmarks.harness.report import Column, Section, machine, write_report
 from zero_engine.report.compose import judge
 from zero_engine.report.diagnosis import Cause
-from zero_engine.report.measured import Measured, measure
-from zero_engine.report.run import read_run
+from zero_engine.report.run import Measured, measure, read_run
 
 BAR = 0.15
 RATE_MBIT = 300
 _SHAPE = GptShape(layers=4, width=256, heads=4, vocab=512, context=64)
 _WIDE = GptShape(layers=3, width=512, heads=4, vocab=512, context=64)
 _HEAVY = GptShape(layers=4, width=768, heads=4, vocab=256, context=8)
-"""Few tokens for many parameters: the update is most of a step."""
+"""A model with few tokens for many parameters, so that the update dominates a step."""
 _SLOW_RULE = {"optimizer": {"type": "RAdam", "params": {"lr": 1e-4}}}
-"""An update that no host kernel does."""
+"""An optimizer for which no host kernel exists."""
 _HOST = {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One of the two engines of a case: keys of the configuration, and a fault."""
+    """One of a case's two engines: configuration keys and a fault."""
 
     zero: Mapping[str, Any] = field(default_factory=dict)
     top: Mapping[str, Any] = field(default_factory=dict)
@@ -67,23 +68,23 @@ class Setup:
     micro_steps: int = 1
     threads: int = 1
     fault: str = ""
-    """Of `_faulty`."""
+    """Name of a fault of `_Loop`, or an empty string."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A spoilt configuration and its cure."""
+    """A faulty configuration and the fixed one."""
 
     cause: str
-    """Of `zero_engine.report.diagnosis.Cause.key`."""
+    """Value of `zero_engine.report.diagnosis.Cause.key`."""
     spoilt: Setup
     mended: Setup
     ranks: int = 2
     shape: GptShape = _SHAPE
     is_linked: bool = False
-    """Whether the ranks are on both sides of a slow link."""
+    """Whether a slow link separates the ranks."""
     is_apart: bool = False
-    """Whether each engine has processes of its own."""
+    """Whether each engine has its own processes."""
 
 
 _PLAIN = Setup()
@@ -141,7 +142,7 @@ def train(
     place: Place, shape: Mapping[str, Any], setups: Mapping[str, Any], folder: str, turns: int,
     steps: int,
 ) -> Row:  # fmt: skip
-    """Train the engines in turn, each recorded in a folder of its name."""
+    """Train the engines in turn. Each is recorded in the folder of its name."""
     if place.world_size > 1:
         place.join()
     found = {name: Setup(**setup) for name, setup in setups.items()}
@@ -160,7 +161,7 @@ def train(
 
 
 class _Loop:
-    """One engine, its data, and its fault."""
+    """An engine with its data and its fault."""
 
     def __init__(self, place: Place, shape: GptShape, setup: Setup, folder: Path) -> None:
         job = Job(
@@ -201,7 +202,7 @@ def _be_slow(module: nn.Module, args: Any) -> None:
 
 
 def _log_all(engine: zero_core.Engine, path: Path, loss: Tensor) -> None:
-    """Log what some programs do: statistics of every parameter."""
+    """Log statistics of every parameter, as some programs do."""
     entry: dict[str, Any] = {"loss": loss.item()}
     with engine.gathered() as module:
         for name, param in module.named_parameters():
@@ -241,7 +242,7 @@ def run_case(case: Case, folder: Path, turns: int, steps: int) -> None:
 
 
 def measure_case(name: str, case: Case, turns: int, steps: int) -> Row:
-    """Run a case and return its figures, or why there are none."""
+    """Run a case and return its figures, or the reason why there are none."""
     if case.is_linked and (reason := missing_for_link()):
         return {"skipped": reason}
     with tempfile.TemporaryDirectory() as scratch:
@@ -289,7 +290,7 @@ def _amount(found: Measured, case: Case) -> float:
 
 
 def _put_in_an_accelerator(folder: Path) -> None:
-    """Change records of a CPU to those of an accelerator that copies through pageable memory."""
+    """Edit records of a CPU to look like an accelerator that copies through pageable memory."""
     for path in folder.glob("*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines() if line]
         for line in lines:
@@ -311,7 +312,8 @@ def main(
     """Run the cases, write ``diagnose.json``, and print a table."""
     file = output / "diagnose.json"
     rows: dict[str, Row] = {}
-    if cases and len(cases) < len(CASES) and file.exists():  # they may run one after another
+    # Cases may be run one at a time, so keep the other cases' results.
+    if cases and len(cases) < len(CASES) and file.exists():
         rows = json.loads(file.read_text(encoding="utf-8"))["figures"]
     for name in cases or CASES:
         print(name, flush=True)

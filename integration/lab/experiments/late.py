@@ -1,14 +1,15 @@
-"""Runs on an accelerator made of threads, with random delays: results must be the CPU's bits.
+"""Runs on an accelerator made of threads, with random delays. Results must equal the CPU's bits.
 
-The engine at stages 0 to 3, with offload of optimizer states and parameters and with ZeRO++, and an
-offloaded optimizer in a plain loop. Ranks are threads with a device each
-(`packages/zero-core/tests/support/late_device`). A run draws what it trains and its delays from its
-number. Nothing is measured but failures.
+The cases are the engine at stages 0 to 3, with offload of optimizer states and parameters and with
+ZeRO++, and an offloaded optimizer in a plain loop. Ranks are threads with a device each
+(`packages/zero-core/tests/support/late_device`). A run's number determines its case, ranks and
+delays. Only failures are recorded.
 
 [Note: oracles]
-The same program on CPU ranks. With AdamW and a ratio between 0 and 1 a device updates its part by
-torch's kernel and the host by cpu-adam's, which differ by ulps, where a CPU takes cpu-adam's for
-both. So Adamax, which torch updates on either side, stands for such ratios.
+The oracle is the same program on CPU ranks. With AdamW and a ratio between 0 and 1, a device
+updates its part with torch's kernel and the host with cpu-adam's, which differ by ulps. CPU ranks
+use cpu-adam's kernel for both parts. Cases with such ratios therefore use Adamax, which torch
+updates on host and device.
 """
 
 from __future__ import annotations
@@ -40,26 +41,26 @@ STEPS = 4
 TIMEOUT_S = 60.0
 RUNS_PER_PROCESS = 50
 DELAYS_S = (0.0, 1e-5, 1e-4, 5e-4)
-"""Longest delays of a job, from which a run draws; of a copy ten times that."""
+"""Longest delays of a kernel, from which a run draws. A copy's are ten times as long."""
 
 Result = tuple[list[float], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Training:
-    """Training run of each rank.
+    """A training of the engine.
 
     Attributes:
-        world_sizes: numbers of ranks to choose from.
         zero: keys of ``zero_optimization``.
-        file: those of ``offload_param`` if it is a file's.
-        top: further keys of the configuration.
+        world_sizes: numbers of ranks to choose from.
         dtype: "fp32" or "bf16".
         accumulation: micro-steps per step.
-        clipping: largest gradient norm; 0 is off.
-        optimizer: its name.
-        is_checked: whether non-finite gradients are looked for.
-        ranks_per_node: None: all ranks.
+        clipping: largest gradient norm; 0 disables clipping.
+        optimizer: name of the optimizer.
+        is_checked: whether steps with non-finite gradients are skipped.
+        ranks_per_node: number of ranks per node; None for all ranks.
+        file: keys of ``offload_param``, for parameters in a file.
+        top: further keys of the configuration.
     """
 
     zero: Mapping[str, Any] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class Training:
     top: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, folder: str) -> dict[str, Any]:
-        """Return the engine's configuration. Files go to ``folder``."""
+        """Return the engine's configuration. Parameter files are written to ``folder``."""
         params = {"lr": 1e-2, "weight_decay": 0.1}
         low = {"enabled": self.dtype == "bf16"}
         if self.dtype == "bf16":
@@ -109,7 +110,7 @@ class Loop:
     ranks_per_node: int | None = None
 
     def run(self, ranks: Ranks, folder: str) -> Result:
-        """Train. No files are written."""
+        """Train. ``folder`` is not used."""
         with seeded(0):
             model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 7))
             data = torch.randn(STEPS, 5, 33)
@@ -163,7 +164,7 @@ CASES: Mapping[str, Training | Loop] = {
     "twin, in backward": Training(
         {"stage": 2, **_host(0.6, **_EARLY)}, optimizer="Adamax", is_checked=False
     ),
-    # More than land in memory of their own: they are folded into a sum on the host.
+    # More micro-steps than the host keeps separately, so their gradients are summed on the host.
     "host, folded in backward": Training(
         {"stage": 3, **_host(1.0, **_EARLY)}, accumulation=6, is_checked=False
     ),
@@ -189,7 +190,7 @@ CASES: Mapping[str, Training | Loop] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run: a case, its ranks and its delays. Everything follows from ``number``."""
+    """A case with its ranks and delays. ``number`` determines all of them."""
 
     number: int
     case: str
@@ -198,16 +199,19 @@ class Run:
 
     @classmethod
     def draw(cls, number: int, cases: Sequence[str]) -> Run:
-        """Take the cases in turn, and draw the rest."""
+        """Return run ``number``.
+
+        Runs take the cases in order. Ranks and delays are drawn at random.
+        """
         drawn = random.Random(number)
         case = cases[number % len(cases)]
         return cls(number, case, drawn.choice(CASES[case].world_sizes), drawn.choice(DELAYS_S))
 
 
 class Bits:
-    """Compares runs on late devices with the CPU's. In a process of its own.
+    """Compares runs on late devices with the CPU's results. Needs its own process.
 
-    Results of CPU ranks are kept by case and number of ranks.
+    The CPU's results are cached by case and number of ranks.
     """
 
     def __init__(self) -> None:
@@ -216,7 +220,7 @@ class Bits:
         self._expected: dict[tuple[str, int], list[Result]] = {}
 
     def difference(self, run: Run) -> str:
-        """Describe how a run differs from the CPU's bits. Empty: it does not."""
+        """Describe how a run differs from the CPU's bits, or return an empty string."""
         case = CASES[run.case]
         key = run.case, run.world_size
         if key not in self._expected:
@@ -232,7 +236,7 @@ class Bits:
                 ranks_per_node=case.ranks_per_node,
                 timeout_s=TIMEOUT_S,
             )
-        except Exception as error:  # whatever it raises is this run's failure
+        except Exception as error:  # any exception is a failure of this run
             return f"{type(error).__name__}: {error}"
         for rank, (ours, theirs) in enumerate(zip(found, self._expected[key], strict=True)):
             if ours[0] != theirs[0]:
@@ -244,7 +248,7 @@ class Bits:
 
 
 def _run_all(runs: Sequence[Run], file: str) -> None:
-    """Write a row per run, as each ends: what a process that dies has not written, it owes."""
+    """Run all runs. Each row is written at once, because a run may kill this process."""
     bits = Bits()
     with Path(file).open("a") as rows:
         for run in runs:
@@ -256,7 +260,10 @@ def _run_all(runs: Sequence[Run], file: str) -> None:
 
 
 def run_rows(runs: Sequence[Run]) -> Iterator[Row]:
-    """Run them in processes of `RUNS_PER_PROCESS`. Yield a row each, ``failure`` empty if right."""
+    """Run in processes of `RUNS_PER_PROCESS` runs.
+
+    Yield a row per run, with its ``failure`` or "".
+    """
     left = list(runs)
     while left:
         with tempfile.TemporaryDirectory() as folder:
@@ -265,7 +272,7 @@ def run_rows(runs: Sequence[Run]) -> Iterator[Row]:
             death = ""
             try:
                 run_alone(_run_all, left[:RUNS_PER_PROCESS], str(file))
-            except Exception as error:  # the process died of the next run
+            except Exception as error:  # the process died in the run after the last written row
                 death = f"{type(error).__name__}: {error}"
             done = [json.loads(line) for line in file.read_text().splitlines()]
         yield from done

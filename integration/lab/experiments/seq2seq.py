@@ -1,29 +1,30 @@
-"""A T5 under a memory cap: the largest batch, and the times to train and to evaluate with it.
+"""A T5 under a memory cap: the largest micro-batch, and the times to train and evaluate with it.
 
-The table of Hugging Face's "Fit More and Train Faster With ZeRO" (t5-large on two cards of 24 GiB;
-2000 samples trained, 500 evaluated with a beam search of 4) on this machine's cores, in proportion.
+This experiment repeats the table of Hugging Face's post "Fit More and Train Faster With ZeRO" on
+this machine's cores, in proportion. The post trains t5-large on two cards of 24 GiB, with 2000
+samples for training and 500 for evaluation by a beam search of 4.
 
 [Note: scale]
-model    t5-large's proportions: `benchmarks.harness.models.T5`, 16 heads, as many tokens per
-         element of width (128 of 1024), so activations of a sample are to parameters as they were
-cap      bytes per parameter as 24 GiB are to t5-large's 737,668,096
-samples  a twentieth of those trained, a tenth of those evaluated
-dtype    fp32 on all sides: a processor without bf16 instructions takes many times as long in it
+model    t5-large's proportions: `benchmarks.harness.models.T5`, 16 heads, and as many tokens per
+         element of width (128 of 1024), so that the ratio of activations to parameters is the same
+cap      bytes per parameter, as 24 GiB to t5-large's 737,668,096 parameters
+samples  a twentieth of the post's for training, a tenth for evaluation
+dtype    fp32 on all sides, because processors without bf16 instructions are many times slower in
+         bf16
 
 [Note: cap]
-A rank's memory is the kernel's high-water mark of its resident memory, over what it had before the
-model was made, other ranks' shards taken off (`benchmarks.harness.memory`). Ranks agree on the
-largest after the build, each step and each batch of beams, and end where it is over the cap. A
-limit of the kernel would not count the same: RLIMIT_DATA leaves shared memory out and counts
-stacks that nobody touched, RLIMIT_RSS has no effect, and a cgroup needs root and counts imports.
-glibc returns freed tensors to the system, so that no side's mark has another's fragments.
+A rank's memory is the kernel's peak of its resident memory, minus the value before the model was
+made and minus other ranks' shards (`benchmarks.harness.memory`). After the build, each step and
+each batch of beams, all ranks learn the largest value and stop if it exceeds the cap. Limits of the
+kernel would measure something else: RLIMIT_DATA ignores shared memory and counts untouched stacks,
+RLIMIT_RSS has no effect, and a cgroup needs root and counts imports. glibc returns freed tensors to
+the system, so that no side's peak includes fragments of earlier ones.
 
 [Note: search]
-Every try is a group of fresh processes that takes two steps. Tries go on
-until a batch fits and that plus one does not. An error is no try that does not fit: it ends the
-contender's search, and its row has the reason.
+Every try starts fresh processes, which take two steps. The search ends when a micro-batch fits and
+the next larger one does not. An error ends a contender's search, and its row has the reason.
 
-On a CPU the host is the device: states that are "offloaded" stay within the same cap.
+On a CPU the host is the device, so "offloaded" states count towards the same cap.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ T5_LARGE_NUMEL, CARD_BYTES = 737_668_096, 24 * GIB
 BEAMS, HEADS, VOCAB_PER_WIDTH = 4, 16, 32128 / 1024
 FIRST_TRIES = (2, 10)
 TRY_STEPS = 1
-"""After one to warm up, in which states and pools are made."""
+"""Steps of a try after one warm-up step, which allocates states and pools."""
 IMPORTED = ("transformers.models.t5.modeling_t5", "transformers.generation.utils")
 _DEEPSPEED_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 CONTENDERS: Contenders = {
@@ -72,9 +73,9 @@ CONTENDERS: Contenders = {
     **{f"zero-{stage}-offload": ("zero", stage, HOST) for stage in (2, 3)},
 }
 BASELINE = "ddp"
-"""The post's."""
+"""The baseline is that of the post."""
 ALONE = "plain"
-"""The contender of a single process."""
+"""The contender that runs in a single process."""
 POST: Rows = {
     "baseline": {"batch": 16, "train_s": 30.9458, "eval_s": 56.3310},
     "fp16": {"batch": 20, "train_s": 21.4943, "eval_s": 53.4675},
@@ -83,7 +84,7 @@ POST: Rows = {
     "deepspeed": {"batch": 40, "train_s": 10.4007, "eval_s": 34.9289},
     "deepspeed, cpu offload": {"batch": 50, "train_s": 20.9706, "eval_s": 32.1409},
 }
-"""What the post measured. Nothing here is compared with a GPU but the ratios to a baseline."""
+"""The post's figures. Only ratios to a baseline are compared with it."""
 Attempt = Callable[[int], Row]
 """Runs a micro-batch and returns its row."""
 
@@ -100,9 +101,9 @@ def main(
     only: Annotated[list[str] | None, of(CONTENDERS)] = None,
     output: Output = RESULTS,
 ) -> None:
-    """Search, measure, write ``seq2seq.json`` and ``seq2seq.png``, print the table and the post's.
+    """Search, measure, write ``seq2seq.json`` and ``seq2seq.png``, and print two tables.
 
-    All contenders are searched first, and measured in turn afterwards.
+    All contenders are searched before the first one is measured.
     """
     if width % HEADS:
         raise typer.BadParameter(f"{width} is no multiple of {HEADS}", param_hint="--width")
@@ -142,14 +143,14 @@ def main(
 
 
 def _python(jobs: Iterable[Job]) -> str:
-    """Return an interpreter that has imported what all jobs need: a try takes seconds less."""
+    """Return an interpreter that has imported all jobs' libraries, which saves seconds per try."""
     packages = [NEEDS[job.side] for job in jobs if job.side in NEEDS and not missing(job.side)]
     environment = {**own_environment(), **CPU_ALONE, **RETURN_FREED}
     return start_server(environment, __name__, *IMPORTED, *dict.fromkeys(packages))
 
 
 def job_of(name: str, shape: GptShape, threads: int, dtype: str) -> Job:
-    """Return a contender's job, whose micro-batch the search finds."""
+    """Return a contender's job with a micro-batch of 1, which the search replaces."""
     side, stage, zero = CONTENDERS[name]
     return Job(
         *(name, side, shape),
@@ -165,7 +166,7 @@ def job_of(name: str, shape: GptShape, threads: int, dtype: str) -> Job:
 
 
 def search(job: Job, cap: int, most: int, runner: Runner) -> Row:
-    """Return the row of the largest micro-batch that fits with all tries, or why none does."""
+    """Return a row with the largest micro-batch that fits and all tries, or with the failure."""
 
     def attempt(batch: int) -> Row:
         each = {"train": batch * TRY_STEPS * job.ranks, "evaluate": 0}
@@ -177,17 +178,17 @@ def search(job: Job, cap: int, most: int, runner: Runner) -> Row:
     reason = missing(job.side)
     if reason:
         return {"failure": reason}
-    if job.side in NEEDS and job.is_offloaded:  # it compiles its Adam, one rank for all
+    if job.side in NEEDS and job.is_offloaded:  # one rank compiles DeepSpeed's Adam for all
         start(replace(job.dry(), ranks=1), CARD_BYTES, {"train": 2, "evaluate": 2}, runner)
     return largest_batch(attempt, cap, most)
 
 
 def largest_batch(attempt: Attempt, cap: int, most: int) -> Row:
-    """Return ``batch``, the largest up to ``most`` that fits, 0 if none does, and all ``tries``.
+    """Return the largest fitting ``batch`` up to ``most`` (0: none fits) and all ``tries``.
 
-    The next try is where the line through the largest batch that fits and the smallest that does
-    not meets the cap, or through the two largest that fit. An attempt without
-    figures is returned in place of a result.
+    The next batch to try is where interpolated memory meets the cap. The interpolation is linear,
+    between the largest batch that fits and the smallest that does not, or otherwise through the two
+    largest. If an attempt fails, its row is returned.
     """
     tries: dict[int, Row] = {}
     fits, over = 0, most + 1
@@ -223,9 +224,9 @@ def timed(
     rounds: int,
     runner: Runner,
 ) -> dict[str, Row]:
-    """Return the rows of all contenders: what the search found, medians of seconds, peaks.
+    """Return the rows of all contenders: results of the search, median seconds, peaks.
 
-    Where a whole run is over the cap, as two steps were not, the micro-batch is one less.
+    If a whole run exceeds the cap although two steps did not, the micro-batch is reduced by one.
     """
     batches = {name: row["batch"] for name, row in measured(searched).items()}
 
@@ -257,7 +258,7 @@ def timed(
 
 
 def start(job: Job, cap: int, samples: Mapping[str, int], runner: Runner) -> Row:
-    """Return the slowest rank's seconds and the largest peaks of a fresh group of ranks."""
+    """Run a fresh group of ranks. Return the slowest rank's seconds and the largest peaks."""
     arguments = {"job": job, "cap": cap, "samples": samples}
     target = "lab.experiments.seq2seq:measure"
     ranks = runner.start(target, arguments, job.ranks, threads=job.threads)
@@ -268,7 +269,7 @@ def start(job: Job, cap: int, samples: Mapping[str, int], runner: Runner) -> Row
 
 
 def compared(rows: Rows, baseline: str) -> dict[str, Row]:
-    """Return the rows with their ratios to the baseline's, more than 1 where they are better."""
+    """Return the rows with ratios to the baseline. A ratio above 1 is better."""
     base = measured(rows).get(baseline, {})
     found = dict(rows)
     for name, row in measured(rows).items():
@@ -282,18 +283,19 @@ def compared(rows: Rows, baseline: str) -> dict[str, Row]:
 
 
 class Cap:
-    """The most memory of a rank. See [Note: cap].
+    """Memory limit of each rank. See [Note: cap].
 
     Attributes:
-        is_over: whether a rank was over it.
-        peak: the most that a rank had, bytes.
+        is_over: whether any rank has exceeded the limit.
+        peak: largest memory of any rank, in bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """The limit counts from what the process has now, on all ranks."""
+        """Start to count memory now. Every rank must call it."""
         gc.collect()
-        dist.barrier()  # peers' shards are given back
-        ctypes.CDLL(None).malloc_trim(0)  # else the model would be made in what imports have freed
+        dist.barrier()  # by then all ranks have freed other ranks' shards
+        # Otherwise the model would use memory that imports have freed.
+        ctypes.CDLL(None).malloc_trim(0)
         restart_peak()
         self._before = resident_bytes()
         self._nbytes = nbytes
@@ -304,7 +306,7 @@ class Cap:
         return self.peak > self._nbytes
 
     def check(self) -> bool:
-        """Return whether all ranks were within it so far. Every rank must enter it."""
+        """Return whether all ranks are within the limit so far. Every rank must call it."""
         own = torch.tensor([peak_bytes() - self._before])
         dist.all_reduce(own, dist.ReduceOp.MAX)
         self.peak = int(own)
@@ -312,22 +314,22 @@ class Cap:
 
 
 def measure(place: Place, job: Mapping[str, Any], cap: int, samples: Mapping[str, int]) -> Row:
-    """Train and evaluate on this rank within a cap, and end where a rank is over it.
+    """Train and evaluate on this rank, and stop if any rank exceeds the cap.
 
     Args:
-        place: of the rank.
+        place: this rank.
         job: the contender, with its micro-batch.
-        cap: bytes of a rank.
-        samples: of all ranks, to ``train`` and to ``evaluate``.
+        cap: bytes per rank.
+        samples: samples over all ranks, to ``train`` and to ``evaluate``.
     """
     what = Job.of(job)
     torch.set_num_threads(what.threads)
     place.join()
-    # Imports and what a side has once, whatever the model, are no part of its memory.
+    # A first, tiny run allocates what does not depend on the model, such as imports and buffers.
     tiny = what.dry()
     _train_and_evaluate(tiny, place, Cap(CARD_BYTES), {"train": 2 * tiny.ranks, "evaluate": 2})
     row = _train_and_evaluate(what, place, Cap(cap), samples)
-    dist.barrier()  # nobody ends while another still measures
+    dist.barrier()  # no rank may end while another still measures
     return row
 
 
@@ -335,7 +337,7 @@ def _train_and_evaluate(job: Job, place: Place, cap: Cap, samples: Mapping[str, 
     side = SIDES[job.side](job, torch.device("cpu"), place)
     if job.side == "fsdp2":
         register_fsdp_forward_method(side.model, "generate")
-    # As in training: a side that computes in bf16 by autocast does so here.
+    # Contenders that train with autocast also evaluate with it.
     is_cast = job.side in ("ddp", "torch") and job.dtype != "fp32"
 
     def evaluate(ids: Tensor) -> Tensor:
@@ -344,7 +346,7 @@ def _train_and_evaluate(job: Job, place: Place, cap: Cap, samples: Mapping[str, 
         return tokens
 
     def run(step: Callable[[Tensor], Tensor], num_samples: int) -> tuple[float, Tensor | None]:
-        """Return the seconds of all batches, and the last one's result if all were within."""
+        """Return the seconds of all batches and the last result, or (0.0, None) above the cap."""
         generator = torch.Generator().manual_seed(1 + place.rank)
         started_at, last = time.perf_counter(), None
         for ids in _batches(job, num_samples // job.ranks, generator):
@@ -365,7 +367,7 @@ def _train_and_evaluate(job: Job, place: Place, cap: Cap, samples: Mapping[str, 
 
 
 def _batches(job: Job, num_samples: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield token ids, int64: ``[micro_batch, context]``, and the last batch what is left."""
+    """Yield token ids: int64, ``[micro_batch, context]``. The last batch may be smaller."""
     for first in range(0, num_samples, job.micro_batch):
         size = (min(job.micro_batch, num_samples - first), job.shape.context)
         yield torch.randint(2, job.shape.vocab, size, generator=generator)

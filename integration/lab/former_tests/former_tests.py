@@ -1,9 +1,9 @@
-"""Name what took the place of each test that is gone: ``python former_tests.py [NAME]``.
+"""Names the successor of each removed test: ``python former_tests.py [NAME]``.
 
 `former_tests.tsv` has a line for each test function, or file (``path::*``), that a commit since
-`BASE` removed or renamed: the old name, and the new one, a row of an equality table, or a reason.
-Without an argument, print the old tests that are neither there nor listed; the exit code is 1 if
-there is one. With ``NAME``, print the lines that have it.
+`BASE` removed or renamed. The line has the old name, and the new name, a row of an equality table,
+or a reason. Without NAME, the old tests that neither exist nor are listed are printed, and the exit
+code is 1 if there are any. With NAME, the lines that contain it are printed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BASE = "71eeaa7f"
-"""The last commit with all tests, each in the file that it was written in."""
+"""Last commit with all tests in their original files."""
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = Path(__file__).with_suffix(".tsv")
 
@@ -39,7 +39,7 @@ def _is_test_file(path: str) -> bool:
 
 
 def find_unlisted() -> list[str]:
-    """Return the tests of `BASE` that are neither there now nor in the table."""
+    """Return the tests of `BASE` that neither exist now nor are listed in the table."""
     old_paths = filter(_is_test_file, _git("ls-tree", "-r", "--name-only", BASE).splitlines())
     old = [name for path in old_paths for name in _tests(path, _git("show", f"{BASE}:{path}"))]
     new_paths = filter(_is_test_file, _git("ls-files", "*.py").splitlines())
@@ -49,7 +49,7 @@ def find_unlisted() -> list[str]:
         if (ROOT / path).exists()
         for name in _tests(path, (ROOT / path).read_text(encoding="utf-8"))
     }
-    listed = [  # without classes
+    listed = [  # names without their classes
         re.sub("::Test\\w+", "", line.split("\t")[0])
         for line in TABLE.read_text(encoding="utf-8").splitlines()
     ]
@@ -63,7 +63,7 @@ def find_unlisted() -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the unlisted tests, or the lines of the table that have a name."""
+    """Print the unlisted tests, or the lines of the table that contain a name."""
     if arguments:
         lines = TABLE.read_text(encoding="utf-8").splitlines()
         print(*(line for line in lines if arguments[0] in line), sep="\n")

@@ -1,20 +1,21 @@
-"""Measure which deliberate faults the gate's tests detect.
+"""Measure which deliberate faults are detected by the gate, the tests of ``.ci/run``.
 
     python integration/lab/mutants/mutants.py reach WORK
     python integration/lab/mutants/mutants.py draw WORK
     python integration/lab/mutants/mutants.py run WORK --minutes 60
 
-``reach`` records which source lines each test file of the gate executes, ranks in other processes
-included (coverage.py; about 40 minutes on two cores). ``draw`` chooses mutants in those lines by a
-fixed seed and writes `LIST`. ``run`` applies one mutant at a time to a copy of the sources, runs
-test files that reach its line, stops at the first failure, and saves each verdict in `LIST`: first
-those named like the source, then the fastest, `MOST_FILES` in all. So "survived" may be wrong,
-"killed" is not: survivors were run again by hand on the files that see what they change, and
-"equivalent" is a judgement, and "gone" a line that the sources lost. All three continue where they
-stopped. A file that runs `PATIENCE_S` longer than without the mutant counts as a failure. A file
-that is newer than ``reach`` is taken to reach what the files did whose tests it has
-(``former_tests.tsv``), else every line if it is named like the source. The environment must have
-all packages with their test groups, and coverage.
+``reach`` records with coverage.py which source lines each test file of the gate executes, also in
+rank processes (about 40 minutes on two cores). ``draw`` chooses mutants in those lines by a fixed
+seed and writes `LIST`. ``run`` applies one mutant at a time to a copy of the sources. It runs test
+files that reach the mutant's line: first those named like the source, then the fastest, at most
+`MOST_FILES`. It stops at the first failure and saves the verdict in `LIST`.
+
+"killed" is certain. "survived" may be wrong, so survivors were run again by hand on further files.
+"equivalent" is a judgement, and "gone" means that the line no longer exists. All three commands
+resume where they stopped. A test file that runs `PATIENCE_S` longer than without the mutant counts
+as a failure. A test file newer than ``reach`` has the reach of the files that its tests were in
+before (``former_tests.tsv``). Without such files it reaches every line of the sources it is named
+like. All packages with their test groups, and coverage, must be installed.
 """
 
 from __future__ import annotations
@@ -74,12 +75,12 @@ class Mutant(NamedTuple):
     """One textual change of a source file.
 
     Attributes:
-        path: of the file, relative to the repository.
-        line: where the change begins, from 1.
+        path: path of the file, relative to the repository.
+        line: line where the change begins, from 1.
         kind: operator, bound, wait, argument or line.
-        start: offset of the text that is replaced, in characters.
-        before: that text.
-        after: its replacement.
+        start: offset of the replaced text, in characters.
+        before: the replaced text.
+        after: the replacement.
     """
 
     path: str
@@ -90,11 +91,8 @@ class Mutant(NamedTuple):
     after: str
 
 
-# ------------------------------------------------------------------------- reach
-
-
 def gate_files() -> list[str]:
-    """Return the test files of the gate that may run mutated packages, relative to the root."""
+    """Return the gate's test files that may run mutated packages, relative to the root."""
     return [
         path.relative_to(ROOT).as_posix()
         for folder in FOLDERS
@@ -104,7 +102,7 @@ def gate_files() -> list[str]:
 
 
 def reach(work: Path) -> None:
-    """Write ``work/reach/NAME.json`` for each test file: lines by source, and its seconds."""
+    """Write each test file's reached lines and run time to ``work/reach/NAME.json``."""
     (work / "reach").mkdir(parents=True, exist_ok=True)
     tree = _copy_tree(work / "sources")
 
@@ -145,7 +143,7 @@ def _lines(data: Path, tree: Path) -> dict[str, list[int]]:
         read = CoverageData(str(part))
         try:
             read.read()
-        except DataError:  # of a rank that was killed while it wrote
+        except DataError:  # the data file of a rank that was killed while writing
             continue
         for name in read.measured_files():
             if Path(name).is_relative_to(tree):
@@ -155,7 +153,10 @@ def _lines(data: Path, tree: Path) -> dict[str, list[int]]:
 
 
 def _run(root: Path, file: str, program: tuple[str, ...], *, timeout: float) -> int:
-    """Run pytest on ``file`` of the tree ``root``. Return its exit code, -1 after ``timeout``."""
+    """Run pytest on ``file`` in the tree ``root``.
+
+    Return its exit code, or -1 after ``timeout``.
+    """
     folder = next(f for f in FOLDERS if file.startswith(f + "/"))
     sources = [str(root / f / "src") for f in FOLDERS]
     environment = {
@@ -182,15 +183,12 @@ def _run(root: Path, file: str, program: tuple[str, ...], *, timeout: float) -> 
         return -1
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # ranks of a run that was ended, too
+            os.killpg(process.pid, signal.SIGKILL)  # also ends the ranks of a run that timed out
         process.wait()
 
 
-# -------------------------------------------------------------------------- draw
-
-
 def draw(work: Path) -> None:
-    """Choose `NUM_MUTANTS` mutants, as many of each kind, and write `LIST`."""
+    """Choose `NUM_MUTANTS` mutants, equally many of each kind, and write `LIST`."""
     if LIST.exists():
         raise SystemExit(f"{LIST} is there: a list is drawn once, so that figures compare")
     reached: dict[str, set[int]] = {}
@@ -204,7 +202,7 @@ def draw(work: Path) -> None:
             for mutant in _mutants(path, text, lines):
                 if _is_python(
                     _mutated(text, mutant._asdict())
-                ):  # else a parenthesis was cut in two
+                ):  # skips replacements that split a pair of parentheses
                     by_kind.setdefault(mutant.kind, []).append(mutant)
     chosen, generator = [], random.Random(SEED)
     for number in range(NUM_MUTANTS):
@@ -214,7 +212,7 @@ def draw(work: Path) -> None:
 
 
 def _mutated(text: str, row: Mapping[str, Any]) -> str:
-    """Apply a mutant, whose fields ``row`` has, to the ``text`` of its source."""
+    """Apply the mutant with the fields ``row`` to the ``text`` of its source."""
     stop = row["start"] + len(row["before"])
     assert text[row["start"] : stop] == row["before"], f"{row['path']} is of another commit"
     return text[: row["start"]] + row["after"] + text[stop:]
@@ -229,7 +227,7 @@ def _is_python(text: str) -> bool:
 
 
 def _mutants(path: str, text: str, lines: set[int]) -> Iterator[Mutant]:
-    """Yield every mutant in ``lines`` of a source with ``text``."""
+    """Yield every mutant in ``lines`` of a source file with contents ``text``."""
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line.encode()))
@@ -263,7 +261,7 @@ def _mutants(path: str, text: str, lines: set[int]) -> Iterator[Mutant]:
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """Walk through what computes: neither annotations nor messages of errors and logs."""
+    """Walk the nodes that compute, without annotations and messages of errors and logs."""
     for field, value in ast.iter_fields(tree):
         children = value if isinstance(value, list) else [value]
         for child in children:
@@ -284,7 +282,7 @@ def _is_log(node: Any) -> bool:
 def _replaced(
     node: ast.AST, span: Callable[[Any], tuple[int, int]]
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield the kinds of mutants of ``node``, with the span of bytes that each replaces."""
+    """Yield the kinds of mutants of ``node``, each with the span of bytes to replace."""
     match node:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _SWAPS:
             yield "operator", span(left)[1], span(right)[0]
@@ -310,11 +308,8 @@ def _replaced(
             yield "line", *span(node)
 
 
-# --------------------------------------------------------------------------- run
-
-
 def run(work: Path, minutes: float) -> None:
-    """Find the verdict of each mutant that has none, for at most about so many ``minutes``."""
+    """Judge the mutants without a verdict, for about ``minutes`` at most."""
     rows = json.loads(LIST.read_text())
     reached = _reached(work)
     until = time.monotonic() + 60 * minutes
@@ -359,7 +354,7 @@ def _judge(row: dict[str, Any], tree: Path, reached: dict[str, Any]) -> dict[str
             code = _run(tree, name, ("-m", "pytest"), timeout=limit)
         finally:
             file.write_text(text, encoding="utf-8")
-        # The file must pass without the mutant: else it says nothing.
+        # A failure counts only if the file passes without the mutant.
         if code not in (0, 5) and not _run(tree, name, ("-m", "pytest"), timeout=2 * limit):
             return {"verdict": "killed", "by": name + " without an end" * (code == -1)}
         file.write_text(_mutated(text, row), encoding="utf-8")
@@ -369,7 +364,7 @@ def _judge(row: dict[str, Any], tree: Path, reached: dict[str, Any]) -> dict[str
 
 
 def _copy_tree(tree: Path) -> Path:
-    """Copy sources and tests to ``tree``, with the compiled modules of the environment."""
+    """Copy sources, tests and the installed compiled modules to ``tree``."""
     shutil.rmtree(tree, ignore_errors=True)
     for folder in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__", ".*", "node_modules")
@@ -394,7 +389,7 @@ def _copy_tree(tree: Path) -> Path:
 
 
 def _reached(work: Path) -> dict[str, Any]:
-    """Return what `reach` has recorded, by test file."""
+    """Return the records of `reach` by test file."""
     recorded = {path.stem: json.loads(path.read_text()) for path in (work / "reach").glob("*.json")}
     parents: dict[str, set[str]] = {}
     for line in FORMER.read_text(encoding="utf-8").splitlines():
@@ -425,7 +420,7 @@ def _save(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run one of the three verbs."""
+    """Run one of the three commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("verb", choices=("reach", "draw", "run"))
     parser.add_argument("work", type=Path, help="folder for what is kept between calls")

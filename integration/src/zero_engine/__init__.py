@@ -1,4 +1,4 @@
-"""The whole engine put together: the train program and the doctor."""
+"""Command line, train program and adapters around zero_core."""
 
 from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""``python -m zero_engine``: the command line, for launchers that start modules."""
+"""Entry point of ``python -m zero_engine``, for launchers that start modules."""
 
 from zero_engine.cli import main
 

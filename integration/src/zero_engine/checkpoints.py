@@ -1,57 +1,40 @@
 """``zero-engine verify | inspect | export | prune | import``: checkpoints on the command line.
 
-Each command returns its exit code: see `zero_engine.terminal`.
+Imports no torch at the top.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated
 
-import torch
+import typer
 
 import zero_core
-from zero_core import CheckpointError
-from zero_engine.deepspeed_import.importing import import_checkpoint
+from zero_core.errors import CheckpointError
+from zero_engine.command_options import Text, option
 from zero_engine.progress import working
-from zero_engine.terminal import DONE, refuse, say
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-_Answer = tuple[Mapping[str, object], str]
+Answer = tuple[Mapping[str, object], str]
 """A report as JSON and as text."""
+_DTYPES = ("float32", "bfloat16", "float16")
+_Folder = Annotated[str, typer.Argument(metavar="DIR", show_default=False)]
+_Output = Annotated[str, typer.Argument(metavar="OUT", show_default=False)]
+_Tag = Annotated[Text, option("Name of the checkpoint. Default: the newest.")]
 
 
-def _command(answer: Callable[..., _Answer]) -> Callable[..., int]:
-    """Return a command that prints what ``answer`` returns, and returns its exit code."""
-
-    @functools.wraps(answer)
-    def run(*arguments: Any, as_json: bool, **options: Any) -> int:
-        try:
-            content, text = answer(*arguments, **options)
-        except CheckpointError as error:
-            return refuse(error, as_json=as_json)
-        say(content, text, as_json=as_json)
-        return DONE
-
-    return run
-
-
-@_command
-def verify(directory: str, tag: str | None) -> _Answer:
-    """Check every byte of a checkpoint, with progress on stderr."""
-    found = zero_core.inspect_checkpoint(directory, tag)  # a live run may save a newer one
+def verify(directory: _Folder, tag: _Tag = None) -> Answer:
+    """Check every byte of a checkpoint. Ends with code 1 if it is damaged."""
+    # Resolve the tag once: a live run may save a newer checkpoint meanwhile.
+    found = zero_core.inspect_checkpoint(directory, tag)
     with working("verifying") as show:
         checked = zero_core.verify_checkpoint(directory, found["tag"], progress=show)
     text = f"{found['folder']}: all {found['files']} files are intact ({checked} bytes)"
     return {"is_whole": True, "folder": found["folder"], "bytes": checked}, text
 
 
-@_command
-def inspect(directory: str, tag: str | None) -> _Answer:
-    """Describe a checkpoint."""
+def inspect(directory: _Folder, tag: _Tag = None) -> Answer:
+    """Show what a checkpoint holds, without reading its tensors."""
     found = zero_core.inspect_checkpoint(directory, tag)
     lines = []
     for key, value in found.items():
@@ -61,12 +44,20 @@ def inspect(directory: str, tag: str | None) -> _Answer:
     return found, "\n".join(lines)
 
 
-@_command
-def export(directory: str, output: str, tag: str | None, dtype: str | None) -> _Answer:
-    """Write a checkpoint's model, with progress on stderr."""
+def export(
+    directory: _Folder,
+    output: _Output,
+    tag: _Tag = None,
+    dtype: Annotated[
+        Text, option("float32, bfloat16 or float16. Default: as it was trained.")
+    ] = None,
+) -> Answer:
+    """Write a checkpoint's model as model.safetensors, in Hugging Face's layout."""
+    import torch
+
     if dtype is not None and dtype not in _DTYPES:
         raise CheckpointError(f"--dtype {dtype}: expected one of {', '.join(_DTYPES)}")
-    chosen = None if dtype is None else _DTYPES[dtype]
+    chosen = None if dtype is None else getattr(torch, dtype)
     found = zero_core.inspect_checkpoint(directory, tag)
     with working("exporting") as show:
         written = zero_core.export_checkpoint(
@@ -76,34 +67,50 @@ def export(directory: str, output: str, tag: str | None, dtype: str | None) -> _
     return {"output": output, "parameters": len(written)}, text
 
 
-@_command
 def prune(
-    directory: str,
-    keep_last: int,
-    keep_every: int | None,
-    prefixes: Sequence[str],
-    *,
-    is_trial: bool,
-) -> _Answer:
-    """Remove checkpoints that are not to be kept."""
-    with working("looking for checkpoints" if is_trial else "removing checkpoints"):
+    directory: _Folder,
+    keep_last: Annotated[int, typer.Option(min=1, help="How many stay.", show_default=False)],
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps whose multiples stay too.", show_default=False)
+    ] = None,
+    prefix: Annotated[
+        list[str], typer.Option(help="What the step follows in their names. May be repeated.")
+    ] = ["step-", "global_step"],  # noqa: B006
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which.")] = False,
+) -> Answer:
+    """Remove older checkpoints whose tags are a prefix and a step number. Others always stay."""
+    with working("looking for checkpoints" if dry_run else "removing checkpoints"):
         removed = zero_core.prune_checkpoints(
             directory,
             keep_last=keep_last,
             keep_every=keep_every,
-            prefixes=prefixes,
-            is_trial=is_trial,
+            prefixes=prefix,
+            is_trial=dry_run,
         )
-    verb = "would be removed" if is_trial else "removed"
+    verb = "would be removed" if dry_run else "removed"
     text = "\n".join(f"{tag} {verb}" for tag in removed) or "nothing to remove"
-    return {"removed": removed, "is_trial": is_trial}, text
+    return {"removed": removed, "is_trial": dry_run}, text
 
 
-@_command
 def convert(
-    directory: str, output: str, tag: str | None, optimizer: str | None, frozen: Sequence[str]
-) -> _Answer:
-    """Import a checkpoint of DeepSpeed's."""
+    directory: _Folder,
+    output: _Output,
+    tag: _Tag = None,
+    optimizer: Annotated[
+        Text, option("Class of the optimizer. Default: that of the saved configuration.")
+    ] = None,
+    frozen: Annotated[
+        list[str] | None,
+        option("A parameter that was frozen, for a checkpoint of stage 0. Repeatable."),
+    ] = None,
+) -> Answer:
+    """Write a checkpoint of DeepSpeed's, of any ZeRO stage or universal, as one of this engine's.
+
+    The files are read without network where the system permits network namespaces, and nothing
+    that they name is called but torch's functions that make tensors. Nothing is replaced.
+    """
+    from zero_engine.deepspeed_import.importing import import_checkpoint
+
     with working("importing"):
-        place = import_checkpoint(directory, output, tag, optimizer=optimizer, frozen=frozen)
+        place = import_checkpoint(directory, output, tag, optimizer=optimizer, frozen=frozen or ())
     return {"folder": str(place)}, f"wrote {place}"

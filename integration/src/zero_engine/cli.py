@@ -1,6 +1,6 @@
-"""The command line: ``zero-engine train | run | plan | verify | import | doctor | ...``.
+"""Commands of ``zero-engine``: train, run, plan, report, verify, import, doctor and others.
 
-Its exit codes are those of `zero_engine.terminal`, and of the programs that it runs.
+Exit codes are those of `zero_engine.terminal`, and of the programs that a command runs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import wraps
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,30 +21,25 @@ from typer.core import TyperCommand
 
 import zero_engine
 from zero_core.errors import ZeroError
-from zero_engine.extras import require
-from zero_engine.launch.orphans import end_with_launcher
+from zero_engine.checkpoints import Answer, convert, export, inspect, prune, verify
+from zero_engine.command_options import Json, Text, option
+from zero_engine.launch.started_ranks import end_with_launcher
 from zero_engine.presets import EXAMPLES, default_config_text
 from zero_engine.progress import quiet, working
-from zero_engine.terminal import refuse
+from zero_engine.terminal import refuse, require
 from zero_engine.train.options import RunSettings, Start, flag_of
 
 app = typer.Typer(
     help="Train with ZeRO: sharded, offloaded, quantized.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # a plain traceback can be pasted into a bug report
+    pretty_exceptions_enable=False,  # rich's tracebacks are hard to paste into a bug report
 )
 
-_Text = str | None
 _Number = int | None
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def _option(help_text: str) -> Any:
-    return typer.Option(help=help_text, show_default=False)
 
 
 class _ResumeCommand(TyperCommand):
-    """Command whose option ``--resume`` may stand alone, or have the value "auto"."""
+    """Command whose option ``--resume`` takes the value "auto" or no value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words: list[str] = []
@@ -55,7 +52,7 @@ class _ResumeCommand(TyperCommand):
 
 
 def _with_run_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give ``command`` an option for each of `RunSettings`, which it gets by ``**options``."""
+    """Add an option for each field of `RunSettings`, which ``command`` gets by ``**options``."""
     own = signature(command, eval_str=True)
     others = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     settings = []
@@ -74,7 +71,7 @@ def _with_run_settings(command: Callable[..., None]) -> Callable[..., None]:
 def train(
     *,
     resume: Annotated[
-        _Text,
+        Text,
         typer.Option(
             metavar="[auto]",
             help="Continue the run in the output folder; with 'auto', start one if there is none.",
@@ -85,7 +82,7 @@ def train(
         bool, typer.Option("--overwrite", help="Replace the run in the output folder.")
     ] = False,
     ranks: Annotated[
-        _Number, _option("Ranks to start. Default: one per GPU, or two on a CPU.")
+        _Number, option("Ranks to start. Default: one per GPU, or two on a CPU.")
     ] = None,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Times to go on from the checkpoint after a rank failed.")
@@ -99,8 +96,9 @@ def train(
         raise typer.BadParameter(f"--resume {resume}: leave the value out, or give 'auto'")
     if ranks is not None and ranks < 1:
         raise typer.BadParameter("--ranks must be at least 1")
-    end_with_launcher()  # before seconds of imports, in which the launcher may end
-    # torch and transformers take seconds to import: only the commands that need them pay.
+    # The launcher may end during the imports below, which take seconds.
+    end_with_launcher()
+    # torch and transformers take seconds to import, so each command imports what it needs.
     from zero_engine.launch.ranks import fail, is_under_launcher
 
     start = {None: Start.NEW, "yes": Start.RESUME, "auto": Start.AUTO}[resume]
@@ -135,7 +133,7 @@ def train(
 
 
 @app.command(
-    # All is passed on as it stands, with what looks like an option of this command.
+    # Arguments reach the script unchanged, even if they look like options of this command.
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     options_metavar="[LAUNCHER OPTIONS]",
 )
@@ -152,7 +150,7 @@ def run(
     zero-engine run accelerate launch --config_file FILE SCRIPT.PY, zero-engine run bash train.sh,
     in which deepspeed is this command. Ends with the exit code of the script.
     """
-    with working("starting"):  # seconds of imports
+    with working("starting"):  # imports take seconds
         from zero_engine.launch.ranks import fail
         from zero_engine.script.run import run_program
 
@@ -167,14 +165,14 @@ def run(
 def plan(
     invocation: typer.Context,
     model: Annotated[
-        _Text,
+        Text,
         typer.Argument(
             metavar="[MODEL]",
             help="A Hugging Face config.json, or its folder. Default: a GPT-2.",
             show_default=False,
         ),
     ] = None,
-    model_option: Annotated[_Text, typer.Option("--model", hidden=True)] = None,
+    model_option: Annotated[Text, typer.Option("--model", hidden=True)] = None,
     layers: Annotated[int, typer.Option(help="Blocks of the GPT-2.")] = 12,
     width: Annotated[int, typer.Option(help="Width of the GPT-2.")] = 768,
     heads: Annotated[int, typer.Option(help="Attention heads of the GPT-2.")] = 12,
@@ -189,23 +187,23 @@ def plan(
         ),
     ] = None,
     batch_size: Annotated[
-        _Number, _option("Samples of a step over all ranks. Default: the configuration's.")
+        _Number, option("Samples of a step over all ranks. Default: the configuration's.")
     ] = None,
     micro_batch_size: Annotated[
-        _Number, _option("Samples of a rank and micro-step. Default: the configuration's.")
+        _Number, option("Samples of a rank and micro-step. Default: the configuration's.")
     ] = None,
     config: Annotated[
-        _Text, _option("DeepSpeed-style JSON. Default: what 'zero-engine config' prints.")
+        Text, option("DeepSpeed-style JSON. Default: what 'zero-engine config' prints.")
     ] = None,
     ranks: Annotated[int, typer.Option("--world-size", "--ranks", help="Data-parallel ranks.")] = 1,
     ranks_per_node: Annotated[
-        _Number, _option("Ranks that share a node. Default: 8, or all if fewer.")
+        _Number, option("Ranks that share a node. Default: 8, or all if fewer.")
     ] = None,
-    device_memory: Annotated[_Text, _option("Memory of one GPU, e.g. 24GB or 22GiB.")] = None,
-    host_memory: Annotated[_Text, _option("Memory of one node, shared by its ranks.")] = None,
+    device_memory: Annotated[Text, option("Memory of one GPU, e.g. 24GB or 22GiB.")] = None,
+    host_memory: Annotated[Text, option("Memory of one node, shared by its ranks.")] = None,
     rates: Annotated[
-        _Text,
-        _option(
+        Text,
+        option(
             "Predict times by this file of 'zero-engine doctor --measure'. Default: what it kept "
             "for this machine."
         ),
@@ -214,7 +212,7 @@ def plan(
         bool, typer.Option("--no-rates", help="Predict no times by kept rates.")
     ] = False,
     device: Annotated[
-        _Text, _option("Predict times by the published rates of a GPU, such as H100.")
+        Text, option("Predict times by the published rates of a GPU, such as H100.")
     ] = None,
     allow_rounding: Annotated[
         bool,
@@ -224,15 +222,15 @@ def plan(
         ),
     ] = False,
     nvme_path: Annotated[
-        _Text, _option("Folder on an NVMe disk that may hold optimizer states.")
+        Text, option("Folder on an NVMe disk that may hold optimizer states.")
     ] = None,
-    fit: Annotated[_Text, _option("Write the configuration that fits best there.")] = None,
+    fit: Annotated[Text, option("Write the configuration that fits best there.")] = None,
     on_cpu: Annotated[
         bool, typer.Option("--cpu", help="Ranks compute on the host: all memory is the node's.")
     ] = False,
-    json_file: Annotated[_Text, _option("Write the plan as JSON there.")] = None,
-    png: Annotated[_Text, _option("Draw the memory as a picture there.")] = None,
-    as_json: _Json = False,
+    json_file: Annotated[Text, option("Write the plan as JSON there.")] = None,
+    png: Annotated[Text, option("Draw the memory as a picture there.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Forecast the memory, traffic and time of a run, and what fits best.
 
@@ -273,97 +271,52 @@ def plan(
         sys.exit(1)
 
 
-@app.command()
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", show_default=False)],
-    output: Annotated[_Text, _option("The page. Default: report.html in the run.")] = None,
-    memory: Annotated[_Text, _option("Memory that a rank may take, e.g. 24GB or 22GiB.")] = None,
-    as_json: _Json = False,
-) -> None:
+    output: Annotated[Text, option("The page. Default: report.html in the run.")] = None,
+    memory: Annotated[Text, option("Memory that a rank may take, e.g. 24GB or 22GiB.")] = None,
+) -> Answer:
     """Write an HTML page about a recorded run: what limits it, and what to change."""
-    from zero_engine.report import run_report
+    from zero_engine.machine import parse_bytes
+    from zero_engine.report import write_report
+    from zero_engine.report.compose import first_sentence
+    from zero_engine.report.run import read_run
 
-    sys.exit(run_report(run, output, memory, as_json=as_json))
-
-
-_Folder = Annotated[str, typer.Argument(metavar="DIR", show_default=False)]
-_Tag = Annotated[_Text, _option("Name of the checkpoint. Default: the newest.")]
-
-
-@app.command()
-def verify(directory: _Folder, tag: _Tag = None, as_json: _Json = False) -> None:
-    """Check every byte of a checkpoint. Ends with code 1 if it is damaged."""
-    from zero_engine.checkpoints import verify as run_verify
-
-    sys.exit(run_verify(directory, tag, as_json=as_json))
+    limit = None if memory is None else parse_bytes(memory, "--memory")
+    with working("report"), quiet():
+        page = write_report(run, output or Path(run, "report.html"), memory_limit=limit)
+        sentence = first_sentence(read_run(Path(run)), limit)
+    text = f"{sentence}\nwritten to {page}: open it in a browser"
+    return {"page": str(page), "sentence": sentence}, text
 
 
-@app.command()
-def inspect(directory: _Folder, tag: _Tag = None, as_json: _Json = False) -> None:
-    """Show what a checkpoint holds, without reading its tensors."""
-    from zero_engine.checkpoints import inspect as run_inspect
+def _add(answer: Callable[..., Answer], name: str) -> None:
+    """Add a command that prints the report of ``answer``."""
 
-    sys.exit(run_inspect(directory, tag, as_json=as_json))
+    @app.command(name)
+    @wraps(answer)
+    def run(*, as_json: bool = False, **options: Any) -> None:
+        try:
+            content, text = answer(**options)
+        except ZeroError as error:
+            sys.exit(refuse(error, as_json=as_json))
+        print(json.dumps(content, indent=2) if as_json else text)
 
-
-@app.command()
-def export(
-    directory: _Folder,
-    output: Annotated[str, typer.Argument(metavar="OUT", show_default=False)],
-    tag: _Tag = None,
-    dtype: Annotated[
-        _Text, _option("float32, bfloat16 or float16. Default: as it was trained.")
-    ] = None,
-    as_json: _Json = False,
-) -> None:
-    """Write a checkpoint's model as model.safetensors, in Hugging Face's layout."""
-    from zero_engine.checkpoints import export as run_export
-
-    sys.exit(run_export(directory, output, tag, dtype, as_json=as_json))
+    own = signature(answer, eval_str=True)
+    json_option = Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Json)
+    parameters = [*own.parameters.values(), json_option]
+    # typer reads a command's options from its signature, and its annotations too. Python 3.14 does
+    # not copy those of `answer`: the strings of `run` would be evaluated in the module of `answer`.
+    vars(run)["__signature__"] = own.replace(parameters=parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
-@app.command()
-def prune(
-    directory: _Folder,
-    keep_last: Annotated[int, typer.Option(min=1, help="How many stay.", show_default=False)],
-    keep_every: Annotated[
-        _Number, typer.Option(min=1, help="Steps whose multiples stay too.", show_default=False)
-    ] = None,
-    prefix: Annotated[
-        list[str], typer.Option(help="What the step follows in their names. May be repeated.")
-    ] = ["step-", "global_step"],  # noqa: B006
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which.")] = False,
-    as_json: _Json = False,
-) -> None:
-    """Remove older checkpoints whose tags are a prefix and a step number. Others always stay."""
-    from zero_engine.checkpoints import prune as run_prune
-
-    sys.exit(run_prune(directory, keep_last, keep_every, prefix, is_trial=dry_run, as_json=as_json))
-
-
-@app.command("import")
-def import_from_deepspeed(
-    directory: _Folder,
-    output: Annotated[str, typer.Argument(metavar="OUT", show_default=False)],
-    tag: _Tag = None,
-    optimizer: Annotated[
-        _Text, _option("Class of the optimizer. Default: that of the saved configuration.")
-    ] = None,
-    frozen: Annotated[
-        list[str] | None,
-        _option("A parameter that was frozen, for a checkpoint of stage 0. Repeatable."),
-    ] = None,
-    as_json: _Json = False,
-) -> None:
-    """Write a checkpoint of DeepSpeed's, of any ZeRO stage or universal, as one of this engine's.
-
-    The files are read without network where the system permits network namespaces, and nothing
-    that they name is called but torch's functions that make tensors. Nothing is replaced.
-    """
-    from zero_engine.checkpoints import convert
-
-    found = convert(directory, output, tag, optimizer, frozen or (), as_json=as_json)
-    sys.exit(found)
+_add(report, "report")
+_add(verify, "verify")
+_add(inspect, "inspect")
+_add(export, "export")
+_add(prune, "prune")
+_add(convert, "import")
 
 
 @app.command()
@@ -374,12 +327,12 @@ def doctor(
     output: Annotated[str, typer.Option(help="Where --measure writes them.")] = "rates.json",
     ranks: Annotated[
         list[int] | None,
-        _option("Ranks that --measure starts at once. Repeatable. Default: see docs/plan.md."),
+        option("Ranks that --measure starts at once. Repeatable. Default: see docs/plan.md."),
     ] = None,
     disk: Annotated[
-        _Text, _option("Folder on the disk of NVMe offload, for --measure to time.")
+        Text, option("Folder on the disk of NVMe offload, for --measure to time.")
     ] = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Show what is installed, what this machine offers, and what is missing."""
     if measure:
@@ -406,7 +359,7 @@ def doctor(
 @app.command()
 def config(
     example: Annotated[
-        _Text,
+        Text,
         typer.Option(
             metavar="NAME",
             help=f"Print a usual case: {', '.join(EXAMPLES)}.",
@@ -435,16 +388,14 @@ def config(
 
 
 @app.command()
-def version(as_json: _Json = False) -> None:
+def version(as_json: Json = False) -> None:
     """Print the version."""
     found = zero_engine.__version__
     print(json.dumps({"version": found}) if as_json else found)
 
 
 def main() -> None:
-    """Entry point of the ``zero-engine`` command."""
-    # Nothing is fetched from a model hub, whatever is imported later; but somebody's own script
-    # decides for itself.
+    # Commands do not download from a model hub. The script of `run` decides that itself.
     if sys.argv[1:2] != ["run"]:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    app(prog_name="zero-engine")  # by this name shells ask for completions, however it is started
+    app(prog_name="zero-engine")  # shell completion depends on this name

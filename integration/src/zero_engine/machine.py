@@ -1,4 +1,4 @@
-"""Resources that the machine grants this process: cores, memory, and the memory in use."""
+"""Resources of this machine: cores, memory limits, memory in use, device names."""
 
 from __future__ import annotations
 
@@ -31,32 +31,28 @@ def parse_bytes(text: str, name: str) -> int:
 
 
 def locked_memory_limit_bytes() -> int | None:
-    """Return the bytes that ``mlock`` may lock (``ulimit -l``). CUDA's pinning is not counted.
-
-    None means that there is no limit.
-    """
+    """Return the bytes that ``mlock`` may lock, None without a limit. CUDA's pinning has none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def used_bytes(device: torch.device) -> int:
-    """Bytes that this rank holds now: allocated on its GPU, or resident in host memory."""
+    """Return the bytes that this rank holds: allocated on its GPU, or resident in host memory."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     resident = read_text(Path("/proc/self/statm")).split()
     if resident:
         return int(resident[1]) * os.sysconf("SC_PAGE_SIZE")
-    return peak_bytes()  # no /proc: the peak stands in
+    return peak_bytes()  # systems without /proc report only the peak
 
 
 def peak_bytes() -> int:
-    """Return the largest resident set of this process since it started."""
+    """Return the largest resident set of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def accelerator_names() -> list[str]:
-    """Return the name of each accelerator that torch sees, by index."""
     if not torch.accelerator.is_available():
         return []
     module = torch.get_device_module(torch.accelerator.current_accelerator())

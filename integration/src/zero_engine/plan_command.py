@@ -1,4 +1,4 @@
-"""``zero-engine plan``: what a run will take, as tables, JSON and a picture."""
+"""``zero-engine plan``: memory, traffic and time of a run, as tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -29,26 +29,12 @@ from zero_engine.train.settings import AUTO, engine_config
 GB = 10**9
 MAX_RANKS = 2**20
 USUAL_TOKENS = 1024
-"""Tokens of a sample with kept rates and no ``--seq-length``, or the model's most if fewer."""
 _LARGEST = {"layers": 10_000, "width": 2**20, "heads": 2**20, "vocab": 2**31, "tokens": 2**24}
-"""Options of the GPT-2, all at least 1, and the largest number that each may be."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Options of ``zero-engine plan``.
-
-    The command's help says what each of them is.
-
-    Attributes:
-        model: a ``config.json``, or the folder that holds it.
-        sizes: ``--layers``, ``--width``, ``--heads`` and ``--vocab``, where there is no model.
-        tokens: ``--seq-length``, for which a micro-batch is traced. None with kept rates is
-            `USUAL_TOKENS`.
-        device_memory, host_memory: as `parse_bytes` reads them.
-        rates: file of a calibration; None: the kept one, if it fits this machine.
-        fit: where the best choice's configuration goes.
-    """
+    """Options of ``zero-engine plan``. ``sizes`` are a GPT-2's, ``tokens`` are ``--seq-length``."""
 
     model: str | None
     sizes: Mapping[str, int]
@@ -69,11 +55,6 @@ class PlanRequest:
     on_cpu: bool = False
 
     def make(self) -> TimedPlan:
-        """Return the plan.
-
-        Raises:
-            ConfigError: an option or a file is wrong.
-        """
         model = self._model
         if not 1 <= self.ranks <= MAX_RANKS:
             raise ConfigError(f"--world-size {self.ranks}: must be from 1 to {MAX_RANKS}")
@@ -108,7 +89,7 @@ class PlanRequest:
 
     @property
     def said(self) -> str:
-        """A line about the kept rates, empty if the request names others."""
+        """Line about the kept rates, empty if an option chooses other rates or none."""
         if self._kept is None:
             return ""
         if self._kept.calibration is None or self.tokens is not None:
@@ -118,9 +99,9 @@ class PlanRequest:
         return f"{self._kept.said}, for {self._traced_tokens} tokens a sample (--seq-length)"
 
     def settings(self) -> dict[str, Any]:
-        """Return the configuration, with the batch that was asked for."""
         found = engine_config(self.config)
-        if AUTO in json.dumps(found.get("scheduler", {})):  # the run's length would complete it
+        # A run fills "auto" values of its schedule from its number of steps, which a plan lacks.
+        if AUTO in json.dumps(found.get("scheduler", {})):
             del found["scheduler"]
         given = {
             "train_batch_size": ("batch-size", self.batch_size),
@@ -136,7 +117,6 @@ class PlanRequest:
         return found | {key: number for key, (_, number) in given.items() if number is not None}
 
     def write_fit(self, plan: TimedPlan) -> None:
-        """Write the best choice's configuration, if it is asked for and anything fits."""
         if self.fit is None or plan.best is None:
             return
         settings = engine_config(self.config)
@@ -149,7 +129,7 @@ class PlanRequest:
 
     @cached_property
     def _kept(self) -> KeptRates | None:
-        """The kept rates, or None if the request names others."""
+        """Rates that ``doctor --measure`` kept, None if an option chooses other rates or none."""
         if self.no_rates or self.rates is not None or self.device is not None:
             return None
         found = kept_rates()
@@ -183,7 +163,6 @@ class PlanRequest:
 
     @cached_property
     def _model(self) -> Any:
-        """The Hugging Face configuration of MODEL, or a GPT-2's of the given sizes."""
         path, tokens, sizes = self.model, self.tokens, self.sizes
         given = sizes if path is None else {}
         for name, value in (given if tokens is None else {**given, "tokens": tokens}).items():
@@ -236,19 +215,18 @@ def show_plan(plan: TimedPlan, console: Console) -> None:
 
 
 def write_plan(plan: TimedPlan, json_path: str | None, png_path: str | None) -> None:
-    """Write the plan to the files that were named."""
     try:
         if json_path is not None:
             Path(json_path).write_text(plan.to_json() + "\n", encoding="utf-8")
         if png_path is not None:
             draw_plan(plan, Path(png_path))
-    except (OSError, ValueError) as error:  # ValueError: a picture of an unknown format
+    except (OSError, ValueError) as error:  # ValueError: unknown picture format
         raise ConfigError(f"the plan cannot be written: {error}") from None
 
 
 def draw_plan(plan: TimedPlan, path: Path) -> None:
-    """Bars of device and host memory per rank, stacked by kind, as a PNG at ``path``."""
-    from matplotlib.figure import Figure  # seconds, and few ask for a picture
+    # matplotlib takes seconds to import, and few plans draw a picture.
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.add_subplot()

@@ -26,10 +26,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "stage3-offload-params": {"stage": 3, **_OFFLOAD, "offload_param": {"device": "cpu"}},
     "stage3-zeropp": {"stage": 3, **_ZEROPP},
 }
-"""``zero_optimization`` by name: what is sharded, and what rests in host memory. ``twin-flow`` is
-ZeRO-Offload++: the fastest share of the optimizer that fits is on the host. ``zeropp`` is ZeRO++
-(Wang et al., arXiv 2306.10209): weights and gradients are quantized to send them, and each node
-keeps a second copy of the weights."""
+"""``zero_optimization`` blocks by name. ``twin-flow`` is ZeRO-Offload++: the host updates the share
+of the optimizer states that makes a step fastest. ``zeropp`` is ZeRO++ (Wang et al., arXiv
+2306.10209): weights and gradients are sent quantized, and each node keeps a second copy of the
+weights."""
 
 EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     name: {
@@ -45,7 +45,6 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
         "stage3-nvme": {"stage": 3, "offload_optimizer": _NVME, "offload_param": _NVME},
     }.items()
 }
-"""Whole configurations by name, to save and change: a preset, in bf16 with AdamW."""
 
 
 def default_config_text() -> str:

@@ -9,23 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show on stderr that ``what`` is under way, and for how long.
+    """Show on stderr that ``what`` is in progress. Yields a function that shows how much is done.
 
-    Nothing is shown where stderr is no terminal, and by ranks other than the first.
-
-    Yields:
-        A function that shows how much is done: ``show(3, 8)`` is three of eight.
+    ``show(3, 8)`` means three of eight. Shows nothing without a terminal, or on ranks above 0.
     """
     console = Console(stderr=True)
     is_shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
@@ -39,7 +30,7 @@ def working(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep warnings of imported libraries off the screen, in a command that only reports."""
+    """Suppress warnings and log messages of imported libraries."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -48,10 +48,9 @@ from zero_offload.flat.grads import GradLedger
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.steppers.stepper import Chunk, SpanMemory
 from zero_offload.tier import create_tier, make_device_tier
-from zero_offload.tiers import accumulation
-from zero_offload.tiers.progress import Progress, Published
-from zero_offload.tiers.worker import Worker
-from zero_offload.transfers import differences
+from zero_offload.tiers.worker import Progress, Published, Worker
+from zero_offload.transfers import mover as accumulation
+from zero_offload.transfers import mover as differences
 
 WIDTH = 48
 GROUP = {**optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2).defaults}

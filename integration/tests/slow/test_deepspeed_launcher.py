@@ -24,10 +24,13 @@ from torch.distributed.run import get_args_parser
 from tests.support.ports import free_port
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.served import reason_to_refuse
-from zero_engine.script.deepspeed_options import add_options, carry_out, process_number_saved
-from zero_engine.script.hook import install
-from zero_engine.script.hosts import read_host_file
-from zero_engine.script.mends import mend_loading
+from zero_engine.script.deepspeed_options import (
+    add_options,
+    carry_out,
+    process_number_saved,
+    read_host_file,
+)
+from zero_engine.script.hook import install, mend_loading
 from zero_engine.script.run import run_program
 
 SEES = """

@@ -2,8 +2,8 @@
 
     python packages/zero-offload/benchmarks/alone.py
 
-Both updates are torch's fused one. The model is in bf16; beside AdamW the loop keeps fp32 master
-weights by hand. On a CPU the device's memory is the host's too: bytes are those of each part.
+Both use torch's fused update. The model is in bf16. With AdamW the loop keeps fp32 master weights
+itself. On a CPU the bytes of the device are host memory too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def make_model(width: int) -> nn.Module:
 
 
 def plain(model: nn.Module) -> tuple[Callable[[], None], Callable[[], tuple[int, int]]]:
-    """Return the step of AdamW on fp32 copies, and its bytes of state on device and host."""
+    """Return a step function of AdamW on fp32 master weights, and its state bytes by memory."""
     params = list(model.parameters())
     masters = [p.detach().float().requires_grad_() for p in params]
     optimizer = torch.optim.AdamW(masters, **SETTINGS)
@@ -49,7 +49,7 @@ def plain(model: nn.Module) -> tuple[Callable[[], None], Callable[[], tuple[int,
 
 
 def offloaded(model: nn.Module) -> tuple[Callable[[], None], Callable[[], tuple[int, int]]]:
-    """Return the same of `OffloadedOptimizer` with all state on the host."""
+    """Return the same functions for `OffloadedOptimizer` with all state on the host."""
     optimizer = zero_offload.OffloadedOptimizer(torch.optim.AdamW, model.parameters(), **SETTINGS)
 
     def state_bytes() -> tuple[int, int]:
@@ -78,7 +78,8 @@ def main() -> None:
             step()
             model.zero_grad()
             seconds[name].append(time.perf_counter() - started)
-    medians = [statistics.median(taken[3:]) for taken in seconds.values()]  # after three to warm up
+    # without three warm-up steps
+    medians = [statistics.median(taken[3:]) for taken in seconds.values()]
     for name, median, (_, state_bytes) in zip(models, medians, sides, strict=True):
         on_device, on_host = state_bytes()
         print(

@@ -1,4 +1,4 @@
-"""Fixtures: the Adam kernels to test with, and how many threads torch may use."""
+"""Fixtures: the Adam kernels under test, and the number of torch's threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from support.kernels import ReferenceKernel, cpu_adam
 
-# A busy machine must not fail a property by being slow.
+# No deadline: a busy machine may run an example slowly.
 settings.register_profile(
     "zero-offload", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -19,7 +19,7 @@ settings.load_profile("zero-offload")
 
 @pytest.fixture(autouse=True)
 def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One thread: tensors are tiny, and on a busy machine idle threads cost more than they give."""
+    """Set torch's threads: by default one, because idle threads slow down tiny tensors."""
     before = torch.get_num_threads()
     marker = request.node.get_closest_marker("num_threads")
     torch.set_num_threads(marker.args[0] if marker else 1)
@@ -29,5 +29,5 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=["reference", "cpu_adam"])
 def kernel(request: pytest.FixtureRequest) -> Any:
-    """The reference kernel, and cpu-adam's where that optional package is installed."""
+    """Provide the reference kernel, and cpu-adam's kernel if that package is installed."""
     return ReferenceKernel() if request.param == "reference" else cpu_adam()

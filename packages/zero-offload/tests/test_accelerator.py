@@ -1,4 +1,4 @@
-"""The same numbers on an accelerator, with its streams and pinned memory."""
+"""Equal numbers on an accelerator, with its streams and pinned memory."""
 
 from __future__ import annotations
 

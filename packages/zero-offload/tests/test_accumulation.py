@@ -1,4 +1,4 @@
-"""Gradients of several micro-steps: the tier's sum is that of plain torch, in any memory."""
+"""Gradients of several micro-steps: the tier's sum equals torch's."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from zero_offload.testing.virtual_time import VirtualThread, VirtualTime
 from zero_offload.tiers.twin import TwinTier
 from zero_offload.transfers.mover import HostMover
 
-SEGMENTS = ((256, 360), (0, 256))  # backward ends with the first
+SEGMENTS = ((256, 360), (0, 256))  # backward ends with the first unit
 RATIOS = (0.0, 0.3, 1.0)
 
 
 def _grads(space: Space, step: int, count: int) -> list[Tensor]:
-    """Return one gradient per micro-step, of sizes whose sum depends on the order."""
+    """Return one gradient per micro-step. The bits of their sum depend on the order."""
     return [space.grad(10 * step + k) * 8.0 ** (k % 3) for k in range(count)]
 
 
@@ -59,7 +59,7 @@ def _tier(space: Space, count: int, **options: Any) -> TwinTier:
 def _train(
     count: int, dtype: torch.dtype = BF16, *, is_by_unit: bool = False, **block: Any
 ) -> dict[str, Tensor]:
-    """Accumulate gradients and update at the end, or each unit right after its last gradient."""
+    """Accumulate gradients, and update at the end or each unit after its last gradient."""
     space = Space(dtype)
     tier = _tier(space, count, **block)
     for step in range(3):
@@ -79,7 +79,7 @@ def _train(
 
 
 class _Summed(Space):
-    """A space whose gradients are plain torch's sums over the micro-steps."""
+    """Space whose gradients are torch's sums over the micro-steps."""
 
     def __init__(self, dtype: torch.dtype, count: int) -> None:
         super().__init__(dtype)
@@ -95,7 +95,7 @@ def _train_on_sums(count: int, dtype: torch.dtype = BF16, **block: Any) -> dict[
 
 @pytest.fixture(params=["torch", "one gradient", "cpu_adam"])
 def kernel(request: pytest.FixtureRequest) -> Any:
-    """Provide torch's update, a kernel that takes one gradient, and one that adds several."""
+    """Provide torch's update, a kernel for one gradient, and a kernel for several."""
     makers = {"torch": lambda: None, "one gradient": ReferenceKernel, "cpu_adam": cpu_adam}
     return makers[request.param]()
 
@@ -152,7 +152,7 @@ def test_square_sums_do_not_depend_on_the_ratio_and_show_what_is_not_finite(
 def test_sums_begin_anew_after_an_offer_a_discard_and_a_step(ratio: float, count: int) -> None:
     space = Space(BF16)
     tier = _tier(space, count, ratio=ratio)
-    grads = _grads(space, 0, 11)  # more than expected
+    grads = _grads(space, 0, 11)  # more than the expected count
     _add(tier, grads)
     assert torch.equal(tier.read_grad(0, space.numel), _plain_sum(grads))
     given = torch.linspace(-1, 1, 104)
@@ -169,7 +169,8 @@ def test_sums_begin_anew_after_an_offer_a_discard_and_a_step(ratio: float, count
         grads = _grads(space, step, count)
         _add(tier, grads)
         assert torch.equal(tier.read_grad(0, space.numel), _plain_sum(grads))
-        tier.step(ADAM, [1, 3], grad_scale=1.0)  # what it leaves out is not added to
+        # The next micro-step must not add to the gradients that this step does not use.
+        tier.step(ADAM, [1, 3], grad_scale=1.0)
 
 
 @pytest.mark.parametrize("count", [3, 6])
@@ -203,7 +204,7 @@ def test_an_error_while_adding_is_raised_by_the_next_call_and_changes_nothing(
     tier = _tier(space, 5, ratio=ratio)
     before = snapshot(tier, space)
     with monkeypatch.context() as patched:
-        patched.setattr("zero_offload.tiers.accumulation.add_up", fail)
+        patched.setattr("zero_offload.transfers.mover.add_up", fail)
         for call in (
             lambda: tier.add_grad(0, space.grad(1), is_last=False),
             lambda: tier.step(ADAM, range(5), grad_scale=1.0),
@@ -221,7 +222,7 @@ def test_an_error_while_adding_is_raised_by_the_next_call_and_changes_nothing(
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_range_without_a_gradient_is_refused(ratio: float, count: int) -> None:
-    """This also holds after a step or a discard, when the device's copy is still in memory."""
+    """The device's copy of an earlier gradient, from before a step or discard, does not count."""
     space = Space(BF16)
     tier = _tier(space, count, ratio=ratio)
 
@@ -239,7 +240,7 @@ def test_a_range_without_a_gradient_is_refused(ratio: float, count: int) -> None
     tier.step(ADAM, [0, 4], grad_scale=1.0)
     check(0, 2)
     check(350, 360)
-    assert tier.square_sum(50, 60)().item() > 0  # of a piece that was left out
+    assert tier.square_sum(50, 60)().item() > 0  # a piece that the step did not update
 
 
 @pytest.mark.parametrize("count", [5, 7])
@@ -250,7 +251,7 @@ def test_a_step_waits_for_the_sums_of_units_that_the_last_micro_step_left_out(
         time.sleep(0.05)
         add_up(*args)
 
-    monkeypatch.setattr("zero_offload.tiers.accumulation.add_up", add_up_late)
+    monkeypatch.setattr("zero_offload.transfers.mover.add_up", add_up_late)
     space = Space(BF16)
     tier = _tier(space, count, ratio=1.0)
     for grad in _grads(space, 0, 2):
@@ -260,7 +261,7 @@ def test_a_step_waits_for_the_sums_of_units_that_the_last_micro_step_left_out(
 
 
 class _SlowSums(TorchStepper):
-    """A stepper with slow square sums that records their order among updates."""
+    """Stepper with slow square sums that records the order of square sums and updates."""
 
     order: ClassVar[list[str]] = []
 
@@ -298,7 +299,7 @@ def test_gradients_are_added_only_where_that_was_announced() -> None:
 
 
 def test_waits_do_not_count_as_updates() -> None:
-    """`AutoTier` derives the host's speed from these seconds per element."""
+    """`AutoTier` computes the host's speed from the seconds of updates."""
     clock = VirtualTime()
 
     class Timed(TorchStepper):
@@ -323,7 +324,7 @@ def test_waits_do_not_count_as_updates() -> None:
 
 
 def test_square_sums_go_before_updates() -> None:
-    """The caller waits for sums at the end of backward, when updates of all units are queued."""
+    """The caller waits for square sums at the end of backward, when all updates are queued."""
     order = _SlowSums.order
     order.clear()
     space = Space(BF16)

@@ -1,4 +1,4 @@
-"""The search for the fastest ratio on simulated machines: where it ends, stays, and restarts."""
+"""The search for the fastest ratio on simulated machines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_offload.tiers.auto_ratio import (
+from zero_offload.tiers.auto_tier import (
     CHANGE,
     NOISE,
     PATIENCE,
@@ -26,10 +26,10 @@ ENOUGH_STEPS = 12 * (STEPS_PER_PROBE + 1)
 
 @dataclass
 class Machine:
-    """A machine whose host and device start their updates together.
+    """A machine whose host and device start their updates at the same time.
 
-    The host's parameters are needed ``slack_s`` seconds after the device's update has ended. The
-    other seconds are those for all elements.
+    The host's parameters are needed ``slack_s`` seconds after the end of the device's update. The
+    other seconds are for updates of all elements.
     """
 
     host_s: float
@@ -42,7 +42,7 @@ class Machine:
         self._random = random.Random(self.seed)
 
     def step_s(self, ratio: float) -> float:
-        """Return the seconds that the update adds to a step, which the best ratio minimizes."""
+        """Return the seconds that the update adds to a step."""
         return max(self.host_s * ratio - self.slack_s, self.device_s * (1 - ratio))
 
     def sample(self, ratio: float) -> Sample:
@@ -56,7 +56,7 @@ class Machine:
         return 1 + self._random.uniform(-self.noise, self.noise)
 
     def best(self, least: float = 0.0) -> float:
-        """Find the fastest ratio by exhaustive search, and the largest of equally fast ones."""
+        """Return the fastest ratio by exhaustive search, the largest one of equals."""
         tried = [least + (1 - least) * i / 10_000 for i in range(10_001)]
         return min(reversed(tried), key=self.step_s)
 
@@ -89,7 +89,7 @@ def test_it_settles_on_the_fastest_ratio_that_fits(
     assert auto.report.ratio == auto.ratio
     assert all(ratio >= least for ratio in ratios)
     best = machine.best(least)
-    # The bracket's width below, and above what stalls so little that it counts as noise.
+    # The search may end a bracket's width below, or so little above that the stall is noise.
     assert best - RESOLUTION - 1e-3 <= auto.ratio <= best + NOISE + 1e-3
     held = auto.ratio
     assert set(run(auto, machine, 50, least)) == {held}
@@ -164,7 +164,7 @@ def test_the_report_says_what_was_measured_and_why() -> None:
     report = auto.report
     run(auto, machine, 200 - ENOUGH_STEPS)
     assert report is not None
-    assert auto.report is report  # settled once
+    assert auto.report is report  # the search settled only once
     assert report.host_s_per_element == pytest.approx(2.0 / NUMEL)
     assert report.device_s_per_element == pytest.approx(0.5 / NUMEL)
     assert 2 <= report.num_probes <= 8

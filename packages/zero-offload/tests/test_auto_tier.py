@@ -1,4 +1,4 @@
-"""The tier that chooses its own split: its measurements, and bits that never change."""
+"""The tier that chooses its own ratio: its measurements, and bits that never change."""
 
 from __future__ import annotations
 
@@ -29,9 +29,16 @@ from torch import optim
 
 from zero_offload import OffloadedOptimizer
 from zero_offload.testing.virtual_time import VirtualStream, VirtualThread, VirtualTime
-from zero_offload.tiers.auto_ratio import STEPS_PER_PROBE, AutoRatio, Sample
-from zero_offload.tiers.auto_tier import AutoTier, DeviceRoom, MemoryReading, read_memory
-from zero_offload.tiers.clock import DeviceClock
+from zero_offload.tiers.auto_tier import (
+    STEPS_PER_PROBE,
+    AutoRatio,
+    AutoTier,
+    DeviceRoom,
+    MemoryReading,
+    Sample,
+    read_memory,
+)
+from zero_offload.tiers.factory import DeviceClock
 from zero_offload.tiers.twin import TwinTier
 
 GROUPS = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
@@ -39,7 +46,7 @@ RATIOS = (0.5, 0.25, 0.9, 0.0, 1.0, 0.999, 0.3)
 
 
 class Scripted(AutoRatio):
-    """A search that steps through given ratios and records the samples it receives."""
+    """Controller that returns given ratios and records the samples that it receives."""
 
     def __init__(self, ratios: tuple[float, ...]) -> None:
         super().__init__()
@@ -53,23 +60,23 @@ class Scripted(AutoRatio):
 
 
 class LateThread(VirtualThread):
-    """A thread whose worker runs nothing until the caller waits for it."""
+    """Thread whose worker runs only when the caller waits for it."""
 
     def catch_up(self) -> None:
-        """Run nothing."""
+        """Do nothing."""
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
     """Replace all clocks by virtual time that only kernels advance."""
     made = VirtualTime()
-    monkeypatch.setattr("zero_offload.tiers.clock.perf_counter", made.now)
+    monkeypatch.setattr("zero_offload.tiers.factory.perf_counter", made.now)
     monkeypatch.setattr("zero_offload.tiers.flat_tier.HostThread", lambda _: LateThread(made))
     return made
 
 
 class TimedAdam(ReferenceAdam):
-    """A kernel that takes given seconds per call, on the host and on the device."""
+    """Kernel that takes given virtual seconds per call, on the host and on the device."""
 
     def __init__(self, clock: VirtualTime, host_s: float, device_s: float) -> None:
         super().__init__()
@@ -93,7 +100,7 @@ def test_each_step_is_measured(clock: VirtualTime) -> None:
     """The host kernel takes 20 ms per run, and the caller waits for the values at once."""
     space, script = Space(), Scripted((1.0, 0.5, 0.5))
     tier = make_auto(space, TimedAdam(clock, 0.02, 0.005), script)
-    train(tier, space, GROUPS, range(4), active=[0, 1, 2])  # one run
+    train(tier, space, GROUPS, range(4), active=[0, 1, 2])  # pieces 0 to 2 are one run
     whole, _, half = script.samples
     assert (whole.host_numel, whole.device_numel) == (253, 0)
     assert (half.host_numel, half.device_numel) == (73, 180)
@@ -102,7 +109,7 @@ def test_each_step_is_measured(clock: VirtualTime) -> None:
 
 
 def test_a_stall_is_the_hosts_lateness_alone(clock: VirtualTime) -> None:
-    """A caller that first waits after the host has finished does not stall."""
+    """A caller that waits only after the host has finished does not stall."""
     space, script = Space(), Scripted(())
     tier = make_auto(space, TimedAdam(clock, 0.02, 0.005), script)
     train(tier, space, GROUPS, range(1))
@@ -116,7 +123,7 @@ def test_a_stall_is_the_hosts_lateness_alone(clock: VirtualTime) -> None:
 
 
 def test_units_updated_one_by_one_are_one_step() -> None:
-    """Each unit is offered and stepped before the next one, as in updates within backward."""
+    """Each unit is offered and updated before the next one, as in updates during backward."""
     space, script = Space(), Scripted((0.5, 0.2, 0.9))
     tier = make_auto(space, ReferenceAdam(), script)
     for step in range(4):
@@ -142,7 +149,7 @@ def test_a_skipped_step_is_not_measured_twice() -> None:
 
 
 def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -> None:
-    """The tier notices the step only after that gradient was offered: the split must not move."""
+    """This gradient does not show that a new step began, so the tier must not resplit."""
     results, script = [], Scripted(RATIOS)
     for is_auto in (True, False):
         space, kernel = Space(), ReferenceAdam()
@@ -159,7 +166,7 @@ def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -
             tier.wait_params(0, 360)
         results.append(snapshot(tier, space))
     assert_same(*results)
-    assert len(script.samples) == 3  # of 5: steps 1 and 4 began unnoticed
+    assert len(script.samples) == 3  # The tier did not notice the starts of steps 1 and 4.
 
 
 def test_a_host_that_is_always_late_gives_all_to_the_device(
@@ -168,7 +175,8 @@ def test_a_host_that_is_always_late_gives_all_to_the_device(
     """The kernel takes 4 ms for any share, so the search ends at ratio 0 and logs it once."""
     caplog.set_level(logging.INFO, logger="zero_offload")
     space = Space()
-    space.pieces[-1] = (272, 360, 0)  # any share has an element to update
+    # the last piece fills the space, so any share has elements to update
+    space.pieces[-1] = (272, 360, 0)
     tier = make_auto(space, TimedAdam(clock, 0.004, 1e-5))
     assert tier.ratio_report is None
     train(tier, space, GROUPS, range(10 * (STEPS_PER_PROBE + 1)))
@@ -203,7 +211,7 @@ def test_ratio_auto_makes_a_tier_that_searches_also_without_elements() -> None:
 
 
 def test_a_device_clock_waits_for_nothing() -> None:
-    """Reading the clock must not synchronize with the device: unfinished work is counted later."""
+    """Reading the clock must not synchronize with the device. Unfinished work counts later."""
     time = VirtualTime()
     compute = VirtualStream(time, "compute")
 

@@ -1,4 +1,4 @@
-"""The host's step beside the caller: parameters published early, and errors."""
+"""Background steps of the host: parameters published early, and errors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from support.tiers import (
 )
 
 from zero_offload import OffloadError
-from zero_offload.tiers.progress import Progress
 from zero_offload.tiers.twin import TwinTier
+from zero_offload.tiers.worker import Progress
 
 
 def _in_thread(call: Callable[[], object]) -> threading.Thread:
@@ -40,7 +40,7 @@ def test_first_unit_is_free_while_the_second_is_updated() -> None:
     tier.wait_params(0, 256)
     assert kernel.reached.wait(TIMEOUT_S)
     assert not torch.equal(space.params[0][1][:253], space.initial[:253])
-    tier.wait_params(253, 260)  # padding alone: nothing to wait for
+    tier.wait_params(253, 260)  # only padding, so this does not wait
     assert torch.equal(space.params[1][1], space.initial[256:])
     waiter = _in_thread(lambda: tier.wait_params(256, 360))
     waiter.join(0.05)
@@ -101,7 +101,7 @@ def test_nobody_waits_for_steps_that_queue_behind_one_that_failed() -> None:
         ):
             error = pool.submit(call).exception(TIMEOUT_S)
             assert isinstance(error, OffloadError)
-    assert torch.equal(space.params[0][1], space.initial[:256])  # none of those behind it ran
+    assert torch.equal(space.params[0][1], space.initial[:256])  # later runs were not updated
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_nobody_waits_for_steps_that_queue_behind_one_that_failed() -> None:
 def test_an_error_in_the_worker_reaches_every_later_call(
     ratio: float, pieces: Sequence[int], gate_at: int, awaited: int
 ) -> None:
-    """It also reaches a caller that waits for a run queued behind the failed one."""
+    """Callers that already wait for a run queued after the failed one get the error too."""
     space, cause = Space(), MemoryError("no memory for the moments")
     kernel = GatedAdam(gate_at, cause)
     tier = make_tier(space, ratio=ratio, kernel=kernel, host_share="first")
@@ -148,7 +148,7 @@ def test_an_error_of_the_device_part_is_raised_by_step_itself() -> None:
 def test_a_missing_gradient_is_refused_before_anything_is_updated(
     ratio: float, start: int, stop: int
 ) -> None:
-    """The other half may have its whole gradient: the host's half starts at element 144."""
+    """The host has the elements from 144 on. Host or device may have all of its gradients."""
     space = Space()
     tier = make_tier(space, ratio=ratio, kernel=ReferenceAdam())
     before = snapshot(tier, space)
@@ -156,11 +156,11 @@ def test_a_missing_gradient_is_refused_before_anything_is_updated(
     with pytest.raises(ValueError, match=r"no gradient was offered for \["):
         tier.step(ADAM, range(5), grad_scale=1.0)
     assert_same(snapshot(tier, space), before)
-    train(tier, space, steps=range(1))  # and the tier goes on
+    train(tier, space, steps=range(1))  # the tier still works
 
 
 def test_the_worker_records_no_gradients_and_ends_with_its_tier() -> None:
-    """Grad mode is per thread, so the worker must turn it off for kernels that use torch."""
+    """Grad mode is per thread, so the worker must disable it for kernels that use torch."""
     modes: list[bool] = []
 
     class Watch(ReferenceAdam):
@@ -183,7 +183,7 @@ def test_a_run_is_over_when_the_last_step_over_it_is_and_none_has_failed() -> No
     _, before = progress.begin([(0, 4), (6, 9)])
     assert not before
     (again,), before = progress.begin([(3, 7)])
-    for entry in before:  # these must be published first
+    for entry in before:
         progress.publish(entry, None)
     assert progress.is_over(0, 3)
     assert not progress.is_over(0, 4)

@@ -1,4 +1,4 @@
-"""Blocks pass through few buffers: in order, bounded, at the same time as the work on them."""
+"""Blocks in a pipeline of few buffers: order, memory bound, and overlap."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.tiers import wait_until
 from torch import Tensor
 
-from zero_offload.memory.block_pipeline import BlockPipeline
 from zero_offload.memory.storage import BlockFile
+from zero_offload.steppers.file_stepper import BlockPipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 TIMEOUT_S = 120.0
@@ -22,7 +22,7 @@ NUM_PARTS = 2
 
 
 class LoggedFile(BlockFile):
-    """Notes what happens to records, in order, and holds back those in ``gates``."""
+    """File that logs its transfers in order, and delays records in ``gates``."""
 
     def __init__(self, folder: Path, sizes: Sequence[int]) -> None:
         super().__init__(folder, sizes)
@@ -49,7 +49,7 @@ def _sizes(num_blocks: int) -> list[int]:
 
 
 def _check(file: BlockFile, expected: Sequence[int]) -> None:
-    """Each block is full of its number."""
+    """Check that each block is filled with its expected number."""
     for record, size in enumerate(file.block_bytes):
         found = torch.full((size,), 99, dtype=torch.uint8)
         file.read(record, found).wait()
@@ -76,7 +76,7 @@ def test_every_update_of_every_block_counts(
     buffer_count: int,
     passes: list[tuple[bool, list[int]]],
 ) -> None:
-    """Blocks in any order, repeated within a pass and across passes, some of them prefetched."""
+    """Blocks are taken in any order, repeatedly, within a pass and across passes."""
     file = BlockFile(tmp_path_factory.getbasetemp(), _sizes(num_blocks))
     pipeline = BlockPipeline(file, NUM_PARTS, buffer_count)
     expected = [0] * num_blocks
@@ -89,7 +89,7 @@ def test_every_update_of_every_block_counts(
         for block in blocks:
             expected[block] += 1
     pipeline.flush()
-    pipeline.abandon()  # waits for what was prefetched and not taken
+    pipeline.abandon()  # waits for prefetched blocks
     _check(file, expected)
     file.close()
 
@@ -107,7 +107,8 @@ def test_what_followed_last_time_is_read_before_it_is_announced(tmp_path: Path) 
     _add_one(pipeline, [3, 1, 4, 0, 2])
     pipeline.flush()
     reads = [entry for entry in file.log if entry.startswith("begin read")]
-    assert sorted(int(entry.split()[-1]) for entry in reads) == [0, 1, 4, 5]  # of blocks 0 and 2
+    # two records each of blocks 0 and 2
+    assert sorted(int(entry.split()[-1]) for entry in reads) == [0, 1, 4, 5]
     _check(file, [3] * 5)
 
 

@@ -1,4 +1,4 @@
-"""Moments of 8 and 16 bits on the host, and master weights that are split in two."""
+"""Moments of 8 and 16 bits on the host, and split master weights."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from support.tiers import (
 )
 from torch import optim
 
-from zero_offload.rules import codes
+from zero_offload.rules import compact
 from zero_offload.rules.compact import Bf16AdamRule
 
-compact = pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
+compact_dtypes = pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
-@compact
+@compact_dtypes
 def test_ties_of_split_masters_are_rounded_when_they_are_written_as_by_a_step(
     kernel: Any, state_dtype: str, device: str, tmp_path: Path
 ) -> None:
@@ -54,7 +54,7 @@ def test_ties_of_split_masters_are_rounded_when_they_are_written_as_by_a_step(
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@compact
+@compact_dtypes
 def test_training_stays_close_to_fp32_states(
     kernel: Any, state_dtype: str, dtype: torch.dtype
 ) -> None:
@@ -68,7 +68,7 @@ def test_training_stays_close_to_fp32_states(
 
 
 @pytest.mark.parametrize(("ratio", "dtype"), [(0.0, BF16), (0.4, FP32), (0.4, BF16), (1.0, BF16)])
-@compact
+@compact_dtypes
 def test_resumed_run_is_bit_identical(
     kernel: Any, state_dtype: str, dtype: torch.dtype, ratio: float
 ) -> None:
@@ -76,7 +76,7 @@ def test_resumed_run_is_bit_identical(
     options: dict[str, Any] = {"ratio": ratio, "kernel": kernel, "state_dtype": state_dtype}
     tier, other = make_tier(space, **options), make_tier(resumed, **options)
     train(tier, space, steps=range(5), active=[0, 2, 3])
-    train(other, resumed, steps=range(20, 22))  # what is there before must not matter
+    train(other, resumed, steps=range(20, 22))  # earlier state must be overwritten
     copy_state(tier, other, space, [a for a, _, _ in Space().pieces][1:])
     for name in tier.state_names():
         assert tier.read_state(name, 0, space.numel).dtype == FP32
@@ -87,7 +87,7 @@ def test_resumed_run_is_bit_identical(
         assert_same(snapshot(other, resumed, padding=False), expected)
 
 
-@compact
+@compact_dtypes
 def test_state_goes_to_fp32_states_and_back_unchanged(kernel: Any, state_dtype: str) -> None:
     spaces = [Space(BF16) for _ in range(3)]
     dtypes = (state_dtype, "float32", state_dtype)
@@ -109,14 +109,14 @@ def test_block_that_is_overwritten_in_part_keeps_the_rest() -> None:
     after = tier.read_state("exp_avg", 42, 253)
     assert not after[18:29].any()
     torch.testing.assert_close(after[29:], before[29:], rtol=0.05, atol=1e-4)
-    assert torch.equal(after[128:], before[128:])  # the next block
+    assert torch.equal(after[128:], before[128:])  # the next block is unchanged
 
 
-@compact
+@compact_dtypes
 def test_staging_copy_is_the_upper_half_on_the_way_to_a_device(
     kernel: Any, state_dtype: str
 ) -> None:
-    """The upload buffer holds the upper halves, as on an accelerator, without a third copy."""
+    """The upload buffer stores the upper halves, as it does on an accelerator."""
     space, plain = Space(BF16), Space(BF16)
     tier, mover = host_tier(space, kernel, state_dtype=state_dtype, is_staged=True)
     other = make_tier(plain, kernel=kernel, state_dtype=state_dtype)
@@ -162,7 +162,7 @@ def test_what_8_bits_cannot_serve_is_refused_by_name(
 
 
 def test_rounding_of_16_bit_moments_starts_again_at_each_block(monkeypatch: Any) -> None:
-    """A range that starts at a block boundary rounds to the same bits as within the whole."""
+    """A range that starts at a block boundary rounds to the same bits as the whole space."""
     monkeypatch.setattr(Bf16AdamRule, "block", 64)
     rule = Bf16AdamRule.of(ReferenceKernel(), optim.AdamW)
     grad, hyper = torch.randn(200), rule.hyper(ADAM[0], 1)
@@ -193,11 +193,11 @@ def test_decoded_moments_are_stored_as_they_were(
     values = torch.randn(numel, generator=generator) * spread * factors[rows]
     values[torch.rand(numel, generator=generator) < 0.1] = 0
     for encode, decode, given_values in (
-        (codes.encode_exp_avg, codes.decode_exp_avg, values),
-        (codes.encode_exp_avg_sq, codes.decode_exp_avg_sq, values.square()),
+        (compact.encode_exp_avg, compact.decode_exp_avg, values),
+        (compact.encode_exp_avg_sq, compact.decode_exp_avg_sq, values.square()),
     ):
         found, scales = encode(given_values)
-        assert scales.numel() == -(-numel // codes.BLOCK_NUMEL)
+        assert scales.numel() == -(-numel // compact.BLOCK_NUMEL)
         again, same_scales = encode(decode(found, scales))
         assert torch.equal(again, found)
         assert torch.equal(same_scales, scales)
@@ -207,8 +207,8 @@ def test_a_block_that_is_not_finite_is_lost_alone() -> None:
     values = torch.ones(300)
     values[130] = float("inf")
     for encode, decode in (
-        (codes.encode_exp_avg, codes.decode_exp_avg),
-        (codes.encode_exp_avg_sq, codes.decode_exp_avg_sq),
+        (compact.encode_exp_avg, compact.decode_exp_avg),
+        (compact.encode_exp_avg_sq, compact.decode_exp_avg_sq),
     ):
         found = decode(*encode(values))
         assert found[128:256].isnan().all()

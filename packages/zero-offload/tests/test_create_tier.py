@@ -1,4 +1,4 @@
-"""Configurations, optimizers and kernels that `create_tier` serves or refuses."""
+"""Configurations, optimizers and kernels that `create_tier` accepts or refuses."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_every_torch_optimizer_is_known_to_be_one_or_the_other() -> None:
 
 
 class _Tuned(optim.SGD):
-    """A subclass that does not vouch for itself, since a subclass may do anything."""
+    """Subclass without ``is_elementwise``, whose update may not be elementwise."""
 
 
 class _Vouched(optim.SGD):
@@ -104,7 +104,7 @@ class _Vouched(optim.SGD):
 
 
 class _Liar(optim.Optimizer):
-    """An optimizer that claims to be elementwise and keeps a row of means."""
+    """Optimizer that claims to be elementwise but keeps a state of row means."""
 
     is_elementwise = True
 
@@ -123,7 +123,7 @@ def test_a_class_of_ones_own_vouches_for_itself() -> None:
         make_tier(Space(), _Tuned, [group_of(_Tuned)])
     with pytest.raises(ValueError, match="not elementwise"):
         make_tier(Space(), _Liar, [{"lr": 0.1}])
-    with pytest.raises(ValueError, match="not RMSprop"):  # which no kernel computes
+    with pytest.raises(ValueError, match="not RMSprop"):  # no kernel has RMSprop
         make_tier(Space(), optim.RMSprop, [group_of(optim.RMSprop)], kernel=ReferenceAdam())
 
 
@@ -139,7 +139,7 @@ def test_kernels_are_found_by_name_object_or_auto(monkeypatch: pytest.MonkeyPatc
     assert resolve_kernel(None, optim.Adam) is None
     expected: object = ReferenceAdam
     assert resolve_kernel("tested", optim.AdamW) is expected
-    assert resolve_kernel("auto", optim.AdamW) is expected  # and nothing else was loaded
+    assert resolve_kernel("auto", optim.AdamW) is expected  # does not load the other kernel
     assert resolve_kernel("auto", optim.SGD) is expected
     assert resolve_kernel("auto", optim.RMSprop) is None
     with pytest.raises(ValueError, match="'other' is installed"):

@@ -1,4 +1,4 @@
-"""`OffloadedOptimizer` on DDP and FSDP2 models: the same bits as torch's optimizer on them."""
+"""`OffloadedOptimizer` under DDP and FSDP2: bits equal to torch's optimizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_offload import OffloadedOptimizer
 
 RATIOS = (0.0, 0.3, 1.0)
-STEPS = range(3)  # the last has another learning rate
+STEPS = range(3)  # the schedule changes the learning rate in the last step
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (optim.AdamW, {"lr": 1e-2, "foreach": False}),
     (optim.Adam, {"lr": 1e-2, "foreach": True}),
@@ -45,10 +45,7 @@ PAIRS = [(0, 0.0), (0, 1.0), (1, 0.3), (2, 0.3)]
 def shard(
     model: nn.Sequential, *, is_mixed: bool = False, mesh: DeviceMesh | None = None
 ) -> nn.Sequential:
-    """Apply FSDP2 with one unit per layer that has weights.
-
-    ``is_mixed`` computes in bf16.
-    """
+    """Apply FSDP2 with one unit per layer with weights. ``is_mixed`` computes in bf16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_mixed else None)
     for module in (model[0], model[3], model[4], model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -94,7 +91,7 @@ def _equal_at_every_ratio(train: Callable[[Callable[..., Any]], Tensor]) -> None
 
 
 def _late_ddp(rank: int, world_size: int) -> None:
-    """Check that DDP's first broadcast reaches the masters of an optimizer made before it."""
+    """Check that master weights follow DDP's first broadcast after the optimizer was created."""
 
     def train(make: Callable[..., Any]) -> Tensor:
         model = make_model()
@@ -115,7 +112,7 @@ def test_an_optimizer_made_before_ddp_trains_on_rank_0s_weights() -> None:
 def _fsdp2(rank: int, world_size: int, is_mixed: bool, max_norm: float) -> None:
     local = shard(make_model())[4].weight.to_local()
     assert (local.numel() == 0) == (rank > 0), "the model must leave ranks without an element"
-    # Mixed or not, an optimizer gets fp32 shards and gradients.
+    # In both cases the optimizer gets fp32 shards and gradients.
     pairs = [*PAIRS[2 * is_mixed :], *((i, 0.3) for i in range(4, len(CLASSES)))]
     _assert_equals_torch(rank, lambda: shard(make_model(), is_mixed=is_mixed), max_norm, pairs)
 
@@ -149,8 +146,8 @@ def _states(rank: int, world_size: int) -> None:
     optimizer = OffloadedOptimizer(optim.AdamW, groups_of(ours), lr=1e-2, ratio=0.3)
     loop(plain, expected, rank)
     loop(ours, optimizer, rank)
-    optimizer.zero_grad()  # without gradients, an optimizer without state would be stepped
-    for _ in range(2):  # to be asked changes nothing
+    optimizer.zero_grad()  # get_optimizer_state_dict steps an optimizer without state
+    for _ in range(2):  # the first call must not change anything
         theirs = get_optimizer_state_dict(plain, expected)["state"]
         found = get_optimizer_state_dict(ours, optimizer)["state"]
         assert found.keys() == theirs.keys()
@@ -170,7 +167,7 @@ def test_states_are_dtensors_in_the_parameters_placements() -> None:
 
 
 def _resume(rank: int, world_size: int, folder: str) -> None:
-    """Resume from every kind of checkpoint at another ratio, and compare with the first run."""
+    """Resume from each kind of checkpoint at another ratio, and compare with the first run."""
     for cls, settings in CLASSES[0:4:3]:
         first = shard(make_model(torch.bfloat16))
         source = OffloadedOptimizer(cls, groups_of(first), ratio=0.6, **settings)
@@ -183,13 +180,13 @@ def _resume(rank: int, world_size: int, folder: str) -> None:
         saved = [(o, get_optimizer_state_dict(first, source, options=o)) for o in kinds]
         resumed = []
         for options, values in [(StateDictOptions(), None), *saved]:
-            # Other weights: the masters of the checkpoint bring the right ones.
+            # Loading must restore the weights from the checkpoint's master weights.
             model = shard(nn.Sequential(*make_model(torch.bfloat16)))
             with torch.no_grad():
                 for p in model.parameters():
                     p.zero_()
             target = OffloadedOptimizer(cls, groups_of(model), ratio=0.2, **settings)
-            optim.lr_scheduler.StepLR(target, step_size=2)  # torch wants the same keys in groups
+            optim.lr_scheduler.StepLR(target, step_size=2)  # adds initial_lr, as in the checkpoint
             if values is None:
                 values = get_optimizer_state_dict(model, target)
                 dcp.load({"optim": values}, checkpoint_id=path)
@@ -243,7 +240,7 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def _plain_state(rank: int, world_size: int) -> None:
-    """Load a state that torch's optimizer saved, with the weights as masters."""
+    """Load a state_dict of torch's optimizer, which has no master weights."""
     plain, ours = shard(make_model()), shard(make_model())
     source = optim.AdamW(groups_of(plain), lr=1e-2)
     loop(plain, source, rank, range(3))
@@ -252,7 +249,7 @@ def _plain_state(rank: int, world_size: int) -> None:
     set_optimizer_state_dict(ours, target, get_optimizer_state_dict(plain, source))
     assert loop(ours, target, rank, range(3, 6)) == loop(plain, source, rank, range(3, 6))
     with pytest.raises(ValueError, match="set_optimizer_state_dict"):
-        target.load_state_dict(_full(target.state_dict()))  # whole tensors are no rank's part
+        target.load_state_dict(_full(target.state_dict()))  # whole tensors instead of DTensors
 
 
 def _full(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +262,7 @@ def test_a_plain_torch_state_is_taken_over_on_fsdp2() -> None:
 
 
 def _overflow(rank: int, world_size: int) -> None:
-    """Check that an overflow on one rank alone skips the step on all ranks."""
+    """Check that an overflow on one rank skips the step on all ranks."""
 
     def train(make: Callable[..., Any]) -> Tensor:
         model = shard(make_model())

@@ -1,4 +1,4 @@
-"""Sets of elements and the gradient ledger, against the plainest definitions."""
+"""Sets of elements and the gradient ledger, compared with simple definitions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero_offload.flat.geometry import Intervals
 from zero_offload.flat.grads import GradLedger
-from zero_offload.flat.intervals import Intervals
 
 NUMEL = 24
 ENDS = st.tuples(st.integers(0, NUMEL), st.integers(0, NUMEL))

@@ -23,10 +23,9 @@ from support.tiers import (
 from torch import Tensor, nn, optim
 
 from zero_offload import OffloadedOptimizer
-from zero_offload.flat.geometry import Geometry
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Geometry, Intervals
 from zero_offload.footprint import tier_footprint
-from zero_offload.tiers.share import device_bytes
+from zero_offload.tiers.shares import device_bytes
 from zero_offload.tiers.twin import TwinTier
 
 NAMES = ("embed.weight", "block.0.bias", "block.0.weight", "block.1.bias", "head.weight")
@@ -44,7 +43,8 @@ def _host_elements(tier: TwinTier) -> set[int]:
 @pytest.mark.parametrize(
     ("block", "expected"),
     [
-        ({"parameters": ["block.0.*"]}, {*range(37, 256 + 4)}),  # with the padding after them
+        # includes the padding after block.0
+        ({"parameters": ["block.0.*"]}, {*range(37, 256 + 4)}),
         ({"parameters": ["*.bias", "head.weight"]}, {*range(37, 42), *range(260, 360)}),
         ({"parameters": ["*"]}, {*range(360)}),
         ({"parameters": ["HEAD.weight"]}, set()),
@@ -71,14 +71,14 @@ def test_only_named_parameters_travel() -> None:
     tier = _make(space, parameters=["block.0.bias", "head.*"])
     offered = tier.bytes_d2h
     train(tier, space, GROUPS, range(1))
-    assert tier.bytes_d2h - offered == 2 * (5 + 88)  # the padding after the last piece with it
+    assert tier.bytes_d2h - offered == 2 * (5 + 88)  # includes the padding after the last piece
 
 
 @pytest.mark.parametrize(
     ("cls", "settings", "dtype", "element_bytes"),
     [
-        (optim.AdamW, {}, FP32, 8 + 4),  # moments, a gradient; the weight is its own
-        (optim.AdamW, {}, BF16, 4 + 8 + 2),  # master, moments, a gradient
+        (optim.AdamW, {}, FP32, 8 + 4),  # moments and gradient, no separate master weight
+        (optim.AdamW, {}, BF16, 4 + 8 + 2),  # master weight, moments and gradient
         (optim.AdamW, {"amsgrad": True}, BF16, 4 + 12 + 2),
         (optim.SGD, {"lr": 0.1}, FP32, 4),
         (optim.SGD, {"lr": 0.1, "momentum": 0.9}, FP16, 4 + 4 + 2),
@@ -141,8 +141,8 @@ def test_a_budget_holds_the_sums_of_micro_steps(
 @pytest.mark.parametrize(
     ("numel", "adds_grads", "expected", "more"),
     [
-        (1 << 20, True, (4 + 8 + 4) << 20, 0),  # a sum is wide already
-        # An accelerator's tier widens 16-bit gradients to fp32, 64 Mi elements at once.
+        (1 << 20, True, (4 + 8 + 4) << 20, 0),  # a sum is fp32 already
+        # An accelerator's tier converts 16-bit gradients to fp32, 64 Mi elements at once.
         (1 << 20, False, 14 << 20, 4 << 20),
         (1 << 28, False, 14 << 28, 4 << 26),
     ],
@@ -159,7 +159,7 @@ def test_gradients_that_are_widened_on_an_accelerator_count(
 
 
 class _Net(nn.Module):
-    """A model whose parameters are matched by name patterns, with an empty one among them."""
+    """Model whose parameter names match patterns. One parameter is empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_an_optimizer_takes_names_or_parameters(name: str, host_numel: int) -> N
     loop(net, optimizer)
     assert torch.equal(weights(net), weights(plain))
     assert optimizer.tier.host_numel == host_numel
-    if name == "pattern":  # a ratio has the same groups
+    if name == "pattern":  # The state_dict of named parameters also loads at a ratio.
         saved = optimizer.state_dict()
         second = OffloadedOptimizer(optim.NAdam, _Net().parameters(), ratio=0.3, lr=1e-1)
         second.load_state_dict(saved)

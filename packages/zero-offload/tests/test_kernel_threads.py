@@ -1,4 +1,4 @@
-"""Threads of the host's kernels under torchrun, which gives torch one."""
+"""Threads of host kernels under torchrun, which gives torch one thread."""
 
 from __future__ import annotations
 

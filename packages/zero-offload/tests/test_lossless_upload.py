@@ -31,14 +31,13 @@ from zero_offload.optimizer import OffloadedOptimizer
 from zero_offload.rules.resolve import resolve_rule
 from zero_offload.steppers.file_stepper import FileStepper
 from zero_offload.tiers.flat_tier import HostTier
-from zero_offload.transfers.differences import SHORTEST_NBYTES, UploadDifferences, part_numel
-from zero_offload.transfers.mover import HostMover
+from zero_offload.transfers.mover import SHORTEST_NBYTES, HostMover, UploadDifferences, part_numel
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ChangedElements:
-    """A codec of the changed elements' positions and the differences of their bits."""
+    """Codec that encodes the positions of changed elements and the differences of their bits."""
 
     def max_nbytes(self, numel: int, itemsize: int) -> int:
         return numel * (4 + itemsize) if itemsize in (2, 4) else 0
@@ -63,7 +62,7 @@ class ChangedElements:
 
 
 class WideSpace(Space):
-    """Two shards, long enough for differences, with pieces that some steps leave out."""
+    """Two shards, long enough for differences, with pieces that some steps skip."""
 
     numel = 140_000
 
@@ -76,7 +75,7 @@ class WideSpace(Space):
         self.params = [(0, first.clone()), (80_000, second.clone())]
 
     def grad(self, step: int) -> Tensor:
-        """Return a gradient that is mostly nonzero in step 2 and mostly zero in the others."""
+        """Return a gradient that is mostly nonzero in step 2 and mostly zero in other steps."""
         generator = torch.Generator().manual_seed(step)
         found = torch.randn(self.numel, generator=generator)
         share = 0.95 if step == 2 else 0.03
@@ -88,7 +87,7 @@ PIECES = range(3)
 
 
 class Pair:
-    """Two tiers that train alike, of which only the first uploads differences."""
+    """Two tiers with equal training, of which only the first uploads differences."""
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class Pair:
         return self.mover.differences
 
     def train(self, steps: range = range(6)) -> None:
-        """Train both tiers and compare their whole states."""
+        """Train both tiers and compare all states."""
         for tier, space in self.both:
             for step in steps:
                 offer(tier, space, step)
@@ -158,22 +157,22 @@ def test_steps_leave_the_bits_of_whole_values_and_send_less(
     per_step = 138_001 * dtype.itemsize
     assert pair.whole_mover.bytes_h2d > 5 * per_step
     assert all(n < per_step / 4 for step, n in enumerate(sent) if step != 2)
-    assert sent[2] == per_step  # a difference would be longer
-    assert pair.differences.num_changed == 2  # the first values
+    assert sent[2] == per_step  # sent whole: the difference is longer
+    assert pair.differences.num_changed == 2  # the first values of both shards are sent whole
     assert pair.differences.num_bytes == pair.space.numel * dtype.itemsize
 
 
 def test_queued_steps_check_what_the_step_before_has_sent() -> None:
-    streams = LateStreams(up_s=0.02)  # later than the next step's checks
+    streams = LateStreams(up_s=0.02)  # the copies end after the next step's checksums
     pair = Pair(streams)
     for found, of in pair.both:
         for step in (0, 1, 3, 4):
             offer(found, of, step)
-            found.step(GROUPS, [2], grad_scale=0.5)  # one run: no staging has to be waited for
+            found.step(GROUPS, [2], grad_scale=0.5)  # one run never waits for a staging buffer
             found.discard_grads()
         found.wait_params(0, of.numel)
     pair.check()
-    assert pair.differences.num_changed == 2  # the first values
+    assert pair.differences.num_changed == 2  # the first values of both shards are sent whole
     assert pair.differences.num_differences == 4
     streams.close()
 
@@ -204,9 +203,9 @@ def test_values_that_others_changed_are_sent_whole_and_then_as_differences(
     pair = Pair(streams)
     pair.train(range(2))
     before = pair.differences.num_changed
-    pair.space.params[1][1][17] += 1.0  # behind the tier's back: its next values replace it
+    pair.space.params[1][1][17] += 1.0  # other code writes to the shard
     pair.train(range(3, 4))
-    assert pair.differences.num_changed == before + 1  # the part that holds it
+    assert pair.differences.num_changed == before + 1  # the part with the edit was sent whole
     nbytes = pair.mover.bytes_h2d
     pair.train(range(4, 5))
     assert pair.mover.bytes_h2d - nbytes < 138_001 / 2
@@ -227,10 +226,10 @@ ADAM = {"cls": optim.AdamW, "groups": [group_of(optim.AdamW, lr=1e-5)]}
 @pytest.mark.parametrize(
     "keys",
     [
-        # A run is a whole shard, sent in several parts.
+        # A run is a whole shard and is sent in several parts.
         {**ADAM, "state_dtype": "int8", "published_numel": 36_000},
         {**ADAM, "state_dtype": "bfloat16", "published_numel": 36_000},
-        # Spans begin anywhere: with a share of the elements, or after one without a gradient.
+        # Spans may begin at any element.
         {"pieces": [(3, 40_003, 0), (40_006, 79_001, 0), (80_001, 139_002, 0)]},
     ],
 )
@@ -292,7 +291,8 @@ def test_a_codec_that_is_not_there_is_asked_for_by_name() -> None:
 
 def test_a_wide_span_waits_for_a_short_one_that_is_under_way() -> None:
     """A short run is sent whole, without a checksum. The next step's run contains it."""
-    groups = [group_of(NamedLion, lr=0.1)]  # runs of pieces with unequal counts of steps are joined
+    # Lion merges pieces with unequal step counts into one run.
+    groups = [group_of(NamedLion, lr=0.1)]
     streams = LateStreams(up_s=0.05)
     pieces = [(0, 1_000, 0), (1_000, 79_000, 0), (80_000, 139_001, 0)]
     made: dict[str, Any] = {"cls": NamedLion, "groups": groups, "published_numel": 100_000}
@@ -305,7 +305,7 @@ def test_a_wide_span_waits_for_a_short_one_that_is_under_way() -> None:
         found.wait_params(0, of.numel)
     pair.check()
     assert pair.differences.num_differences == 1
-    assert pair.differences.num_changed == 2  # the first values
+    assert pair.differences.num_changed == 2  # the first values of both shards are sent whole
     streams.close()
 
 

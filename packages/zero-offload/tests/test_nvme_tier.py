@@ -1,4 +1,4 @@
-"""State in a file: the host tier's numbers bit by bit, in little memory, and disks that fail."""
+"""State in a file: bits equal to host memory, bounded memory, and failing disks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from torch import optim
 
 from zero_offload import OffloadError
 from zero_offload.errors import StorageCorruptError, StorageError
-from zero_offload.memory.block_pipeline import BlockPipeline
 from zero_offload.memory.storage import BlockFile
+from zero_offload.steppers.file_stepper import BlockPipeline
 from zero_offload.tiers.twin import TwinTier
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 TIMEOUT_S = 120.0
 GROUPS = [group_of(optim.AdamW, lr=1e-2), group_of(optim.AdamW, lr=3e-3, weight_decay=0.1)]
-BLOCK_NUMEL = 50  # the space's shards of 256 and 104 elements are 6 and 3 blocks
+BLOCK_NUMEL = 50  # 6 and 3 blocks for the shards of 256 and 104 elements
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ RULES: list[tuple[type[optim.Optimizer], dict[str, Any], str]] = [
     (optim.SGD, {}, "float32"),
     (NamedLion, {}, "float32"),
 ]
-# Blocks of a single element are the same for every rule, and take long.
+# Columns: dtype, ratio, block length, buffer count.
 BLOCKS = [(FP32, 1.0, 50, 2), (BF16, 0.3, 1 << 20, 1), (FP16, 0.3, 7, 4), (BF16, 1.0, 17, 9)]
 
 
@@ -89,7 +89,7 @@ def test_every_rule_gives_the_bits_of_host_memory(
     block_numel: int,
     buffer_count: int,
 ) -> None:
-    """State copied from host memory after two steps goes on with the same bits too."""
+    """The same holds for state that is copied from host memory after two steps."""
     _set_block_numel(monkeypatch, block_numel)
     cls, settings, state_dtype = rule
     groups = [group_of(cls, lr=lr, **settings) for lr in (1e-2, 3e-3)]
@@ -123,7 +123,7 @@ def test_state_crosses_between_file_and_memory_by_any_ranges(tmp_path: Path, to_
     for space, tier in ((source, old), (target, new)):
         train(tier, space, GROUPS, range(3, 5))
     assert_same(snapshot(new, target, padding=False), snapshot(old, source, padding=False))
-    values = torch.arange(40.0) / 7  # not rounded to the parameters' dtype
+    values = torch.arange(40.0) / 7  # values that the parameters' dtype would round
     new.write_state("master_weight", 240, values)
     assert torch.equal(new.read_state("master_weight", 240, 280), values)
     assert torch.equal(target.flat_params()[240:280], values.to(target.dtype))
@@ -155,15 +155,16 @@ def test_a_cleared_piece_starts_again_and_its_neighbours_stay(tmp_path: Path) ->
 def test_bytes_moved_per_step_are_those_of_the_touched_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BlockPipeline, "prefetch", lambda self: None)  # of the next step
+    # no reads ahead for the next step
+    monkeypatch.setattr(BlockPipeline, "prefetch", lambda self: None)
     space = Space(num_groups=2)
     tier = _make(space, tmp_path)
     train(tier, space, GROUPS, range(1))
     file = _file(tier)
     tier.read_scalars(0)
     before = file.bytes_read, file.bytes_written
-    train(tier, space, GROUPS, range(1, 2), active=[3])  # element 260, in one block of 50
-    tier.read_scalars(0)  # the step is over
+    train(tier, space, GROUPS, range(1, 2), active=[3])  # piece 3 is element 260, in a block of 50
+    tier.read_scalars(0)  # waits for the step
     moved = file.bytes_read - before[0], file.bytes_written - before[1]
     assert moved == (50 * 12, 50 * 12)
 
@@ -171,10 +172,7 @@ def test_bytes_moved_per_step_are_those_of_the_touched_blocks(
 def test_next_block_is_read_and_last_one_written_during_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step's blocks are announced at once.
-
-    An update of this test waits until the transfers of the neighbouring blocks are done.
-    """
+    """Each update waits until the transfers of the neighboring blocks are done."""
     done: set[tuple[str, int]] = set()
 
     class Watch(ReferenceAdam):
@@ -196,7 +194,7 @@ def test_next_block_is_read_and_last_one_written_during_an_update(
 
     space, kernel, is_watching = Space(), Watch(), False
     tier = _make(space, tmp_path, kernel=kernel)
-    train(tier, space, GROUPS, range(1))  # moments never written are not read
+    train(tier, space, GROUPS, range(1))  # reads no moments, because none were written
     tier.read_scalars(0)
     kernel.calls.clear()
     is_watching = True
@@ -207,12 +205,12 @@ def test_next_block_is_read_and_last_one_written_during_an_update(
     train(tier, space, GROUPS, range(1, 2), active=[0, 1, 2])
     tier.read_scalars(0)
     assert kernel.calls == [50, 50, 50, 50, 50, 3]
-    # The first read and the last two writes are in the open, of three records each.
+    # Only the first read and the last two writes, of three records each, do not overlap.
     assert len(waits) <= 9
 
 
 def _damage(tier: TwinTier, record: int) -> str:
-    """Overwrite a record's bytes, and return the path that messages name."""
+    """Overwrite a record's bytes, and return the path that messages contain."""
     file = _file(tier)
     plain = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR)
     os.pwrite(plain, b"garbage", file.offset(record))
@@ -223,7 +221,7 @@ def _damage(tier: TwinTier, record: int) -> str:
 
 def _assert_dead(tier: TwinTier, space: Space, kind: type[StorageError], match: str) -> None:
     for call in (
-        # First what waits for the step's end: its last writes go on when weights are published.
+        # This call waits for the step's last writes, which follow the publication of weights.
         lambda: tier.read_state("master_weight", 0, 1),
         lambda: tier.wait_params(0, space.numel),
         lambda: tier.step(GROUPS, [], grad_scale=1.0),
@@ -244,23 +242,23 @@ def _fail_writes(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def fail(*_: Any) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", fail)
+    monkeypatch.setattr("zero_offload.memory.storage.os.pwritev", fail)
 
 
 def test_damaged_state_is_neither_saved_nor_used_by_a_step(tmp_path: Path) -> None:
     space = Space(num_groups=2)
     tier = _make(space, tmp_path)
     train(tier, space, GROUPS, range(2))
-    tier.read_state("exp_avg", 0, space.numel)  # what is being written would mend the damage
-    path = _damage(tier, 3 * 4 + 1)  # exp_avg of the fifth block
+    tier.read_state("exp_avg", 0, space.numel)  # waits for writes, which would repair the damage
+    path = _damage(tier, 3 * 4 + 1)  # exp_avg of block 4
     for _ in range(2):
         with pytest.raises(StorageCorruptError, match="block 13"):
             tier.read_state("exp_avg", 0, space.numel)
-    assert tier.read_state("exp_avg_sq", 0, space.numel).any()  # what is whole can be read
+    assert tier.read_state("exp_avg_sq", 0, space.numel).any()  # undamaged states can be read
     before = space.flat_params()[200:253].clone()
     _offer_and_step(tier, space, 2)
     _assert_dead(tier, space, StorageCorruptError, f"{path}.*checksum")
-    assert torch.equal(space.flat_params()[200:253], before)  # the corrupt data was not applied
+    assert torch.equal(space.flat_params()[200:253], before)  # corrupt data was not used
 
 
 def test_a_full_disk_stops_the_step_and_the_checkpoint_goes_on(
@@ -275,7 +273,7 @@ def test_a_full_disk_stops_the_step_and_the_checkpoint_goes_on(
         _offer_and_step(tier, space, 2)
         path = _file(tier).path
         _assert_dead(tier, space, StorageError, f"{path}: No space left on device: writing")
-    _assert_dead(tier, space, StorageError, "No space left")  # though there is room again
+    _assert_dead(tier, space, StorageError, "No space left")  # also when the disk has room again
     again = _make(restored := Space(num_groups=2), tmp_path)
     copy_state(host, again, other)
     train(host, other, GROUPS, range(2, 4))
@@ -290,7 +288,7 @@ def test_the_last_write_of_a_step_is_heard_of_without_a_further_step(
     tier = _make(space, tmp_path)
     _fail_writes(monkeypatch, errno.EIO)
     tier.offer_grad(0, space.grad(0))
-    tier.step(GROUPS, [4], grad_scale=1.0)  # one block: nothing comes after it
+    tier.step(GROUPS, [4], grad_scale=1.0)  # piece 4 is in one block
     with pytest.raises(OffloadError, match="Input/output error"):
         tier.read_scalars(4)
 
@@ -300,7 +298,8 @@ def test_nothing_is_left_in_the_folder_and_the_file_closes_with_its_tier(tmp_pat
     tier = _make(space, tmp_path)
     train(tier, space, GROUPS, range(1))
     assert list(tmp_path.iterdir()) == []
-    train(_make(space, tmp_path / "never made", ratio=0.0), space, GROUPS, range(1))  # no file
+    # creates no file
+    train(_make(space, tmp_path / "never made", ratio=0.0), space, GROUPS, range(1))
     fd = _file(tier).fileno()
     del tier
     gc.collect()

@@ -1,4 +1,4 @@
-"""Closed forms of `zero_offload.footprint` against what real tiers report."""
+"""Predictions of `zero_offload.footprint` compared with reports of real tiers."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_state_dict_survives_a_weights_only_file(tmp_path: Any) -> None:
     torch.save(saved, tmp_path / "state.pt")
     target = OffloadedOptimizer(optim.AdamW, other.named_parameters(), lr=1e-2, ratio=0.5)
     target.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert torch.equal(weights(other), weights(model))  # masters bring the parameters along
+    assert torch.equal(weights(other), weights(model))  # loading master weights sets the parameters
     entry = target.state_dict()["state"][0]
     assert entry["num_steps"] == 5
     assert entry["exp_avg"].shape == next(iter(model.parameters())).shape
@@ -95,7 +95,8 @@ def test_memory_formats_scalars_and_empty_parameters_are_served() -> None:
         for members, optimizer in zip((plain, ours), optimizers, strict=True):
             for i, p in enumerate(members):
                 generator = torch.Generator().manual_seed(10 * step + i)
-                p.grad = torch.randn(p.shape, generator=generator)  # not in the param's order
+                # The gradient is contiguous, and the parameter may be transposed.
+                p.grad = torch.randn(p.shape, generator=generator)
             optimizer.step()
     for p, q in zip(plain, ours, strict=True):
         assert torch.equal(p, q)
@@ -127,7 +128,7 @@ def test_loaded_weights_are_taken_with_sync_from_params() -> None:
     optimizer = OffloadedOptimizer(optim.SGD, model.parameters(), lr=0.0)
     with torch.no_grad():
         for p in model.parameters():
-            p.data.fill_(0.5)  # which nobody can notice
+            p.data.fill_(0.5)  # autograd does not count this write
     optimizer.sync_from_params()
     loop(model, optimizer, steps=range(1))
     assert torch.equal(weights(model), torch.full_like(weights(model), 0.5))
@@ -135,7 +136,7 @@ def test_loaded_weights_are_taken_with_sync_from_params() -> None:
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_weights_that_others_write_are_followed(ratio: float) -> None:
-    """A clamp after each step is an example: torch's optimizers update the clamped weights."""
+    """The loop clamps weights after each step. Torch's optimizers update the clamped weights."""
 
     def train(model: nn.Module, optimizer: optim.Optimizer) -> Tensor:
         for step in range(4):

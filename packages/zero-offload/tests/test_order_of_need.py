@@ -1,4 +1,4 @@
-"""Order of updates and of copies, in virtual time and with streams that only note their calls."""
+"""Order of updates and copies, in virtual time and on streams that record their calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, optim
 from zero_offload.flat.geometry import Geometry
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.streams import AcceleratorStreams, block_until
-from zero_offload.rules.plain import AdamRule
+from zero_offload.rules.rule import AdamRule
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.testing.virtual_time import (
     VirtualStream,
@@ -26,15 +26,14 @@ from zero_offload.testing.virtual_time import (
     VirtualTime,
 )
 from zero_offload.tiers.flat_tier import HostTier
-from zero_offload.tiers.worker import UpdateThread
 from zero_offload.transfers.mover import HostMover
 
 NUM_UNITS, UNIT_NUMEL, CHUNK_NUMEL = 20, 120, 40
-BACKWARD_S, UPDATE_S, COPY_S = 0.020, 0.015, 0.002  # of a unit
+BACKWARD_S, UPDATE_S, COPY_S = 0.020, 0.015, 0.002  # seconds per unit
 
 
 class Recorded(ReferenceAdam):
-    """A kernel that computes nothing: it notes where in the flat space it is called."""
+    """Kernel that computes nothing and records the offsets of its calls."""
 
     def __init__(self, time: VirtualTime, masters: Tensor) -> None:
         super().__init__()
@@ -48,7 +47,7 @@ class Recorded(ReferenceAdam):
 
 
 class Units:
-    """A host tier over units of three chunks each, and a device's backward, in virtual time."""
+    """A host tier for units of three chunks each, and a device's backward, in virtual time."""
 
     def __init__(self) -> None:
         self.time = VirtualTime()
@@ -75,7 +74,7 @@ class Units:
     def backward(self, num_ahead: int, *, step_at_end: bool = False) -> None:
         """Compute, offer and update each unit, from the last to the first.
 
-        The caller is so many units ahead of the device.
+        The caller is ``num_ahead`` units ahead of the device.
         """
         ends: list[float] = []
         for unit in reversed(range(NUM_UNITS)):
@@ -101,13 +100,13 @@ def test_updates_in_backward_end_with_it_however_far_the_caller_is_ahead(num_ahe
 
 def test_the_newest_gradient_goes_first_and_the_first_unit_before_the_second() -> None:
     units = Units()
-    units.time.worker = 1.0  # everything has arrived
+    units.time.worker = 1.0  # all gradients have arrived by then
     units.backward(num_ahead=2, step_at_end=True)
     units.tier.drain()
     assert units.kernel.units == [unit for unit in range(NUM_UNITS) for _ in range(3)]
 
     slow = Units()
-    slow.time.worker = 0.055  # two gradients have arrived before the worker has time
+    slow.time.worker = 0.055  # two gradients have arrived by then
     slow.backward(num_ahead=1)
     slow.tier.drain()
     last = NUM_UNITS - 1
@@ -135,12 +134,12 @@ def test_a_chunk_waits_for_its_own_part_of_the_gradient_alone() -> None:
 
 
 def test_updates_of_an_element_stay_in_the_order_of_their_steps() -> None:
-    """Also where the later step begins at a lower offset."""
+    """The later step begins at a lower offset."""
     space, kernel = Space(), GatedAdam()
     tier, _ = host_tier(space, kernel)
     grads = space.grad(0)
     tier.offer_grad(272, grads[272:])
-    tier.step(ADAM, [4], grad_scale=1.0)  # the worker is held within it
+    tier.step(ADAM, [4], grad_scale=1.0)  # the worker blocks in this update
     tier.offer_grad(37, grads[37:256])
     tier.step(ADAM, [1, 2], grad_scale=1.0)
     tier.offer_grad(260, grads[260:270])
@@ -186,12 +185,9 @@ def test_a_gradient_is_kept_until_it_was_copied_or_released() -> None:
     offer()
     second = offer()
     assert alive() == [True, True]
-    streams.release(second)  # copies are in order: the last stands for all
+    streams.release(second)  # copies are in order: the last release covers all
     assert alive() == [False, False]
     offer()
     clock.caller = 10.0
     offer()
     assert alive() == [False, False, False, True]
-
-
-_: type[UpdateThread] = VirtualThread

@@ -1,4 +1,4 @@
-"""Parameter shards off the device: in host memory and in a file, read ahead and written back."""
+"""Offloaded parameter shards in host memory and in a file, read ahead and written back."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_is_written_is_fetched_whatever_was_expected(tier: OffloadedParams)
         tier.expect(expected)
         for segment in SEGMENTS:
             assert torch.equal(_fetch(tier, segment), _values(segment))
-    for segment in SEGMENTS:  # what was read ahead is stale
+    for segment in SEGMENTS:  # writes make read-ahead shards stale
         tier.expect(SEGMENTS)
         tier.write(segment, 0, _values(segment, 1).double())
         assert torch.equal(_fetch(tier, segment), _values(segment, 1))
@@ -102,16 +102,16 @@ def test_what_updates_leave_out_is_read_once(tmp_path: Path) -> None:
     read, written = tier.file_traffic()
     for version in range(1, 4):
         new = _values(3, version)
-        for start, stop in ((0, 2000), (2000, 4000)):  # 128 elements are padding, say
+        for start, stop in ((0, 2000), (2000, 4000)):  # an update skips the last 128 elements
             tier.write(3, start, new[start:stop])
         expected[:4000] = new[:4000]
         if version == 1:
             assert torch.equal(_fetch(tier, 3), expected)
-        # The padding was read once, the shard once; later versions are written on their own.
+        # One read for the skipped elements and one for the fetch. Later writes read nothing.
         nbytes = expected.nbytes
         assert tier.file_traffic() == (read + 2 * nbytes, written + version * nbytes)
     assert torch.equal(_fetch(tier, 3), expected)
-    # What was left out changes, the rest, and then all of it.
+    # These writes skip other elements each time.
     for start, stop, version in ((4000, 4128, 4), (0, 4000, 5), (0, 4128, 9), (0, 4000, 6)):
         expected[start:stop] = _values(3, version)[start:stop]
         tier.write(3, start, expected[start:stop])
@@ -131,7 +131,8 @@ def test_large_parts_that_updates_leave_out_are_not_kept_in_memory(
         tier.write(3, 0, _values(3, version)[:4000])
         expected[:4000] = _values(3, version)[:4000]
         assert torch.equal(_fetch(tier, 3), expected)
-    assert tier.file_traffic()[0] == read + 6 * expected.nbytes  # before each write, for each fetch
+    # one read before each write and one per fetch
+    assert tier.file_traffic()[0] == read + 6 * expected.nbytes
 
 
 def test_the_first_elements_rest_in_host_memory_the_rest_in_the_file(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_the_first_elements_rest_in_host_memory_the_rest_in_the_file(tmp_path: P
     assert torch.equal(_fetch(tier, 3), _values(3))
     everything = _make(tmp_path, max_in_cpu=10**9)
     assert everything.file is None
-    assert list(tmp_path.iterdir()) == []  # the file has no name
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_reads_ahead_take_as_many_buffers_as_are_configured(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_reads_ahead_take_as_many_buffers_as_are_configured(tmp_path: Path) -> N
         writes = tier.file.num_buffer_bytes
         for segment in segments:
             tier.write(segment, 0, _values(segment))
-            _fetch(tier, segment)  # waits for the write: what is under way is not read ahead
+            _fetch(tier, segment)  # waits for the write, which would prevent a read ahead
         read = tier.file.blocks.bytes_read
         for _ in range(3):
             for at, segment in enumerate(segments):
@@ -165,7 +166,7 @@ def test_reads_ahead_take_as_many_buffers_as_are_configured(tmp_path: Path) -> N
                 _fetch(tier, segment)
         assert tier.file.num_buffer_bytes == writes + count * 4 * 4128
         read = tier.file.blocks.bytes_read - read
-        assert read == 3 * 4 * 4 * 4128  # each shard once per turn
+        assert read == 3 * 4 * 4 * 4128  # each shard is read once per pass
 
 
 @pytest.mark.parametrize("count", range(1, 7))
@@ -173,9 +174,9 @@ def test_reads_ahead_take_as_many_buffers_as_are_configured(tmp_path: Path) -> N
 def test_a_shard_is_read_if_no_buffer_can_have_kept_it(
     count: int, horizon: int, tmp_path: Path
 ) -> None:
-    """Forward and backward alternate, so each finds the shards that were fetched last.
+    """Forward and backward alternate, so a pass first fetches the most recent shards.
 
-    This holds whatever is read ahead.
+    The number of reads does not depend on what is read ahead.
     """
     tier = _make(tmp_path, buffer_count=count)
     assert tier.file is not None
@@ -205,7 +206,7 @@ def test_a_write_beside_a_fetch_makes_its_values_stale(
 
     def copy_and_write(out: Tensor, source: Tensor) -> Copy:
         copy = start_copy(out, source)
-        tier.write(3, 0, _values(3, 1))  # as another thread may, without the lock
+        tier.write(3, 0, _values(3, 1))  # the update thread may write at this time
         return copy
 
     monkeypatch.setattr(param_tier, "start_copy", copy_and_write)
@@ -219,7 +220,7 @@ def test_reads_no_longer_expected_free_their_buffers(count: int, tmp_path: Path)
     tier = _make(tmp_path, buffer_count=count)
     assert tier.file is not None
     _fill(tier, (3, 8, 9, 10))
-    tier.file_traffic()  # all is in the file
+    tier.file_traffic()  # waits for all writes
     tier.expect([3, 8])
     tier.expect([9, 10])
     assert tier.file.read_ahead == [9, 10][:count]
@@ -274,7 +275,7 @@ def test_a_damaged_file_fails_the_fetch_and_is_named(tmp_path: Path, is_expected
     with pytest.raises(StorageCorruptError, match=str(tmp_path)):
         _fetch(tier, 8)
     assert torch.equal(_fetch(tier, 9), _values(9))
-    tier.write(8, 0, _values(8, 1))  # a whole new shard is good again
+    tier.write(8, 0, _values(8, 1))  # a complete write makes the shard valid again
     assert torch.equal(_fetch(tier, 8), _values(8, 1))
 
 
@@ -287,14 +288,14 @@ def test_a_disk_that_fails_stops_the_update_or_the_fetch(
     tier = _make(tmp_path)
     tier.write(3, 0, _values(3))
     _fetch(tier, 3)
-    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", fail)
+    monkeypatch.setattr("zero_offload.memory.storage.os.pwritev", fail)
     tier.write(3, 0, _values(3, 1))
     with pytest.raises(StorageError, match="No space left"):
         _fetch(tier, 3)
     tier.write(8, 0, _values(8, 1))
     with pytest.raises(StorageError, match="No space left"):
         [tier.write(segment, 0, _values(segment, 1)) for segment in (9, 10, 3)]
-    for _ in range(8):  # what was lost stays an error, and nothing else breaks
+    for _ in range(8):  # The lost shard keeps raising, and others stay valid.
         with pytest.raises(StorageError, match="No space left"):
             _fetch(tier, 3)
 
@@ -327,7 +328,7 @@ def test_a_shard_larger_than_a_buffer_is_refused_by_key(tmp_path: Path) -> None:
 
 
 class _Store:
-    """A `ParamStore` over ordinary memory."""
+    """`ParamStore` that writes to ordinary memory."""
 
     def __init__(self, space: Space) -> None:
         self.flat = torch.zeros(space.numel, dtype=space.dtype)

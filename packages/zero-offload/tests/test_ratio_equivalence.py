@@ -13,22 +13,16 @@ from torch import Tensor, nn, optim
 
 
 class NamedAdamW(optim.AdamW):
-    """A user's subclass of AdamW that names its update rule."""
-
     is_elementwise = True
     update_rule = "adam"
 
 
 class NamedSGD(optim.SGD):
-    """A user's subclass of SGD that names its update rule."""
-
     is_elementwise = True
     update_rule = "sgd"
 
 
 class NamedAdagrad(optim.Adagrad):
-    """A user's subclass of Adagrad that names its update rule."""
-
     is_elementwise = True
     update_rule = "adagrad"
 
@@ -53,7 +47,7 @@ BY_TORCH: list[tuple[Any, dict[str, Any]]] = [
     (optim.ASGD, {"t0": 2}),
     (optim.Rprop, {}),
     (Lion, {"lr": 1e-2}),
-    # Fused kernels round a tensor's last elements another way: a piece is cut at multiples of 16.
+    # Fused kernels round a tensor's last elements differently, so splits are multiples of 16.
     *[(cls, {"lr": 1e-2, "fused": True}) for cls in (optim.AdamW, optim.Adam, optim.Adagrad)],
     (optim.SGD, {**SGD, "fused": True}),
 ]
@@ -77,14 +71,14 @@ ENDS = ("last", "first")
 def _by_torch(
     cls: Any, groups: Sequence[Mapping[str, Any]], steps: range, *, grad_scale: float = 1.0
 ) -> Tensor:
-    """Return the fp32 weights after plain torch.optim over one tensor per piece.
+    """Return the fp32 weights after training by torch.optim with one tensor per piece.
 
     Padding keeps its initial values.
     """
     space = Space()
     weights = space.initial.clone()
     params = [nn.Parameter(weights[a:b].clone()) for a, b, _ in space.pieces]
-    # Adagrad takes its initial sum from the constructor alone.
+    # Adagrad only reads its initial sum from a constructor argument.
     initial = "initial_accumulator_value"
     settings = {initial: groups[0][initial]} if initial in groups[0] else {}
     optimizer = cls([{**groups[0], "params": params}], **settings)
@@ -128,8 +122,8 @@ def test_kernel_gives_torchs_numbers_and_the_same_bits_at_every_ratio(
         assert_same(result, results[0])
         assert torch.equal(result["params"], result["master_weight"].to(dtype))
     if dtype == FP32:
-        # A few ulps for Adam's and Adagrad's square roots. The others use each operation of
-        # torch's, in its order; fp32 weights around 1 are then equal.
+        # Square roots of Adam and Adagrad differ by a few ulps. Other rules use torch's operations
+        # in torch's order, so fp32 weights near 1 are equal.
         exact = not issubclass(cls, optim.Adagrad | optim.Adam)
         tolerance = 0 if exact else 1e-6
         expected = _by_torch(cls, groups, steps, grad_scale=0.5)
@@ -142,7 +136,7 @@ def test_kernel_gives_torchs_numbers_and_the_same_bits_at_every_ratio(
 def test_compact_states_give_the_same_bits_at_every_ratio(
     kernel: Any, state_dtype: str, dtype: torch.dtype
 ) -> None:
-    """A piece is cut at a block boundary. Padding may lose the lower half of a split master."""
+    """A piece is split at a block boundary. Padding may lose the lower half of a split master."""
     groups = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
     block: dict[str, Any] = {"kernel": kernel, "state_dtype": state_dtype, "padding": False}
     expected = trained(groups=groups, space=Space(dtype), **block)
@@ -150,7 +144,8 @@ def test_compact_states_give_the_same_bits_at_every_ratio(
         assert_same(trained(groups=groups, space=Space(dtype), ratio=ratio, **block), expected)
     if state_dtype == "int8":
         tier = make_tier(Space(dtype), ratio=0.7, kernel=kernel, state_dtype=state_dtype)
-        assert tier.host_numel == 360 - 42  # of 252: from 108, in the piece [42, 253)
+        # ratio 0.7 splits at 108, aligned to 42, the start of piece [42, 253)
+        assert tier.host_numel == 360 - 42
 
 
 def _large_space() -> Space:
@@ -169,7 +164,7 @@ def _large_space() -> Space:
 def test_large_odd_space_is_cut_at_an_element_without_a_trace(
     route: str, ratio: float, end: str
 ) -> None:
-    """The space has 100,003 elements, more than one thread's share in torch and in the kernel."""
+    """The 100,003 elements are more than one thread's share in torch and in the kernel."""
     kernel = {"reference": ReferenceKernel, "cpu_adam": cpu_adam, "fused": lambda: None}[route]()
     groups = [group_of(optim.AdamW, lr=1e-2, fused=route == "fused")]
     results = []
@@ -178,7 +173,7 @@ def test_large_odd_space_is_cut_at_an_element_without_a_trace(
         block: dict[str, Any] = {"ratio": share, "kernel": kernel, "host_share": end}
         tier = make_tier(space, groups=groups, **block)
         num_more = tier.host_numel - round(share * space.numel)
-        # A fused update is split a little further down.
+        # The split of a fused update is aligned down by less than 16 elements.
         assert 0 <= (num_more if end == "last" else -num_more) < (16 if route == "fused" else 1)
         results.append(trained(groups=groups, space=space, **block))
     assert_same(results[0], results[1])

@@ -1,4 +1,4 @@
-"""The README's examples run as they are printed."""
+"""The README's examples run as printed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_examples_run_and_the_first_has_five_lines() -> None:
     names: dict[str, Any] = {}
     for block in blocks:
         if 'adam_kernel="cpu"' in block and importlib.util.find_spec("cpu_adam") is None:
-            continue  # an example with the optional cpu-adam
+            continue  # needs the optional cpu-adam
         exec(compile(block, str(README), "exec"), names)
         assert torch.isfinite(names["model"].weight).all()
         state = names["opt"].state_dict()["state"]

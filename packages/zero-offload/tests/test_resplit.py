@@ -28,11 +28,10 @@ from support.tiers import (
 from torch import optim
 
 from zero_offload import OffloadError
-from zero_offload.flat.geometry import Geometry
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Geometry, Intervals
 from zero_offload.protocols import StateTier
 from zero_offload.tiers.factory import OffloadTiers
-from zero_offload.tiers.speculation import SpeculativeHostTier
+from zero_offload.tiers.flat_tier import HostTier
 from zero_offload.tiers.twin import TwinTier
 
 SPLITS = (180, 41, 0, 360, 255, 1, 359)
@@ -48,8 +47,8 @@ ROUTES = [
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Move state in several blocks."""
-    monkeypatch.setattr("zero_offload.tiers.part.BLOCK_NUMEL", 50)
+    """Migrate state in several blocks."""
+    monkeypatch.setattr("zero_offload.tiers.shares.BLOCK_NUMEL", 50)
 
 
 @pytest.mark.parametrize(("dtype", "end"), [(FP32, "last"), (BF16, "first")])
@@ -57,7 +56,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_moving_split_point_changes_no_bit(
     cls: Any, settings: dict[str, Any], has_kernel: bool, dtype: torch.dtype, end: str
 ) -> None:
-    """Pieces without any update move too: the second is left out of the first steps."""
+    """Pieces without any update move too: the first steps skip the second piece."""
     groups = [group_of(cls, **settings)]
     results = []
     for moves in (False, True):
@@ -117,7 +116,7 @@ def test_offered_gradients_forbid_a_resplit() -> None:
 
 
 def test_settings_switched_on_since_construction_are_kept() -> None:
-    """Nesterov momentum is switched on later, and tiers that a resplit makes must know of it."""
+    """Nesterov momentum is enabled later, and tiers created by a resplit must have it."""
     results = []
     for moves in (False, True):
         space = Space()
@@ -134,9 +133,9 @@ def test_settings_switched_on_since_construction_are_kept() -> None:
 
 
 class WatchedTiers:
-    """A factory around the real one that records whether an old device tier is still alive.
+    """Factory that records whether an old device tier is still alive when it creates one.
 
-    It raises ``error`` for the host's tier (OSError) or for the device's (out of memory).
+    It raises ``error`` for the host's tier (OSError) or the device's (out of memory).
     """
 
     def __init__(self, tiers: OffloadTiers) -> None:
@@ -146,7 +145,7 @@ class WatchedTiers:
         self.devices: list[weakref.ref[StateTier]] = []
         self.alive: list[bool] = []
 
-    def make_host(self, part: Geometry, share: Intervals, groups: Any) -> SpeculativeHostTier:
+    def make_host(self, part: Geometry, share: Intervals, groups: Any) -> HostTier:
         if isinstance(self.error, OSError):
             raise self.error
         return self.tiers.make_host(part, share, groups)
@@ -170,7 +169,7 @@ def _watched(space: Space, split: int) -> tuple[TwinTier, WatchedTiers]:
 
 
 def test_the_old_tiers_are_gone_before_the_device_has_a_new_one() -> None:
-    """Both use device memory, which may not have room for two at once."""
+    """Device memory may not have room for two tiers."""
     space = Space()
     tier, watched = _watched(space, 180)
     train(tier, space, steps=range(2))

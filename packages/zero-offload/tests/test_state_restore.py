@@ -1,4 +1,4 @@
-"""State leaves a tier and enters another one, at any ratio and by any route, bit for bit."""
+"""State copied from one tier to another, at any ratio and in any order, bit for bit."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_training_goes_on_bit_identically_at_another_ratio(
     space, resumed = Space(BF16), Space(BF16)
     tier = make_tier(space, cls, groups, ratio=0.4, kernel=kernel)
     train(tier, space, groups, range(2))
-    train(tier, space, groups, range(2, 4), active=[0, 2, 3])  # pieces 1 and 4 fall behind
+    train(tier, space, groups, range(2, 4), active=[0, 2, 3])  # pieces 1 and 4 have fewer steps
     other = make_tier(resumed, cls, groups, ratio=ratio, kernel=kernel)
-    train(other, resumed, groups, range(9, 10))  # what is there before must not matter
+    train(other, resumed, groups, range(9, 10))  # earlier state must be overwritten
     copy_state(tier, other, space, [100, 101], scalars_first=scalars_first)
     assert_same(snapshot(other, resumed), snapshot(tier, space))
     train(tier, space, groups, range(4, 7))
@@ -90,7 +90,7 @@ def test_num_steps_of_zero_makes_a_piece_new(
 def test_state_crosses_between_kernel_and_torch(
     cls: Any, settings: dict[str, Any], to_kernel: bool
 ) -> None:
-    """Names, scalars and what a parameter that was never updated has are the same in both."""
+    """Names, scalars and the state of a piece without updates are equal in both."""
     groups, kernels = [group_of(cls, **settings)], [None, ReferenceKernel()]
     space, resumed = Space(), Space()
     tier = make_tier(space, cls, groups, kernel=kernels[not to_kernel], ratio=0.4)

@@ -57,7 +57,7 @@ def test_inactive_pieces_and_padding_are_left_alone(route: Any, ratio: float) ->
 
 @some_ratios
 def test_pieces_of_unequal_age_use_their_own_step_count(route: Any, ratio: float) -> None:
-    """The bias correction of a piece that joins late is the same as if it had trained alone."""
+    """A piece whose updates start late has the bias correction of its own step count."""
     space = Space()
     tier = make_tier(space, groups=GROUPS, ratio=ratio, kernel=route)
     train(tier, space, GROUPS, range(2), active=[0, 2])
@@ -108,7 +108,7 @@ def test_settings_are_copied_before_step_returns() -> None:
     tier = make_tier(space, optim.SGD, groups)
     offer(tier, space, 0)
     tier.step(groups, range(5), grad_scale=1.0)
-    groups[0]["lr"] = 1e6  # a scheduler, while the worker may still be busy
+    groups[0]["lr"] = 1e6  # a scheduler's change while the worker may be updating
     assert_same(snapshot(tier, space), trained(*SGD_TIER, steps=range(1)))
 
 
@@ -137,7 +137,7 @@ def test_gradients_come_in_any_order_cut_replaced_and_discarded(route: Any, rati
         tier.step(GROUPS, [0], grad_scale=1.0)
     for step in range(3):
         grad = space.grad(step)
-        tier.offer_grad(0, torch.full((50,), 9.0))  # replaced by the offers after it
+        tier.offer_grad(0, torch.full((50,), 9.0))  # later offers replace this gradient
         for a, b in ((200, 360), (0, 30), (100, 200), (30, 100)):
             tier.offer_grad(a, grad[a:b].clone())
         tier.step(GROUPS, range(5), grad_scale=1.0)
@@ -149,13 +149,13 @@ def test_one_kernel_call_per_run_of_pieces() -> None:
     space, kernel = Space(BF16), ReferenceAdam()
     tier = make_tier(space, groups=GROUPS, kernel=kernel)
     train(tier, space, GROUPS, range(1))
-    assert kernel.calls == [253, 1, 64]  # pieces 0-2 are adjacent; a gap parts 3 from 4
+    assert kernel.calls == [253, 1, 64]  # pieces 0 to 2 are adjacent, 3 and 4 are not
     train(tier, space, GROUPS, range(1, 2), active=[0, 2])
     assert kernel.calls[3:] == [37, 211]
     train(tier, space, GROUPS, range(2, 3))
-    assert kernel.calls[5:] == [37, 5, 211, 1, 64]  # step counts differ now
+    assert kernel.calls[5:] == [37, 5, 211, 1, 64]  # unequal step counts are not merged
     border, kernel = Space(BF16), ReferenceAdam()
-    border.pieces[2:4] = [(42, 256, 0), (256, 261, 0)]  # adjacent, in two shards
+    border.pieces[2:4] = [(42, 256, 0), (256, 261, 0)]  # adjacent pieces in different shards
     train(make_tier(border, groups=GROUPS, kernel=kernel), border, GROUPS, range(1))
     assert kernel.calls == [256, 5, 64]
 

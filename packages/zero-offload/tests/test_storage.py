@@ -1,4 +1,4 @@
-"""Blocks in a file: exact contents, and errors of the disk."""
+"""Blocks in a file: exact contents, and disk errors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from support.tiers import wait_until
 from torch import Tensor
 
 from zero_offload.errors import StorageCorruptError, StorageError
-from zero_offload.memory.direct_io import ALIGNMENT, aligned_empty, bytes_of
-from zero_offload.memory.storage import BlockFile
+from zero_offload.memory.storage import ALIGNMENT, BlockFile, aligned_empty, bytes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 TIMEOUT_S = 120.0
@@ -56,18 +55,18 @@ def _fail(monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
     def fail(*_: Any) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(f"zero_offload.memory.direct_io.os.{call}", fail)
+    monkeypatch.setattr(f"zero_offload.memory.storage.os.{call}", fail)
 
 
 def _gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Hold writes back until the event is set."""
+    """Delay writes until the event is set."""
     gate, real = threading.Event(), os.pwritev
 
     def gated(fd: int, views: list[memoryview], at: int) -> int:
         assert gate.wait(TIMEOUT_S)
         return real(fd, views, at)
 
-    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", gated)
+    monkeypatch.setattr("zero_offload.memory.storage.os.pwritev", gated)
     return gate
 
 
@@ -79,7 +78,7 @@ def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, command, argument)
 
-    monkeypatch.setattr("zero_offload.memory.direct_io.fcntl.fcntl", fcntl_without_direct)
+    monkeypatch.setattr("zero_offload.memory.storage.fcntl.fcntl", fcntl_without_direct)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 64])
@@ -127,12 +126,12 @@ def test_a_read_leaves_the_memory_beside_its_tensor_alone(tmp_path: Path) -> Non
     assert before.eq(9).all()
     assert after.eq(9).all()
     read = file.bytes_read
-    _check(file, 1, torch.zeros(10))  # never written: zeros, without a transfer
+    _check(file, 1, torch.zeros(10))  # reads zeros without a transfer
     assert file.bytes_read == read
 
 
 def test_direct_io_is_used_where_the_file_system_has_it(tmp_path: Path) -> None:
-    """The oracle is the kernel: a probe by this test, and the flags of the open file."""
+    """The test probes the file system itself, and reads the flags of the open file."""
     probe = tmp_path / "probe"
     probe.touch()
     try:
@@ -178,7 +177,8 @@ def _write_and_be_killed(folder: Path) -> None:
 
 
 def test_a_killed_process_leaves_nothing_behind(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")  # that of ranks, which has imported torch
+    # the server of `support.ranks`, which has imported torch
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     killed = context.Process(target=_write_and_be_killed, args=(tmp_path,), daemon=True)
     killed.start()
@@ -201,7 +201,7 @@ def test_damage_on_the_disk_is_found(tmp_path: Path) -> None:
     file = BlockFile(tmp_path, sizes)
     for block, size in enumerate(sizes):
         file.write(block, _random(size)).wait()
-    at = ALIGNMENT + (4 << 20) + 5  # in the second stretch of the second block
+    at = ALIGNMENT + (4 << 20) + 5  # in the second system call of block 1
     plain = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR)
     byte = os.pread(plain, 1, at)
     os.pwrite(plain, bytes([byte[0] ^ 1]), at)
@@ -215,7 +215,7 @@ def test_damage_on_the_disk_is_found(tmp_path: Path) -> None:
 
 
 def test_a_write_that_the_kernel_refuses_names_file_operation_and_offset(tmp_path: Path) -> None:
-    """A file-size limit below the file's size makes the kernel refuse the write."""
+    """A limit on file sizes makes the operating system refuse the write."""
     file = BlockFile(tmp_path, [ALIGNMENT, 16 << 20])
     before = _random(16 << 20)
     file.write(1, before).wait()
@@ -230,9 +230,9 @@ def test_a_write_that_the_kernel_refuses_names_file_operation_and_offset(tmp_pat
     assert caught.value.errno == errno.EFBIG
     assert caught.value.path == file.path
     assert file.path in repr(caught.value)
-    with pytest.raises(StorageError, match="writing block 1"):  # half old, half new: never used
+    with pytest.raises(StorageError, match="writing block 1"):  # the block is partly written
         file.read(1, torch.empty(16 << 20, dtype=torch.uint8)).wait()
-    file.write(1, before).wait()  # and written again it is whole
+    file.write(1, before).wait()  # a complete write makes the block valid again
     file.read(1, torch.empty(16 << 20, dtype=torch.uint8)).wait()
 
 
@@ -258,7 +258,7 @@ def test_errors_of_the_disk_surface_at_wait(
 def test_short_reads_and_writes_are_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    """Each call moves at most ``most`` bytes, as the kernel may decide."""
+    """Each system call transfers at most ``most`` bytes."""
     counts: dict[str, int] = {"preadv": 0, "pwritev": 0}
 
     def limited(name: str) -> Callable[[int, list[memoryview], int], int]:
@@ -274,7 +274,7 @@ def test_short_reads_and_writes_are_continued(
 
     file = BlockFile(tmp_path, [40_000])
     for name in counts:
-        monkeypatch.setattr(f"zero_offload.memory.direct_io.os.{name}", limited(name))
+        monkeypatch.setattr(f"zero_offload.memory.storage.os.{name}", limited(name))
     file.write(0, _aligned(_random(40_000))).wait()
     found = _aligned(torch.zeros(40_000, dtype=torch.uint8))
     file.read(0, found).wait()
@@ -306,8 +306,8 @@ def test_a_folder_that_does_not_serve_is_refused(
         with pytest.raises(ValueError, match=match):
             BlockFile(tmp_path / folder, [10])
     tmp_path.chmod(0o500)
-    if os.access(tmp_path, os.W_OK):  # root may do anything: the answer of access() is replaced
-        monkeypatch.setattr("zero_offload.memory.direct_io.os.access", lambda *_: False)
+    if os.access(tmp_path, os.W_OK):  # root may write anywhere, so access() is replaced
+        monkeypatch.setattr("zero_offload.memory.storage.os.access", lambda *_: False)
     with pytest.raises(ValueError, match="not writable"):
         BlockFile(tmp_path, [10])
     tmp_path.chmod(0o700)
@@ -341,7 +341,7 @@ def test_one_block_has_one_transfer_at_a_time(
 def test_running_time_is_counted_once_however_many_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = iter([1.0, 7.0])  # the clock is asked by the first to come and the last to go
+    times = iter([1.0, 7.0])  # one call when the first transfer starts and one when the last ends
     monkeypatch.setattr("zero_offload.memory.storage.time.perf_counter", lambda: next(times))
     file = BlockFile(tmp_path, [])
     with file.running():

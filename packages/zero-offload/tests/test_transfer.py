@@ -1,4 +1,4 @@
-"""Bytes that cross between device and host, their buffers, and their order.
+"""Bytes copied between device and host, their buffers, and their order.
 
 No accelerator is needed: see `support.streams`.
 """
@@ -44,7 +44,7 @@ def test_gradients_of_two_dtypes_share_a_step() -> None:
     space = Rounded()
     tier, grad = make_tier(space, kernel=ReferenceAdam()), space.grad(0)
     tier.offer_grad(0, grad[:100])
-    tier.offer_grad(100, grad[100:256].bfloat16())  # the dtype changes within a piece
+    tier.offer_grad(100, grad[100:256].bfloat16())  # the dtype changes inside a piece
     tier.offer_grad(256, grad[256:].double())
     tier.step(ADAM, range(5), grad_scale=1.0)
     expected = trained(space=Rounded(), steps=range(1), kernel=ReferenceAdam())
@@ -64,7 +64,7 @@ def test_landing_buffers_are_made_once() -> None:
 def test_pinned_landing_memory_is_no_larger_than_it_must_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Torch rounds each locked tensor up to a power of two."""
+    """Torch rounds each page-locked tensor up to a power of two."""
     monkeypatch.setattr("zero_offload.memory.host_memory.SMALL_BYTES", 64)
     locked = _refuse_to_lock(monkeypatch, limit=1 << 20)
     space, ledger = Space(BF16), GradLedger()
@@ -81,13 +81,13 @@ def test_pinned_landing_memory_is_no_larger_than_it_must_be(
 def test_memory_that_cannot_be_pinned_is_used_pageable_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This covers machines without locked memory and builds of torch without an accelerator."""
+    """This covers machines without locked memory and torch builds without an accelerator."""
     _refuse_to_lock(monkeypatch)
     memory, direct = HostMemory(should_pin=True), HostMemory(should_pin=True)
     with pytest.warns(RuntimeWarning, match="pageable") as caught:
         buffer = memory.empty(3, FP16)
     with pytest.warns(RuntimeWarning, match="cannot lock") as also_caught:
-        buffers = [direct.buffer(100) for _ in range(2)]  # for direct I/O
+        buffers = [direct.buffer(100) for _ in range(2)]  # buffers for direct I/O
     assert len(caught) == len(also_caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -106,8 +106,8 @@ def test_a_budget_of_pinned_bytes_is_kept_with_one_warning(monkeypatch: pytest.M
     with pytest.warns(RuntimeWarning, match=r"pin_memory_bytes = 20") as caught:
         memory.empty(3, torch.float32)
     assert len(caught) == 1
-    memory.empty(3, torch.float32)  # and says it once
-    memory.empty(2, torch.float16)  # what still fits is locked
+    memory.empty(3, torch.float32)  # no second warning
+    memory.empty(2, torch.float16)  # locked, because this still fits
     assert (memory.pinned_bytes, memory.pageable_bytes) == (20, 24)
     assert sum(locked) == 20
 
@@ -117,7 +117,7 @@ def test_packed_tensors_waste_little_of_a_power_of_two(monkeypatch: pytest.Monke
     shapes = [(3 * 10**5 + 7 * i, torch.bfloat16) for i in range(100)]
     tensors = HostMemory(should_pin=True).tensors(shapes)
     assert [(t.numel(), t.dtype) for t in tensors] == shapes
-    taken = sum(1 << (nbytes - 1).bit_length() for nbytes in locked)  # what torch page-locks
+    taken = sum(1 << (nbytes - 1).bit_length() for nbytes in locked)  # bytes that torch page-locks
     assert taken <= 1.2 * sum(t.nbytes for t in tensors)
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
     assert all(a[1] <= b[0] for a, b in pairwise(spans))

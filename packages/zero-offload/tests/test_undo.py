@@ -1,4 +1,4 @@
-"""Steps that begin before they are decided, with the bits of those that do not."""
+"""Steps that begin before they are confirmed have the bits of other steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.tiers import (
 from torch import optim
 
 from zero_offload.errors import OffloadError
-from zero_offload.memory.ring import ALIGNMENT, HostRing, RingSpan
+from zero_offload.steppers.memory_stepper import ALIGNMENT, HostRing, RingSpan
 from zero_offload.tiers.twin import TwinTier
 
 PIECES, NUMEL = range(5), 318
@@ -37,7 +37,7 @@ PIECES, NUMEL = range(5), 318
 )
 @settings(deadline=None)
 def test_spans_of_a_ring_lie_in_it_and_apart(capacity: int, calls: list[int]) -> None:
-    """A negative number frees the span so many places from the end."""
+    """A negative number frees the span at that index from the end."""
     ring = HostRing(capacity)
     held: list[RingSpan] = []
     for call in calls:
@@ -59,7 +59,7 @@ def test_spans_of_a_ring_lie_in_it_and_apart(capacity: int, calls: list[int]) ->
 
 
 class Pair:
-    """A tier that speculates and one that does not, both after a step."""
+    """A tier that speculates and a tier that does not, after one step each."""
 
     def __init__(
         self, dtype: torch.dtype = torch.float32, kernel: Any = None, **block: Any
@@ -77,12 +77,12 @@ class Pair:
             train(tier, space, steps=range(1))
 
     def begin(self, step: int, active: Any = PIECES) -> None:
-        """Offer the gradients of a step, and begin it."""
+        """Offer a step's gradients to the first tier, and begin the step there."""
         offer(self.tier, self.space, step)
         self.tier.speculate(ADAM, active, grad_scale=1.0)
 
     def step(self, step: int, groups: Any = ADAM, active: Any = PIECES, scale: float = 1.0) -> None:
-        """Decide that step, and take it in the other tier too."""
+        """Complete that step, and run it in the other tier."""
         offer(self.plain, self.other, step)
         for each in (self.tier, self.plain):
             each.step(groups, active, grad_scale=scale)
@@ -92,7 +92,7 @@ class Pair:
             part.drain()
 
     def counts(self) -> tuple[int, int]:
-        """Return the elements that were kept and undone, once the host has done so."""
+        """Wait for the host, and return the elements that were kept and undone."""
         self.drain()
         reports = [part.tier for part in self.tier.report() if part.tier is not None]
         return sum(r.num_kept for r in reports), sum(r.num_undone for r in reports)
@@ -158,7 +158,7 @@ def test_other_pieces_and_other_settings_are_another_step() -> None:
     pair.begin(2)
     pair.step(2, active=[0, 3])
     pair.begin(3, [1, 2])
-    pair.step(3)  # these two and more
+    pair.step(3)  # these two pieces and all others
     pair.check()
 
 
@@ -167,7 +167,7 @@ def test_other_pieces_and_other_settings_are_another_step() -> None:
 def test_a_decision_that_comes_in_the_middle_leaves_the_rest_to_the_step(
     gate_at: int, scale: float
 ) -> None:
-    kernel = GatedAdam(gate_at=3 + gate_at)  # after the three calls of the step before
+    kernel = GatedAdam(gate_at=3 + gate_at)  # the previous step calls the kernel three times
     pair = Pair(kernel=kernel)
     pair.begin(1)
     assert kernel.reached.wait(TIMEOUT_S)

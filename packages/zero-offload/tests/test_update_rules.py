@@ -1,4 +1,4 @@
-"""Update rules: the optimizers they serve, and their effects beyond the numbers."""
+"""Update rules: supported optimizers, and effects other than the numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_offload.rules.resolve import resolve_rule
 
 
 class Unknown(optim.AdamW):
-    """An optimizer that names an update rule that does not exist."""
+    """Optimizer that names an update rule that does not exist."""
 
     update_rule = "shampoo"
 
@@ -48,7 +48,7 @@ def test_adagrads_sum_starts_at_its_initial_value_and_returns_to_it(kernel: Any)
     [
         (ReferenceAdam(), optim.SGD, [{"momentum": 0.9}]),
         (None, optim.AdamW, [{}]),
-        (ReferenceKernel(), Lion, [{}]),  # it names no rule
+        (ReferenceKernel(), Lion, [{}]),  # Lion names no rule
         (ReferenceKernel(), Unknown, [{}]),
         (ReferenceKernel(), optim.Adam, [{"amsgrad": True}]),
         (ReferenceKernel(), optim.SGD, [{"dampening": 0.5}, {"momentum": 0.9, "dampening": 0.5}]),
@@ -59,7 +59,7 @@ def test_what_no_kernel_computes_is_left_to_torch(
 ) -> None:
     filled = [group_of(cls, **settings) for settings in groups]
     assert resolve_rule(kernel, cls, filled) is None
-    if cls.__module__.startswith("torch."):  # another class is refused with a kernel
+    if cls.__module__.startswith("torch."):  # create_tier refuses a kernel for other classes
         assert_same(trained(cls, filled, kernel=kernel), trained(cls, filled))
 
 

@@ -1,1 +1,1 @@
-"""Training over a slow link: two network namespaces on one machine."""
+"""Training over a slow link between two network namespaces of one machine."""

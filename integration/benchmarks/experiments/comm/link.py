@@ -1,15 +1,15 @@
 """Two nodes on one machine: network namespaces joined by a veth pair that ``tc tbf`` limits.
 
 [Note: link]
-node    a network namespace with a loopback and an end of the pair. Ranks of one node reach each
-        other at the address of their end, which Linux serves over the loopback without a limit
-rate    of either direction, in Mbit/s (10**6 bits), frames with their headers: TCP reaches 96% of
-        it. Each end limits what it sends
-keeper  a process in a session of its own that removes everything when this process has ended,
-        however it ended: it waits for the end of a pipe that only this process holds open
-plain   bytes per second of a TCP connection, the measure of the link before anything else uses it
+node    a network namespace with a loopback device and one end of the veth pair. Ranks of one node
+        use the address of their node's end, which Linux routes over the loopback without a limit
+rate    Mbit/s (10**6 bits) in either direction, frame headers included. TCP reaches 96% of the
+        rate. Each end limits what it sends
+keeper  a process in its own session that removes the namespaces after this process has ended, even
+        by SIGKILL. It waits for the end of a pipe that only this process holds open
+plain   bytes per second of a TCP connection, measured before training uses the link
 
-Names hold this process's number, so that parallel runs do not collide.
+Names contain this process's pid so that parallel runs do not collide.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ NETWORK = "10.213.0"
 PORT = 29400
 PIECE = 2**20
 TRIES, PAUSE_S, LIMIT_S = 500, 0.1, 60.0
-# TCP sends up to 64 KiB in one piece. A smaller burst would cut pieces up, which costs processor
-# time and adds a header per frame to what the counters show; a shorter queue would drop some.
+# TCP sends segments of up to 64 KiB. A smaller burst would split them, which costs CPU time and
+# adds one header per frame to the counted bytes. A shorter queue would drop packets.
 BURST, QUEUE = "128kb", "2mb"
 REMOVAL = (
     'cat >/dev/null; for n in "$@"; do '
@@ -42,11 +42,11 @@ REMOVAL = (
 
 
 class LinkError(RuntimeError):
-    """The system makes no link. The message says why."""
+    """The system cannot create the link. The message says why."""
 
 
 def missing_for_link() -> str:
-    """Return why this process cannot make a link, with the cure, or an empty text."""
+    """Return why this process cannot create a link, with the remedy, or an empty string."""
     if sys.platform != "linux":
         return f"needs network namespaces of Linux, found {sys.platform}"
     for tool in TOOLS:
@@ -58,41 +58,35 @@ def missing_for_link() -> str:
 
 
 def limit_command(device: str, rate: int) -> list[str]:
-    """Return the command that limits ``device`` of this namespace to sending ``rate`` Mbit/s."""
     limits = ("rate", f"{rate}mbit", "burst", BURST, "limit", QUEUE)
     return ["tc", "qdisc", "replace", "dev", device, "root", "tbf", *limits]
 
 
 def sent_bytes(device: str) -> int:
-    """Return the counter of ``device`` of this namespace."""
     counter = Path("/sys/class/net", device, "statistics", "tx_bytes")
     return int(counter.read_text(encoding="ascii"))
 
 
 class Link:
-    """The two nodes. See [Note: link]. `Link.made` makes one."""
+    """Two nodes and the link between them. See [Note: link]. Use `Link.made` to create one."""
 
     def __init__(self, number: int) -> None:
         self._namespaces = [f"zero{number}n{node}" for node in NODES]
         self.devices = [f"zb{number}v{node}" for node in NODES]
-        """The node's end of the pair."""
+        """Each node's end of the veth pair."""
         self.addresses = [f"{NETWORK}.{node + 1}" for node in NODES]
 
     @classmethod
     @contextmanager
     def made(cls) -> Iterator[Link]:
-        """Make a link without limits, until the end of the context.
-
-        Raises:
-            LinkError: the system refuses it.
-        """
+        """Create an unlimited link that exists until the context ends, or raise LinkError."""
         link = cls(os.getpid())
         keeper = subprocess.Popen(
             ["sh", "-c", REMOVAL, "keeper", *link._namespaces],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is not for it
+            start_new_session=True,  # Ctrl-C must not end the keeper
         )
         try:
             link._make()
@@ -108,17 +102,15 @@ class Link:
         ]
 
     def limit(self, rate: int) -> None:
-        """Limit both directions to ``rate`` Mbit/s."""
         for node in self.nodes:
             _do([*node.prefix, *limit_command(node.interface, rate)])
 
     def plain_rates(self, num_bytes: int) -> list[float]:
-        """Return the bytes per second that each node sends to the other, both at once."""
+        """Return the bytes per second that each node sends while both nodes send at once."""
         ways = [(0, 2, self.addresses[1]), (3, 1, self.addresses[0])]
         return _transfer(ways, num_bytes, self.nodes)
 
     def plain_rate_within(self, num_bytes: int) -> float:
-        """Return the bytes per second between two processes of a node."""
         return _transfer([(0, 1, self.addresses[0])], num_bytes, self.nodes[:1])[0]
 
     def _make(self) -> None:
@@ -131,7 +123,8 @@ class Link:
             self._namespaces, self.devices, self.addresses, strict=True
         ):
             own = ("ip", "-n", namespace)
-            _do([*own, "link", "set", device, "addrgenmode", "none"])  # no IPv6
+            # IPv6 would send packets of its own.
+            _do([*own, "link", "set", device, "addrgenmode", "none"])
             _do([*own, "address", "add", f"{address}/24", "dev", device])
             for up in ("lo", device):
                 _do([*own, "link", "set", up, "up"])
@@ -147,14 +140,14 @@ def _do(command: Sequence[str]) -> str:
 def _transfer(
     ways: Sequence[tuple[int, int, str]], num_bytes: int, nodes: Sequence[Node]
 ) -> list[float]:
-    """Return the rates of transfers from one rank to another, which has the address."""
+    """Return the rates of transfers, each given as source rank, target rank and target address."""
     arguments = {"ways": ways, "num_bytes": num_bytes}
     found = run_ranks(f"{__name__}:transfer", arguments, 2 * len(ways), nodes=nodes)
     return [found[target]["bytes_per_s"] for _, target, _ in ways]
 
 
 def transfer(place: Place, ways: Sequence[tuple[int, int, str]], num_bytes: int) -> Row:
-    """Send or receive. Return ``bytes_per_s`` from the first to the last byte received."""
+    """Send or receive on this rank. A receiver returns ``bytes_per_s``, from first to last byte."""
     for port, (source, target, address) in enumerate(ways, PORT):
         if place.rank == target:
             return {"bytes_per_s": _take(address, port)}
@@ -167,9 +160,9 @@ def transfer(place: Place, ways: Sequence[tuple[int, int, str]], num_bytes: int)
 
 def _take(address: str, port: int) -> float:
     with socket.create_server((address, port)) as server:
-        # What arrives while this process has no core is soon read: let it be little.
+        # A small receive buffer leaves few bytes to read late when this process was not scheduled.
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**17)
-        server.settimeout(LIMIT_S)  # the other end may have died
+        server.settimeout(LIMIT_S)  # the sender may have died
         connection, _ = server.accept()
     connection.settimeout(LIMIT_S)
     piece = bytearray(PIECE)
@@ -185,6 +178,6 @@ def _connect(address: str, port: int) -> socket.socket:
     for _ in range(TRIES):
         try:
             return socket.create_connection((address, port))
-        except ConnectionRefusedError:  # the other end has not started yet
+        except ConnectionRefusedError:  # the receiver has not started listening
             time.sleep(PAUSE_S)
     raise TimeoutError(f"no listener at {address}:{port} after {TRIES * PAUSE_S:.0f} s")

@@ -1,18 +1,19 @@
-"""Two nodes and a slow link between them: FSDP2, DeepSpeed, and this engine's ZeRO++. Root.
+"""Two nodes with a slow link: FSDP2, DeepSpeed, and this engine's ZeRO++. Needs root.
 
-Each node is a network namespace of Linux, and a limited veth pair is the only way between them
-(`benchmarks.experiments.comm.link`). Everyone communicates in bf16 over fp32 master weights, and
-sees the same samples in every step.
+Each node is a Linux network namespace. The nodes reach each other only over a rate-limited veth
+pair (`benchmarks.experiments.comm.link`). All contenders communicate in bf16, hold fp32 master
+weights and train on the same samples in every step.
 
 [Note: figures]
 step        median step time
-comm        communication time: step less that of the bare forward and backward of the same run
-to peer     comm of the faster peer, which sends 16 bits, over this one's: times as fast
-to plain    comm over that of this engine's plain stage 3
-sent        bytes that a node's end of the link has counted, per step; the busier direction
-planned     `zero_core.plan`'s figure for the same; off: by how much the counters differ from it
-link        sent over the rate of the link: no communication over it can be faster
-cpu         processor seconds of all ranks together, per step
+comm        communication time: step time minus the bare forward and backward of the same run
+to peer     communication time of the faster 16-bit peer (FSDP2, DeepSpeed) over this contender's
+to plain    communication time over that of this engine's plain stage 3
+sent        bytes per step counted at a node's end of the link, in the busier direction
+planned     bytes per step by `zero_core.plan`
+off         relative difference of the counted bytes from the planned ones
+link        sent over the link's rate, the least possible communication time
+cpu         CPU seconds of all ranks per step
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ from benchmarks.harness.train import timed_apart
 
 VOCAB = 512
 LINK_SECONDS = 1.0
-"""Length of a plain transfer over the link."""
+"""Duration of the plain TCP transfer that measures the link."""
 NODE_NBYTES = 512 * 2**20
-"""Of the plain transfer within a node."""
+"""Bytes of the plain TCP transfer between two processes of one node."""
 CONTENDERS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
     "bare": ("bare", {}, False),
     "fsdp2": ("fsdp2", {}, False),
@@ -75,7 +76,7 @@ CONTENDERS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
     "zero-3-lossless": ("zero", LOSSLESS, False),
     "zero-3-lossless-4bit": ("zero", LOSSLESS_FOUR_BITS, False),
 }
-"""Side, keys of ``zero_optimization`` besides stage 3, and whether hpZ is over a node."""
+"""Side, further keys of ``zero_optimization`` (stage 3), and whether hpZ shards over a node."""
 BITS, MEGA = 8, 1e6
 BARE, PLAIN, PEERS = "bare", "zero-3", ("fsdp2", "deepspeed-3")
 BARS: Mapping[str, Any] = {
@@ -85,7 +86,7 @@ BARS: Mapping[str, Any] = {
     "deviation": 0.02,
     "loss": 0.01,
 }
-"""`to_peer` is for that rate and so many ranks per node."""
+"""The bars of ``to_peer`` hold at this rate and number of ranks per node only."""
 
 
 def main(
@@ -102,31 +103,23 @@ def main(
     only: Annotated[list[str] | None, of(CONTENDERS, "--only", "--contenders")] = None,
     output: Output = RESULTS,
 ) -> None:
-    """Measure, write ``comm.json`` and ``comm.png``, and print the tables."""
     shape = parse_size(size, vocab=VOCAB, context=64)
-    counts = ranks_per_node or (1, 2)
-    reason = missing_for_link()
-    try:
-        if not reason:
-            jobs = {
-                count: jobs_of(only or CONTENDERS, shape, count, steps, lr=lr) for count in counts
-            }
-            compare(jobs, rate or (200, 1000), rounds=rounds, output=output)
-    except LinkError as error:
-        reason = f"the system refuses a link of two network namespaces: {error}"
-    if reason:
+    if reason := missing_for_link():
         print(f"skipped: {reason}")
+        return
+    jobs = {
+        count: jobs_of(only or CONTENDERS, shape, count, steps, lr=lr)
+        for count in ranks_per_node or (1, 2)
+    }
+    try:
+        compare(jobs, rate or (200, 1000), rounds=rounds, output=output)
+    except LinkError as error:
+        print(f"skipped: the system refuses a link of two network namespaces: {error}")
 
 
 def jobs_of(
-    names: Iterable[str],
-    shape: GptShape,
-    ranks_per_node: int,
-    steps: int,
-    *,
-    lr: float,
+    names: Iterable[str], shape: GptShape, ranks_per_node: int, steps: int, *, lr: float
 ) -> list[Job]:
-    """Return the contenders' jobs, hpZ alone only where a node has several ranks."""
     jobs = []
     for name in names:
         side, flags, has_hpz = CONTENDERS[name]
@@ -149,11 +142,6 @@ def jobs_of(
 def compare(
     jobs_by_count: Mapping[int, Sequence[Job]], rates: Sequence[int], *, rounds: int, output: Path
 ) -> None:
-    """Measure the contenders, by ranks per node, at all rates in every process.
-
-    Raises:
-        LinkError: the system makes no link.
-    """
     runner = Runner()
     runs: list[Row] = []
     with Link.made() as link:
@@ -168,23 +156,27 @@ def compare(
             title = f"{jobs[0].shape.numel / 1e6:.0f} M parameters, 2 nodes of {ranks}"
             print(title)
             found = race(jobs, rounds, run)
-            planned = {job.name: _planned_bytes(job, count) for job in jobs}
+            planned: dict[str, int] = {}
+            for job in jobs:
+                if job.side == "zero":
+                    traffic = job.plan(ranks_per_node=count, device_type="cpu").traffic
+                    planned[job.name] = count * sum(kind.between_nodes_bytes for kind in traffic)
             names = ("shape", "micro_batch", "steps", "warmup", "lr")
             common = {name: asdict(jobs[0])[name] for name in names}
             for place, rate in enumerate(rates):
                 rows = {
-                    name: summed_up(by_round, place, count, planned[name])
+                    name: summed_up(by_round, place, count, planned.get(name))
                     for name, by_round in found.items()
                 }
                 about = {"title": title, "rate_mbit": rate, "ranks_per_node": count}
-                job = {**common, "ranks_per_node": count, "rates": list(rates)}
-                runs.append({**about, "job": job, "contenders": rows_of(rows, rate=rate)})
+                shared = {**common, "ranks_per_node": count, "rates": list(rates)}
+                runs.append({**about, "job": shared, "contenders": rows_of(rows, rate=rate)})
     report = {"rounds": rounds, "bars": BARS, "machine": machine(), "links": links, "runs": runs}
     publish(output, "comm", report, [section(run) for run in runs])
 
 
 def _measure_link(link: Link, rate: int) -> Row:
-    """Return the rates of plain TCP over the link, both ways at once, and within a node."""
+    """Return plain TCP's rates between the nodes, in both directions at once, and within a node."""
     link.limit(rate)
     num_bytes = int(rate * MEGA / BITS * LINK_SECONDS)
     across = [speed / MEGA * BITS for speed in link.plain_rates(num_bytes)]
@@ -197,16 +189,8 @@ def _measure_link(link: Link, rate: int) -> Row:
     return {"rate_mbit": rate, "across_mbit": across, "within_mbit": within}
 
 
-def _planned_bytes(job: Job, ranks_per_node: int) -> int | None:
-    """Return the bytes that a node sends to the other per step, by this engine's plan."""
-    if job.side != "zero":
-        return None
-    plan = job.plan(ranks_per_node=ranks_per_node, device_type="cpu")
-    return ranks_per_node * sum(kind.between_nodes_bytes for kind in plan.traffic)
-
-
 def measure(place: Place, job: Mapping[str, Any], rates: Sequence[int]) -> Row:
-    """Return ``rates``, a row each: seconds, losses, and bytes that this node sent."""
+    """Train on this rank. Return a row of seconds, losses and sent bytes per rate."""
     what = Job.of(job)
     device = os.environ["GLOO_SOCKET_IFNAME"]
     torch.set_num_threads(1)
@@ -229,7 +213,7 @@ def measure(place: Place, job: Mapping[str, Any], rates: Sequence[int]) -> Row:
             step()
         dist.barrier()
         sent = sent_bytes(device)
-        dist.barrier()  # nobody sends its first step before another has read its counter
+        dist.barrier()  # no rank may send before all ranks have read their counter
         cpu_s = time.process_time()
         times = timed_apart(step, what.steps)
         row: Row = {
@@ -239,21 +223,14 @@ def measure(place: Place, job: Mapping[str, Any], rates: Sequence[int]) -> Row:
             "losses": list(losses),
         }
         found.append(row)
-        dist.barrier()  # nobody goes on while another still reads its counter
+        dist.barrier()  # no rank may continue before all ranks have read their counter
     return {"rates": found}
 
 
 def summed_up(
     rounds: Sequence[Row], place: int, ranks_per_node: int, planned_bytes: int | None
 ) -> Row:
-    """Sum up a contender's rounds at one rate: bytes by node, means over ranks.
-
-    Args:
-        rounds: rows with ``ranks``: by rank, ``rates`` with what was found at each.
-        place: of the rate.
-        ranks_per_node: of these ranks.
-        planned_bytes: that a node sends per step.
-    """
+    """Combine a contender's rounds at the rate with index ``place``."""
     if not has_figures(rounds[-1]):
         return rounds[-1]
     by_round = [[of_rank["rates"][place] for of_rank in row["ranks"]] for row in rounds]
@@ -272,7 +249,7 @@ def summed_up(
 
 
 def rows_of(found: Rows, *, rate: int) -> dict[str, Row]:
-    """Return the rows with [Note: figures], or None where there is nothing to compare with."""
+    """Return the rows with [Note: figures]. A figure without its reference contender is None."""
     there = measured(found)
     medians = {name: statistics.median(row["times_s"]) for name, row in there.items()}
     comm = {
@@ -292,7 +269,7 @@ def rows_of(found: Rows, *, rate: int) -> dict[str, Row]:
             "to_peer": quotient(peer_s, comm[name]),
             "to_plain": quotient(comm[name], comm.get(PLAIN)),
             **row,
-            # Of the direction that differs more.
+            # Deviation of the direction that differs more.
             "deviation": max(deviations, key=abs, default=None),
             "link_s": max(sent) * BITS / (rate * MEGA),
             "is_loss_close": None if name == BARE or exact is None else is_close,
@@ -302,14 +279,14 @@ def rows_of(found: Rows, *, rate: int) -> dict[str, Row]:
 
 
 def section(run: Mapping[str, Any]) -> Section:
-    """Return the figures of one size at one rate. See [Note: figures]."""
     rate = run["rate_mbit"]
     rows = {name: {"name": name, **row} for name, row in run["contenders"].items()}
     title = f"{run['title']}, a link of {rate} Mbit/s between them"
 
     def is_as_planned(row: Row) -> bool | None:
         deviation = row["deviation"]
-        if deviation is None or "lossless" in row["name"]:  # what is planned is expected
+        # For lossless modes the plan is only an expectation.
+        if deviation is None or "lossless" in row["name"]:
             return None
         return bool(abs(deviation) <= BARS["deviation"])
 

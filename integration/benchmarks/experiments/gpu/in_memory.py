@@ -1,32 +1,29 @@
-"""One device, nothing offloaded: speed, and steps of random lengths.
+"""Speed on one device without offload, and memory fragmentation with random sample lengths.
 
 [Note: plain torch]
-Plain torch is its users' usual loop, with a fused AdamW: in bf16 either autocast over fp32 weights,
-or bf16 weights with fp32 master weights kept by hand, which are the engine's numbers. The faster of
-the two is the reference of speed. The row "all in bf16" has no master weights, so it trains other
-numbers; it shows their cost.
+The reference is a usual torch loop with fused AdamW. In bf16 there are two such loops: autocast
+over fp32 weights, and bf16 weights with hand-written fp32 master weights, which matches the
+engine's arithmetic. The faster one is the reference.
 
-Steps of random lengths fragment: torch's reserved memory over its allocated memory, both peaks of
-the same steps. The allocator keeps freed memory, so at a ratio of 1 every hole was filled again.
+Fragmentation is torch's peak reserved memory over its peak allocated memory in the same steps. The
+allocator keeps freed memory, so a ratio of 1 means that all freed memory was reused.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from benchmarks.experiments.gpu.part import IN_MEMORY, Context, Part
 from benchmarks.harness.job import Job
 from benchmarks.harness.memory import GIB
 from benchmarks.harness.ranks import Row
-from benchmarks.harness.report import MS, Column, Rows, Section, bars, green
+from benchmarks.harness.report import MS, Column, Section
 from benchmarks.harness.rounds import race_on_device
 
 BASELINES = ("torch", "torch, masters by hand")
 BARS = {0: 0.98, 1: 0.98, 2: 0.98, 3: 0.95}
-"""Of plain torch's tokens per second, by stage."""
+"""Least tokens per second relative to plain torch, by stage."""
 FRAGMENTS_BAR = 1.05
 LENGTHS = 8
-"""The shortest sample is such a part of the longest."""
+"""Ratio of the longest to the shortest sample."""
 FRAGMENTING = (
     ("stage 3", "zero", 3),
     ("torch", "torch", 0),
@@ -39,14 +36,13 @@ FRAGMENTING = (
 
 
 def single_jobs() -> list[Job]:
-    """Return every contender, in turns: those that are compared stand beside each other."""
+    """Return a job per contender and dtype. Contenders compared with each other are neighbours."""
     jobs = []
     for dtype in ("bf16", "fp32"):
         sides = [("torch", "torch", 0), *((f"stage {s}", "zero", s) for s in BARS)]
         sides += [("fsdp2", "fsdp2", 3), ("deepspeed stage 3", "deepspeed", 3)]
         if dtype == "bf16":
             sides.insert(1, ("torch, masters by hand", "torch_masters", 0))
-            sides.append(("torch, all in bf16", "torch_low", 0))
         for name, side, stage in sides:
             job = Job(f"{dtype}: {name}", side, IN_MEMORY, 8, 20, 5, dtype=dtype, stage=stage)
             jobs.append(job.unchecked())
@@ -60,19 +56,7 @@ def _run_single(context: Context) -> Row:
         for job in single_jobs()
         if not context.is_dry_run or job.name in dry
     ]
-    rounds = 1 if context.is_dry_run else 3
-    rows = race_on_device(jobs, rounds, context.runner)
-    return {"rows": to_torch(rows, is_judged=not context.is_dry_run)}
-
-
-def to_torch(rows: Rows, *, is_judged: bool) -> dict[str, Row]:
-    """Return the rows with ``to_torch``: tokens per second over plain torch's in the same dtype.
-
-    Args:
-        rows: by contender.
-        is_judged: whether bars apply: not on the CPU.
-    """
-    found = {}
+    rows = race_on_device(jobs, 1 if context.is_dry_run else 3, context.runner)
     for name, row in rows.items():
         dtype, _, who = name.partition(": ")
         speeds = [rows.get(f"{dtype}: {plain}", {}).get("tokens_per_s") for plain in BASELINES]
@@ -80,14 +64,12 @@ def to_torch(rows: Rows, *, is_judged: bool) -> dict[str, Row]:
         bar = BARS[int(who.removeprefix("stage "))] if who.startswith("stage ") else None
         if "tokens_per_s" in row and plain is not None:
             ratio = row["tokens_per_s"] / plain
-            is_met = None if bar is None or not is_judged else ratio >= bar
-            row = {**row, "to_torch": ratio, "bar": bar, "is_met": is_met}
-        found[name] = row
-    return found
+            is_met = None if bar is None or context.is_dry_run else ratio >= bar
+            row |= {"to_torch": ratio, "bar": bar, "is_met": is_met}
+    return {"rows": rows}
 
 
 def _section_of_single(found: Row) -> Section:
-    rows = found["rows"]
     columns = (
         Column("tokens/s", "tokens_per_s", ",.0f"),
         Column("ms", "step_s", ".1f", MS),
@@ -95,71 +77,47 @@ def _section_of_single(found: Row) -> Section:
         Column("device GiB", "device_peak_bytes", ".2f", GIB),
         Column("last loss", lambda row: row["losses"][-1], ".4f"),
     )
-    color = green(lambda name: ": stage" in name)
-    panels = bars("single", rows, {"": "tokens_per_s"}, "tokens per second", color=color)
     caption = "medians over rounds; bars: 0.98, stage 3 0.95"
-    return Section("nothing offloaded", rows, columns, caption, panels=panels)
+    return Section("nothing offloaded", found["rows"], columns, caption)
 
 
 def _run_fragmentation(context: Context) -> Row:
     shortest = max(2, IN_MEMORY.context // LENGTHS)
-    # The engine's stage 3 and plain torch are first.
+    # The most important rows run first, because the time may end before the last.
     jobs = [
-        context.sized(
-            replace(
-                Job(name, side, IN_MEMORY, 8, 500, dtype="bf16", stage=stage).unchecked(),
-                shortest=shortest,
-            )
-        )
+        Job(name, side, IN_MEMORY, 8, 500, dtype="bf16", stage=stage, shortest=shortest)
         for name, side, stage in (FRAGMENTING[:1] if context.is_dry_run else FRAGMENTING)
     ]
+    jobs = [context.sized(job.unchecked()) for job in jobs]
     rows = race_on_device(jobs, 1, context.runner)
-    return {"rows": with_fragments(rows)}
-
-
-def with_fragments(rows: Rows) -> dict[str, Row]:
-    """Return the rows with this engine's bar, null where memory is not measured."""
-    found = {}
     for name, row in rows.items():
         if "step_s" in row:
             ratio = row["reserved_to_allocated"]
             is_judged = name.startswith("stage ") and ratio is not None
-            row = {
-                **row,
-                "bar": FRAGMENTS_BAR,
-                "is_met": ratio <= FRAGMENTS_BAR if is_judged else None,
-            }
+            row |= {"bar": FRAGMENTS_BAR, "is_met": ratio <= FRAGMENTS_BAR if is_judged else None}
             if ratio is None:
                 row["why_null"] = "this device does not tell what its allocator reserves"
-        found[name] = row
-    return found
+    return {"rows": rows}
 
 
 def _section_of_fragmentation(found: Row) -> Section:
-    rows = found["rows"]
     columns = (
         Column("allocated", "device_peak_bytes", ".3f", GIB),
         Column("reserved", "device_reserved_bytes", ".3f", GIB),
         Column("ratio", "reserved_to_allocated", ".3f"),
         Column("tokens/s", "tokens_per_s", ",.0f"),
     )
-    values, label = {"": "reserved_to_allocated"}, "reserved over allocated"
-    panels = bars("fragmentation", rows, values, label, bar=FRAGMENTS_BAR)
     caption = f"GiB, at the most; bar: {FRAGMENTS_BAR}"
-    return Section("random lengths", rows, columns, caption, panels=panels)
+    return Section("random lengths", found["rows"], columns, caption)
 
 
 SINGLE = Part(
-    "single",
-    "nothing offloaded, beside plain torch, FSDP2 and DeepSpeed",
-    8.0,
+    *("single", "nothing offloaded, beside plain torch, FSDP2 and DeepSpeed", 8.0),
     _run_single,
     _section_of_single,
 )
 FRAGMENTATION = Part(
-    "fragmentation",
-    "500 steps of random lengths: reserved over allocated memory",
-    5.0,
+    *("fragmentation", "500 steps of random lengths: reserved over allocated memory", 5.0),
     _run_fragmentation,
     _section_of_fragmentation,
 )

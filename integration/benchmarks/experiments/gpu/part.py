@@ -1,8 +1,8 @@
-"""A part of a program for accelerators: one question to the device.
+"""A part of the accelerator benchmark.
 
-A row is the result of one case, as JSON. A case without figures has ``failure`` or ``skipped`` with
-the reason instead. ``is_met`` is the verdict on the part's bar: null where the bar is not for this
-case, or for this device.
+A row is the JSON result of one case. A case without figures has the reason as ``failure`` or
+``skipped``. ``is_met`` says whether a row meets the part's bar. It is None where the bar does not
+apply to the case or the device.
 """
 
 from __future__ import annotations
@@ -11,41 +11,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from benchmarks.harness.job import Job
 from benchmarks.harness.models import GptShape
 from benchmarks.harness.ranks import Row, Runner
 from benchmarks.harness.report import Section
-from benchmarks.harness.rounds import measured
 
 IN_MEMORY = GptShape(layers=24, width=1024, heads=16, vocab=50257, context=1024)
-"""Of the parts without offload."""
+"""The model of all parts without offload."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The means of a part.
+    """Inputs of a part's measurement.
 
     Attributes:
-        device: the measured one. This process allocates nothing there: ``runner`` starts processes
-            for that, so that each begins with an empty device.
-        is_dry_run: tiny sizes, on the CPU.
-        runner: starts processes within the part's time.
-        traces: folder for torch.profiler's traces, of this part.
+        is_dry_run: whether to use tiny sizes on the CPU.
+        runner: starts processes within the part's time limit. Each begins with an empty device.
+        traces: folder of the part's torch.profiler traces.
     """
 
-    device: torch.device
     is_dry_run: bool
     runner: Runner
     traces: Path
 
     def sized(self, job: Job) -> Job:
-        """Return the job, in a dry run a tiny one."""
         return job.dry() if self.is_dry_run else job
 
     def traced(self, job: Job, num_steps: int) -> Job:
-        """Return the job with so many steps whose kernels are traced, in a file of its name."""
+        """Return the job with ``num_steps`` traced steps and a file for their trace."""
         return replace(
             job, num_traced=num_steps, trace_file=str(self.traces / f"{job.name}.json.gz")
         )
@@ -53,14 +46,14 @@ class Context:
 
 @dataclass(frozen=True)
 class Part:
-    """One question to the device, with its bar.
+    """One measurement with its bar.
 
     Attributes:
-        name: as `--only` takes it.
-        about: one line.
-        share: of the remaining time, relative to the parts that are still to run.
-        run: measures; returns ``{"rows": {name: row}}`` and figures of all rows together.
-        section: of the result of ``run``, short; called if there are rows with figures.
+        name: value of the option ``--only``.
+        about: description in one line.
+        share: weight of this part when the remaining time is divided among the remaining parts.
+        run: measures. Returns ``{"rows": {name: row}}`` and figures common to all rows.
+        section: makes the table from the result of ``run``. Called only if a row has figures.
     """
 
     name: str
@@ -68,7 +61,3 @@ class Part:
     share: float
     run: Callable[[Context], Row]
     section: Callable[[Row], Section]
-
-    def shown(self, found: Row) -> Section:
-        rows = found["rows"]
-        return self.section(found) if measured(rows) else Section(self.name, rows, ())

@@ -1,45 +1,55 @@
-"""Is the engine right and fast on one accelerator.
+"""Correctness and speed of the engine on one accelerator.
 
 [Note: parts]
 correct        equivalence with DDP and torch's optimizers at every stage, with and without offload
-               and quantized collectives; the same bits with every stream delayed at random
-twin_flow_1b   tokens/s over the ratio, 1.3 B parameters, beside FSDP2 and DeepSpeed
-twin_flow_7b   the same, 6.7 B parameters
-roofline       an offloaded step over the slowest of its bounds
-largest        10 B parameters within 32 GiB of device memory, 13 B within 128 GiB of the host's;
-               the peak against the plan
-single         nothing offloaded: the engine against plain torch
-quantizers     Triton's kernels against copy bandwidth
-fragmentation  random lengths: the allocator's reserved over its allocated memory
+               and quantized collectives, and identical bits with random delays on every stream
+twin_flow_1b   tokens/s over the offload ratio, 1.3 B parameters, with FSDP2 and DeepSpeed
+twin_flow_7b   the same for 6.7 B parameters
+roofline       time of an offloaded step over the slowest of device, bus and host
+largest        10 B parameters in 32 GiB of device memory and 13 B in 128 GiB of host memory, with
+               the measured peak over the planned one
+single         the engine without offload against plain torch
+quantizers     Triton kernels against copy bandwidth
+fragmentation  reserved over allocated memory of torch's allocator with random sample lengths
 
-Each part runs in processes of its own and needs nothing from a network. ``--dry-run`` is the same
-program with tiny models on the CPU: figures of an accelerator are null there.
+Each part runs in its own processes and needs no network. ``--dry-run`` runs tiny models on the CPU,
+where figures of an accelerator are null.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import traceback
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
-from benchmarks.experiments.gpu import bounds, capacity, in_memory, quantizers, speed
-from benchmarks.experiments.gpu.correct import groups
-from benchmarks.experiments.gpu.part import Context, Part
-from benchmarks.experiments.gpu.results import Results, provenance
-from benchmarks.harness.options import RESULTS, DryRun, find_device_type, of
+from benchmarks.experiments.gpu import correct, in_memory, offloaded, quantizers
+from benchmarks.experiments.gpu.part import Context
+from benchmarks.harness.options import RESULTS, of
 from benchmarks.harness.ranks import Row, Runner
-from benchmarks.harness.report import save_panels
+from benchmarks.harness.report import Section, machine, write_report
+from benchmarks.harness.rounds import measured, version
+from zero_engine.machine import memory_limit_bytes
 
 PARTS = {
     part.name: part
     for part in (
-        *(groups.PART, speed.SMALLER, speed.LARGER, bounds.PART, capacity.PART),
-        *(in_memory.SINGLE, quantizers.PART, in_memory.FRAGMENTATION),
+        *(correct.PART, offloaded.SMALLER, offloaded.LARGER, offloaded.ROOFLINE),
+        *(offloaded.LARGEST, in_memory.SINGLE, quantizers.PART, in_memory.FRAGMENTATION),
     )
 }
-MINUTE_S = 60
+PACKAGES = (
+    *("torch", "triton", "deepspeed", "numpy"),
+    *("zero-core", "zero-offload", "zero-comm", "cpu-adam", "zero-engine"),
+)
+COMMIT_VARIABLE = "ZERO_ENGINE_COMMIT"
+"""Environment variable with the measured commit, for sources outside a repository."""
 
 
 def main(
@@ -47,40 +57,104 @@ def main(
     minutes: Annotated[
         float, typer.Option(min=0, help="Time for everything; what is left then is skipped.")
     ] = 9.0,
-    out: Annotated[Path, typer.Option(help="Folder for gpu.json, gpu.png and traces.")] = RESULTS,
-    dry_run: DryRun = False,
+    out: Annotated[Path, typer.Option(help="Folder for gpu.json and traces.")] = RESULTS,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny, on the CPU.")] = False,
 ) -> None:
-    """Measure one accelerator part by part."""
+    """Measure one accelerator, part by part.
+
+    The file ``gpu.json`` is ``{"parts": {name: {"measured": ..., "rows": ...}}}``. A run replaces
+    the parts that it measures and keeps the others, so each part has its own date, machine and
+    commit.
+    """
     parts = [PARTS[name] for name in only or PARTS]
-    device = find_device_type(is_dry_run=dry_run)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None and not dry_run:
+        raise typer.BadParameter(
+            "torch finds no accelerator; --dry-run is the same program on the CPU"
+        )
+    # Only the type, because asking for the device's index would allocate memory on the device.
+    device_type = "cpu" if dry_run or accelerator is None else accelerator.type
+    path = out / "gpu.json"
     try:
-        results = Results(out)
-        if dry_run:
-            results.refuse_dry_run(part.name for part in parts)
-        about = provenance(device, is_dry_run=dry_run)
+        results = _read(path) if path.exists() else {}
+        real = [name for name, part in results.items() if not part["measured"]["is_dry_run"]]
+        if kept := [part.name for part in parts if dry_run and part.name in real]:
+            raise ValueError(
+                f"{path} has figures of an accelerator for {', '.join(kept)}, and a dry run "
+                "would replace them; give another --out"
+            )
+        about = provenance(device_type, is_dry_run=dry_run)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    clock = Runner(minutes * MINUTE_S, device_type=device.type)
-    found = {}
+    clock = Runner(60 * minutes, device_type=device_type)
+    found: dict[str, Row] = {}
     for place, part in enumerate(parts):
         left_s = clock.left_s() * part.share / sum(p.share for p in parts[place:])
         print(f"{part.name}: {part.about} ({left_s:.0f} s)")
-        runner = Runner(left_s, device_type=device.type)
-        context = Context(device, dry_run, runner, out.resolve() / "traces" / part.name)
-        found[part.name] = _run(part, context)
-        if not results.add(part.name, found[part.name], about):
+        runner = Runner(left_s, device_type=device_type)
+        try:
+            found[part.name] = part.run(
+                Context(dry_run, runner, out.resolve() / "traces" / part.name)
+            )
+        except Exception as error:  # the remaining parts still run
+            traceback.print_exc()
+            failure = f"{type(error).__name__}: {error}"
+            found[part.name] = {"rows": {"all": {"failure": failure}}}
+        earlier = results.get(part.name, {}).get("rows", {})
+        if measured(earlier) and not measured(found[part.name]["rows"]):
             print(f"{part.name}: no figures; those of an earlier run stay")
+        else:
+            results[part.name] = {"measured": about, **found[part.name]}
+            # After every part, because a later part may be killed.
+            write_report(out, "gpu", {"parts": results})
     print(f"written to {out}")
     for part in parts:
-        part.shown(found[part.name]).show(f"{part.name}: ")
-    drawn = [PARTS[name].shown(results.parts[name]) for name in PARTS if name in results.parts]
-    save_panels(out / "gpu.png", [panel for section in drawn for panel in section.panels])
+        rows = found[part.name]["rows"]
+        section = part.section(found[part.name]) if measured(rows) else Section(part.name, rows, ())
+        section.show(f"{part.name}: ")
 
 
-def _run(part: Part, context: Context) -> Row:
-    """Return the part's result. An error of its own is a row too, so that the other parts run."""
+def provenance(device_type: str, *, is_dry_run: bool) -> Row:
+    """Return date, machine, commit and versions. A real run without a commit raises ValueError."""
+    given = os.environ.get(COMMIT_VARIABLE)
+    commit = given or _output("git", "describe", "--always", "--abbrev=12", "--dirty")
+    if commit is None and not is_dry_run:
+        raise ValueError(
+            f"the sources lie in no repository: set {COMMIT_VARIABLE} to the commit measured"
+        )
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "is_dry_run": is_dry_run,
+        "device": "CPU" if device_type == "cpu" else _from_driver("name"),
+        "driver": None if device_type == "cpu" else _from_driver("driver_version"),
+        **machine(),
+        "host_bytes": memory_limit_bytes(),
+        "versions": {name: version(name) for name in PACKAGES},
+    }
+
+
+def _read(path: Path) -> dict[str, Row]:
     try:
-        return part.run(context)
-    except Exception as error:
-        traceback.print_exc()
-        return {"rows": {"all": {"failure": f"{type(error).__name__}: {error}"}}}
+        parts = json.loads(path.read_text(encoding="utf-8"))["parts"]
+        return {name: dict(part) for name, part in parts.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a result of this program, and would be overwritten: {error!r}; move it "
+            "away, or give another --out"
+        ) from error
+
+
+def _from_driver(what: str) -> str | None:
+    """Return a property of the first device. torch would allocate memory there for the answer."""
+    said = _output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader")
+    return None if said is None else said.split("\n")[0].strip()
+
+
+def _output(*command: str) -> str | None:
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

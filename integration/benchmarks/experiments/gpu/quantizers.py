@@ -1,32 +1,33 @@
-"""The Triton kernels of the block quantizer against copy bandwidth.
+"""Bandwidth of the block quantizer's Triton kernels relative to copy bandwidth.
 
 [Note: figures]
-Each row is one operation (encode; decode; decode_sum of 8 rows), kind, dtype and size. Its
-**moved** bytes are those that it must read and write, in closed form. A device-to-device copy that
-moves as many is timed in the same rounds, in turns with the Triton kernel and with the plain torch
-backend on the device. **share** is the copy's time over the kernel's: the kernel's bandwidth as a
-share of copy bandwidth. The bar, 0.8, is for sizes of 64 Mi elements and more, which no cache
-holds. Before it is timed, each result is compared with the torch backend's on the host; a kernel
-that gives another is a row with that failure.
+A row is one operation (encode, decode, decode_sum of 8 rows), kind, dtype and size. Its moved bytes
+are the bytes that the operation must read and write. Three contenders take turns in the same
+rounds: the Triton kernel, the plain torch backend on the device, and a device-to-device copy of as
+many bytes. The share is the copy's time over the kernel's. The bar (0.8) applies to sizes of at
+least 64 Mi elements, which no cache holds. Each result is first compared with that of the torch
+backend on the host. A kernel with a different result becomes a row with a failure.
 
-The tensors repeat one pattern, a whole number of blocks long. Blocks don't affect each other, so
-the result is the pattern's, repeated; the host computes that once, whatever the size.
+The tensors repeat a pattern of whole blocks. Blocks are independent, so the result is the repeated
+result of the pattern, which the host computes once for all sizes.
 
-Needs an accelerator that Triton serves. A dry run is in Triton's interpreter, or with the torch
-backend alone where triton isn't installed. There, figures of an accelerator are null.
+A dry run uses Triton's interpreter, or only the torch backend where triton is not installed. Its
+figures of an accelerator are null.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import os
 import statistics
 import time
+import timeit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -34,52 +35,47 @@ from torch import Tensor
 from benchmarks.experiments.gpu.part import Context, Part
 from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import Place, Row
-from benchmarks.harness.report import US, Column, Section, bars
+from benchmarks.harness.report import US, Column, Section
 from benchmarks.harness.rounds import has_figures, measured, take_turns
-from benchmarks.harness.tracing import synchronize
+from benchmarks.harness.train import synchronize
 from zero_comm import BlockFormat
 from zero_comm.quantizer.backend import Backend, find_backend
 from zero_comm.quantizer.torch_backend import TorchBackend
 
 MI: Final = 1 << 20
-KINDS: Final = ("int8", "int4", "e4m3", "e5m2")
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BAR: Final = 0.8
-"""Share of copy bandwidth that is asked for."""
+"""Least share of copy bandwidth."""
 BAR_NUMEL: Final = 64 * MI
-"""Elements from which on it is asked for."""
+"""Elements of the smallest tensor to which the bar applies."""
 SUM_ROWS: Final = 8
-FIRST_KINDS: Final = ("int8", "int4")
+FIRST_KINDS, OTHER_KINDS = ("int8", "int4"), ("e4m3", "e5m2")
 MEASURING: Final = 0.8
-"""Share of the part's time in which a row may begin."""
+"""Share of the part's time after which no row begins."""
 _BUSY_WIDTH = 4096
 _HOST = TorchBackend()
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Kinds and sizes of a measurement."""
-
-    kinds: Sequence[str]
     numels: Sequence[int]
-    """Elements, each a multiple of ``pattern_numel``."""
+    """Elements per tensor, each a multiple of ``pattern_numel``."""
     pattern_numel: int
-    """Elements that a tensor repeats. A multiple of every block size. See `operations`."""
+    """Elements of the repeated pattern, a multiple of every block size."""
     rounds: int
     calls: int
     """Calls of each contender in a round, timed together."""
 
 
-REAL: Final = Settings(KINDS, (MI, 4 * MI, 16 * MI, 64 * MI, 256 * MI), MI, rounds=7, calls=10)
-DRY: Final = Settings(KINDS, (1 << 10, 1 << 12), 1 << 10, rounds=1, calls=1)
+REAL: Final = Settings((MI, 4 * MI, 16 * MI, 64 * MI, 256 * MI), MI, rounds=7, calls=10)
+DRY: Final = Settings((1 << 10, 1 << 12), 1 << 10, rounds=1, calls=1)
 
 
 def _run(context: Context) -> Row:
-    # It stops by itself before it would be ended.
+    # The measurement stops itself before its process would be killed.
     deadline = time.time() + MEASURING * context.runner.left_s()
-    settings = DRY if context.is_dry_run else REAL
-    target = f"{__name__}:measure"
-    (found,) = context.runner.start(target, {"settings": settings, "deadline": deadline})
+    arguments = {"is_dry_run": context.is_dry_run, "deadline": deadline}
+    (found,) = context.runner.start(f"{__name__}:measure", arguments)
     rows: dict[str, Row] = {_name(row): row for row in found.pop("rows", ())}
     if num_left := found.pop("num_left", 0):
         rows["others"] = {"skipped": f"{num_left} rows: the time was over"}
@@ -92,47 +88,38 @@ def _name(row: Row) -> str:
     return f"{row['operation']} {row['kind']} {row['dtype']} {row['numel']}"
 
 
-def measure(place: Place, settings: Mapping[str, Any], deadline: float) -> Row:
-    """Measure all rows in a process of their own. A target of `benchmarks.harness.ranks`.
+def measure(place: Place, is_dry_run: bool, deadline: float) -> Row:
+    """Measure all rows in this process. A target of `benchmarks.harness.ranks`.
 
-    The result is written row by row, the kinds and sizes of the bar first. Rows after ``deadline``,
-    a time of `time.time`, are counted.
+    The result is written after every row. Rows that would begin after ``deadline`` (a `time.time`)
+    are only counted.
     """
-    what = Settings(**settings)
+    what = DRY if is_dry_run else REAL
     device = find_device()
     backend = interpreted() if device.type == "cpu" else on_device(device)
     stopwatch = Stopwatch(device)
     found: Row = {"backend": backend.name, "rows": [], "num_left": 0}
-    for part in _by_interest(what):
-        for job in operations(part, device):
+    # The kinds and sizes with a bar are measured first, because the time may end before the last
+    # row.
+    large = [numel for numel in what.numels if numel >= BAR_NUMEL]
+    small = [numel for numel in what.numels if numel < BAR_NUMEL]
+    for kinds, numels in itertools.product((FIRST_KINDS, OTHER_KINDS), (large, small)):
+        for job in operations(kinds, numels, what.pattern_numel, device):
             if time.time() > deadline:
                 found["num_left"] += 1
                 continue
             row = dict(job.about)
             try:
                 row |= compare(job, backend, what, stopwatch, device)
-            except Exception as error:  # a wrong result, a kernel that does not compile: a row
+            except Exception as error:  # wrong results and failed compilations become rows
                 row["failure"] = f"{type(error).__name__}: {error}"
             found["rows"].append(row)
             place.write(found)
     return found
 
 
-def _by_interest(settings: Settings) -> list[Settings]:
-    """Return the settings in parts: kinds and sizes of the bar, other sizes, other kinds."""
-    return [
-        replace(
-            settings,
-            kinds=[kind for kind in settings.kinds if (kind in FIRST_KINDS) == is_first],
-            numels=[numel for numel in settings.numels if (numel >= BAR_NUMEL) == is_large],
-        )
-        for is_first in (True, False)
-        for is_large in (True, False)
-    ]
-
-
 def on_device(device: torch.device) -> Backend:
-    """Return Triton's kernels, or raise LookupError if another backend serves ``device``."""
+    """Return Triton's backend, or raise LookupError if another backend serves ``device``."""
     backend = find_backend(device)
     if backend.name != "triton":
         raise LookupError(
@@ -143,50 +130,50 @@ def on_device(device: torch.device) -> Backend:
 
 
 def interpreted() -> Backend:
-    """Return the kernels in Triton's interpreter, or the torch backend where triton is missing.
+    """Return Triton's backend in its interpreter, or the torch backend without triton.
 
-    Sets TRITON_INTERPRET of this process, which has not imported triton.
+    Sets TRITON_INTERPRET in this process, before triton is imported.
     """
     if importlib.util.find_spec("triton") is None:
         return TorchBackend()
-    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it as it is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # triton reads this variable when it is imported
     from zero_comm.quantizer.triton_backend import BACKEND
 
-    # NumPy, which interprets, warns of overflow that is meant.
+    # The interpreter computes with NumPy, which warns of intended overflows.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
     return BACKEND
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation on tensors of one size."""
+    """One quantizer operation on tensors of one size."""
 
     about: Row
-    """``operation``, ``kind``, ``dtype``, ``numel``, and ``moved_bytes``: read and written, at the
-    least."""
+    """``operation``, ``kind``, ``dtype``, ``numel`` and ``moved_bytes``, the least bytes read and
+    written."""
     run: Callable[[Backend], object]
     spoil: Callable[[], object]
     """Overwrites the last run's result."""
     is_right: Callable[[], bool]
-    """Whether the last run's result is the host's. Waits for the device."""
+    """Returns whether the last run's result equals the host's. Waits for the device."""
 
 
-def operations(settings: Settings, device: torch.device) -> Iterator[Operation]:
-    """Yield all operations, each made when it is taken: together they would fill the device."""
-    for kind in settings.kinds:
-        fmt = BlockFormat.make(kind)
-        for dtype in DTYPES:
-            for numel in settings.numels:
-                pattern = _pattern(1, settings.pattern_numel).to(DTYPES[dtype])
-                yield _encode(fmt, dtype, numel, pattern, device)
-                yield _decode(fmt, dtype, numel, pattern, device)
-        for numel in settings.numels:
-            pattern = _pattern(SUM_ROWS, settings.pattern_numel)
+def operations(
+    kinds: Sequence[str], numels: Sequence[int], pattern_numel: int, device: torch.device
+) -> Iterator[Operation]:
+    """Yield operations one at a time, because the tensors of all would not fit on the device."""
+    for fmt in map(BlockFormat.make, kinds):
+        for dtype, numel in itertools.product(DTYPES, numels):
+            pattern = _pattern(1, pattern_numel).to(DTYPES[dtype])
+            yield _encode(fmt, dtype, numel, pattern, device)
+            yield _decode(fmt, dtype, numel, pattern, device)
+        for numel in numels:
+            pattern = _pattern(SUM_ROWS, pattern_numel)
             yield _decode(fmt, "fp32", numel, pattern, device)
 
 
 def _pattern(num_rows: int, numel: int) -> Tensor:
-    """Return values with runs of many magnitudes, fp32 on the host."""
+    """Return fp32 values on the host whose magnitude changes every 32 elements."""
     generator = torch.Generator().manual_seed(numel + num_rows)
     x = torch.randn(num_rows, numel, generator=generator)
     runs = torch.randint(-20, 5, (num_rows, numel // 32), generator=generator)
@@ -204,7 +191,7 @@ def _repeated_rows(pattern: Tensor, numel: int, fmt: BlockFormat, device: torch.
     part = pattern.shape[1]
     rows = _encoded(pattern, fmt)
     whole = torch.zeros(len(rows), fmt.nbytes(numel), dtype=torch.uint8, device=device)
-    # The bytes of the codes, and those of the scales.
+    # Positions in bytes where codes begin, codes end, and scales end.
     stops = (0, fmt.codes_nbytes(part), fmt.used_nbytes(part))
     stops_of_whole = (0, fmt.codes_nbytes(numel), fmt.used_nbytes(numel))
     for i in (0, 1):
@@ -230,8 +217,6 @@ def _encode(
 def _decode(
     fmt: BlockFormat, dtype: str, numel: int, pattern: Tensor, device: torch.device
 ) -> Operation:
-    """Return decoding a row, or the sum of several."""
-
     def run(backend: Backend, rows: Tensor, out: Tensor) -> None:
         if len(rows) > 1:
             backend.decode_sum(rows, out[0], fmt)
@@ -239,7 +224,7 @@ def _decode(
             backend.decode(rows, out, fmt)
 
     def is_right() -> bool:
-        """Return whether finite values repeat the pattern's, but for signs of zeros."""
+        """Return whether the finite values repeat the pattern's. 0 and -0 count as equal."""
         there = expected[0].to(device)
         return bool((out[0].view(-1, len(there)) == there).all())
 
@@ -262,11 +247,11 @@ def _about(operation: str, fmt: BlockFormat, dtype: str, numel: int, moved_bytes
 
 
 class Stopwatch:
-    """Times calls: by events on an accelerator, by the clock on a CPU.
+    """Measures the time of calls, by events on an accelerator and by the clock on a CPU.
 
-    A call takes the host longer to start than a small kernel takes to run. So the device is first
-    given other work, long enough for the host to start all the calls meanwhile: they then run back
-    to back, and the time between the two events is theirs alone.
+    The host takes longer to launch a call than a small kernel takes to run. The device therefore
+    first gets other work, during which the host launches all calls. The calls then run back to
+    back, and the time between two events is theirs alone.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -275,54 +260,41 @@ class Stopwatch:
         if device.type != "cpu":
             self._busy = torch.zeros(_BUSY_WIDTH, _BUSY_WIDTH, dtype=torch.bfloat16, device=device)
             self._keep_busy(3)
-            self._busy_s = self._between_events(lambda: self._keep_busy(10)) / 10
+            self._busy_s = self._between_events(lambda: self._keep_busy(1), 10)
 
     def time_s(self, run: Callable[[], object], calls: int) -> float:
-        """Return the seconds per call of ``run``, which was called before."""
-
-        def run_all() -> None:
-            for _ in range(calls):
-                run()
-
+        """Return the seconds per call of ``run``, which must have been called once already."""
+        # timeit turns the garbage collector off while it measures.
         if self._device.type == "cpu":
-            return _seconds(run_all) / calls
+            return timeit.timeit(run, number=calls) / calls
         synchronize(self._device)
-        host_s = calls * _seconds(run)
+        host_s = calls * timeit.timeit(run, number=1)
         synchronize(self._device)
         self._keep_busy(math.ceil(2 * host_s / self._busy_s))
-        return self._between_events(run_all) / calls
+        return self._between_events(run, calls)
 
     def _keep_busy(self, times: int) -> None:
         for _ in range(times):
             torch.mm(self._busy, self._busy)
 
-    def _between_events(self, run: Callable[[], object]) -> float:
+    def _between_events(self, run: Callable[[], object], calls: int) -> float:
         start, stop = (torch.Event(self._device.type, enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        for _ in range(calls):
+            run()
         stop.record()
         stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    started_at = time.perf_counter()
-    run()
-    return time.perf_counter() - started_at
+        return float(start.elapsed_time(stop)) / 1e3 / calls
 
 
 class WrongResultError(RuntimeError):
-    """The backend gives other bytes or values than the host."""
+    """A backend's result differs from the host's."""
 
 
 def compare(
     job: Operation, backend: Backend, settings: Settings, stopwatch: Stopwatch, device: torch.device
 ) -> Row:
-    """Check and time ``backend``, plain torch and a copy of as many bytes.
-
-    Raises:
-        WrongResultError: a result differs from the host's.
-    """
+    """Check ``backend``, then time ``backend``, plain torch, and a copy of as many bytes."""
     backends: dict[str, Backend] = {"torch": TorchBackend(), backend.name: backend}
     is_equal = {}
     for name, contender in backends.items():
@@ -346,7 +318,7 @@ def compare(
     def time_s(name: str, _: int) -> Row:
         return {"s": stopwatch.time_s(lambda: run(name), settings.calls)}
 
-    run("copy")  # allocates; the others ran before
+    run("copy")  # allocates the copy's memory, as the checks above did for the others
     found = take_turns(["copy", *backends], settings.rounds, time_s)
     times = {name: statistics.median(row["s"] for row in rows) for name, rows in found.items()}
     return {
@@ -358,7 +330,6 @@ def compare(
 
 
 def figures(times: Mapping[str, float], about: Row, name: str, device: torch.device) -> Row:
-    """Return bandwidths and their ratios, null on a CPU."""
     if device.type == "cpu":
         keys = ("bytes_per_s", "copy_bytes_per_s", "share", "times_torch", "is_met")
         return dict.fromkeys(keys)
@@ -373,15 +344,10 @@ def figures(times: Mapping[str, float], about: Row, name: str, device: torch.dev
 
 
 def _section(found: Row) -> Section:
-    """Return a line per row of the largest size, which the bar is for.
-
-    Cells of figures that this device does not have are empty.
-    """
     title, rows = f"{found['backend']} kernels, the largest tensors", found["rows"]
     there = measured(rows)
     largest = max((row["numel"] for row in there.values()), default=0)
     of_largest = {name: row for name, row in there.items() if row["numel"] == largest}
-    has_share = any(row["share"] is not None for row in there.values())
 
     def microseconds(row: Row) -> float:
         return float(row["median_s"][row["backend"]]) / US
@@ -393,14 +359,9 @@ def _section(found: Row) -> Section:
         Column("torch / it", "times_torch", ".1f"),
         Column("bar", "is_met"),
     )
-    panels = (
-        bars(title, of_largest, {"": "share"}, "share of copy bandwidth", bar=BAR)
-        if has_share
-        else bars(title, of_largest, {"": microseconds}, "µs")
-    )
     left_out = {name: row for name, row in rows.items() if name not in there}
     caption = f"bar: {BAR} of copy bandwidth from {BAR_NUMEL // MI} Mi elements on"
-    return Section(title, {**of_largest, **left_out}, columns, caption, "operation", panels)
+    return Section(title, {**of_largest, **left_out}, columns, caption, "operation")
 
 
 PART = Part("quantizers", "Triton's quantizer kernels against copy bandwidth", 3.0, _run, _section)

@@ -1,1 +1,1 @@
-"""Lossless differences of weights: recorded, encoded beside other codecs, and sent in real runs."""
+"""Lossless differences of weights: recorded steps, comparison with other codecs, and whole runs."""

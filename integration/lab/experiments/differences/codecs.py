@@ -1,15 +1,15 @@
-"""Codecs on differences of recorded steps: bits per weight and speed, of one thread.
+"""Codecs for the weight differences of recorded training steps: size and single-thread speed.
 
-A GPT-2 in bf16 over fp32 master weights is trained from nothing with warm-up and decay, and then
-fine-tuned at several learning rates. At some steps the weights before and after are recorded. Other
-codecs get the exclusive or of the two, which has the most zeros.
+A GPT-2 in bf16 over fp32 master weights is trained from scratch with warm-up and decay, then
+fine-tuned at several learning rates. The weights before and after some steps are recorded. Codecs
+other than zero-comm's get the exclusive or of the two, which has the most zeros.
 
 [Note: figures]
-entropy   of the differences as ordered integers, in bits per weight: what no codec of single
-          differences can go below
-bits      per weight, of the encoded difference
-encode,   bytes of the 16-bit weights over the fastest of several calls; a codec that needs the
-decode    exclusive or is given it, and it is not timed
+entropy   entropy of the differences as ordered integers, in bits per weight. No codec that encodes
+          differences one at a time can be smaller
+bits      size of the encoded difference in bits per weight
+encode,   bytes of the 16-bit weights per second, fastest of several calls. The time of computing
+decode    the exclusive or is not included
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero_engine.train.data import Corpus
 SHAPE = GptShape(layers=4, width=256, heads=4, vocab=2048, context=128)
 """3.7 million parameters."""
 FROM_NOTHING = 3e-4
-"""Learning rate of the training that the others go on from."""
+"""Learning rate of the training from which the fine-tunings start."""
 FINE_TUNING = (1e-6, 1e-5, 2e-5)
 MICRO_BATCH = 8
 _NUM_CALLS = 7
@@ -41,7 +41,7 @@ OURS = "zero-comm"
 
 @dataclass(frozen=True)
 class Recorded:
-    """Weights before and after one step: flat, bf16."""
+    """Weights before and after one step, flat and in bf16."""
 
     name: str
     learning_rate: float
@@ -50,7 +50,7 @@ class Recorded:
 
 
 def record(corpus: Corpus, steps: int) -> Iterator[Recorded]:
-    """Train, and yield steps in warm-up, at the peak and at the end of each run."""
+    """Train, and yield steps at the start, at the learning rate's peak, midway and at the end."""
     torch.manual_seed(0)
     shape = replace(SHAPE, vocab=corpus.vocab_size, context=corpus.train.shape[1])
     model = Gpt(shape).bfloat16()
@@ -114,7 +114,7 @@ def _ours(old: Tensor, new: Tensor) -> Row:
     apply_difference(values, encoded)
     assert torch.equal(values.view(torch.int16), new.view(torch.int16))
 
-    def decode() -> None:  # from other values: how long it takes does not depend on them
+    def decode() -> None:  # each call changes `values`, but not the time of decoding
         apply_difference(values, encoded)
 
     return _figures(old, len(encoded), lambda: encode_difference(old, new), decode)

@@ -1,8 +1,8 @@
-"""Lossless differences of weights beside other codecs, and their bytes over whole runs.
+"""Lossless differences of weights compared with other codecs, and their bytes over whole runs.
 
-`lab.experiments.differences.codecs` has the figures of the first tables, and
-`lab.experiments.differences.runs` what the last ones are of: "of whole" is a contender's
-bytes over those of whole weights, summed over a run; "worst" the largest of a step.
+The first tables have the figures of `lab.experiments.differences.codecs`. The last ones have those
+of `lab.experiments.differences.runs`: "of whole" is a contender's bytes over those of whole weights
+in a run, "worst" the largest such ratio of a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero_engine.train.data import Corpus
 
 GIGA = 1e9
 BARS: Mapping[str, float] = {"3e-04": 0.35, "2e-05": 0.15, "1e-05": 0.125}
-"""Largest share of whole weights' bytes, by learning rate."""
+"""Largest share of the whole weights' bytes, by learning rate."""
 SPEED_BAR = 5e9
 WORST_BAR = 1.02
 
@@ -63,7 +63,7 @@ def main(
 
 
 def codec_section(recorded: Mapping[str, Row]) -> Section:
-    """Return a line per recorded step and codec."""
+    """Return a table with a line per recorded step and codec."""
     rows = {
         f"{step}: {name}": {
             "entropy": row["entropy"],
@@ -114,7 +114,7 @@ def _by_rate(found: Sequence[Row]) -> dict[float, list[Row]]:
 
 
 def run_section(found: Sequence[Row]) -> Section:
-    """Return a line per contender at one learning rate."""
+    """Return a table with a line per contender at one learning rate."""
     lr = found[0]["lr"]
     (whole,) = [row for row in found if row["contender"] == runs.WHOLE]
     bar = BARS.get(f"{lr:.0e}")

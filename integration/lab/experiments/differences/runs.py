@@ -1,9 +1,9 @@
-"""Bytes of parameters between two nodes over whole runs, with the loss of each.
+"""Bytes of parameters between two nodes over whole runs, with the losses.
 
-Four ranks act as two nodes of two, at stage 3 in bf16 over fp32 master weights. Contenders send the
-weights of each step once to the other node (secondary shards): whole, in 8 bits (qwZ), as 4-bit
-differences (SDP4Bit), or as lossless differences. The runs from nothing come first; fine-tuning
-goes on from the weights of the whole one.
+Four ranks act as two nodes of two, at stage 3 in bf16 over fp32 master weights. With secondary
+shards (hpZ) each step's weights go to the other node once: whole, in 8 bits (qwZ), as 4-bit
+differences (SDP4Bit), or as lossless differences. The runs from scratch come first. Fine-tuning
+starts from the final weights of the one that sends whole weights.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ CONTENDERS: Mapping[str, Mapping[str, Any]] = {
     "4-bit differences": {**QWZ, **_HPZ, "zero_quantized_weights_format": "int4_difference"},
     LOSSLESS: {"zero_lossless_weights": True, **_HPZ},
 }
-"""Keys of ``zero_optimization``, besides stage 3."""
+"""Keys of ``zero_optimization`` in addition to stage 3."""
 LIMIT_S = 1800.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """A contender at one learning rate, from nothing or from ``base``."""
+    """A contender at one learning rate, from scratch or from the weights in ``base``."""
 
     contender: str
     lr: float
     steps: int
     base: str | None = None
-    """File of the weights to begin with."""
+    """File with the initial weights."""
     saved: str | None = None
-    """File that the weights are written to at the end."""
+    """File to which the final weights are written."""
 
 
 def start(run: Run, corpus: Path) -> Row:
-    """Train in fresh processes. Returns the figures of `measure`."""
+    """Train in fresh processes and return the figures of `measure`."""
     arguments = {"run": run, "corpus": str(corpus)}
     nodes = (HERE,) * (NUM_RANKS // RANKS_PER_NODE)
     return run_ranks(f"{__name__}:measure", arguments, NUM_RANKS, nodes=nodes, limit_s=LIMIT_S)[0]
 
 
 def measure(place: Place, run: Mapping[str, Any], corpus: str) -> Row:
-    """Train. Returns bytes between nodes of each step, of all ranks, and the mean loss of each."""
+    """Train on this rank. Return mean losses and bytes between nodes per step, over all ranks."""
     what, text = Run(**run), Corpus.open(Path(corpus), seed=0)
     torch.set_num_threads(1)
     place.join()

@@ -1,1 +1,1 @@
-"""Costs of a key: engines with and without it train in turn."""
+"""Costs of a configuration key, by engines with and without the key that train in turn."""

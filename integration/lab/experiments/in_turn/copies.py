@@ -1,17 +1,17 @@
-"""Steps with copies of all states in memory (``memory_checkpoint``), beside steps without.
+"""Step time with copies of all states in memory (``memory_checkpoint``) and without.
 
 Two engines train the same GPT-2 in fp32 with AdamW on the same ranks, in turn. A turn ends when its
-last copy is whole.
+last copy is complete.
 
 [Note: figures]
-step     median of the turns' seconds per step, without copies
+step     median over the turns of the seconds per step, without copies
 copied   the same with copies
 longer   median over the turns of copied / step - 1
-CPU      the same ratio of the processor time, user and system, of all of rank 0's threads
-+-       standard error of the median before it, from the quartiles of the turns
-bytes    that a rank copies per step
-bound    seconds that these bytes take at the bandwidth at which rank 0 copies memory alone, over
-         step: what copies would cost that nothing hides
+CPU      the same ratio for the CPU time, user and system, of all threads of rank 0
++-       standard error of the preceding median, from the quartiles of the turns
+bytes    bytes that a rank copies per step
+bound    seconds to copy these bytes at rank 0's memory bandwidth, over step. It is the cost of
+         copies that overlap with nothing
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def measure(place: Place, job: Mapping[str, Any], turns: int, memory: str) -> Ro
 
 
 def _wait_for_copies(engine: zero_core.Engine) -> None:
-    with engine.rewriting():  # once its last copy is whole
+    with engine.rewriting():  # `rewriting` waits until the engine's last copy is complete
         pass
 
 

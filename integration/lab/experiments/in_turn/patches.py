@@ -1,18 +1,20 @@
-"""Steps with a log of changed weights (``weight_patches``), beside steps without.
+"""Step time with a log of changed weights (``weight_patches``) and without.
 
 Two engines fine-tune the same GPT-2 in bf16 over fp32 master weights with AdamW, in turn. After
-each turn of the one with the log a patch is made, which the figures of steps leave out. Nothing was
-trained before, so all weights move by the learning rate: such steps send the most.
+each turn of the engine with the log a patch is made, whose time is not part of the step times. The
+model was not trained before, so all weights move by the learning rate, and patches are at their
+largest.
 
 [Note: figures]
-step     median of the turns' seconds per step, without a log
+step     median over the turns of the seconds per step, without a log
 logged   the same with a log
 longer   median over the turns of logged / step - 1
-CPU      the same ratio of the processor time of all of rank 0's threads
-+-       standard error of the median before it, from the quartiles of the turns
-patch    median of the seconds that `weight_patch` takes
+CPU      the same ratio for the CPU time of all threads of rank 0
++-       standard error of the preceding median, from the quartiles of the turns
+patch    median seconds of `weight_patch`
 share    largest patch over the bytes of the weights
-log      most bytes of the log over those that a rank has without it, activations left out
+log      largest log over the planned memory of a rank without it, both in bytes. Activations are
+         not included
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def measure(place: Place, job: Mapping[str, Any], turns: int, versions: int) -> 
     ):
         found[name].append(taken)
         if name == "logged":
-            held = max(held, logged.memory_report()["weight patches"])  # the next patch's bits too
+            # Includes the bits of the next patch.
+            held = max(held, logged.memory_report()["weight patches"])
             began = time.perf_counter()
             patch = logged.weight_patch(since=logged.patch_version)
             patch_s.append(time.perf_counter() - began)

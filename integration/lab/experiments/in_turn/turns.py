@@ -1,6 +1,6 @@
-"""Two engines that train in turn: how much longer the steps of one take.
+"""Two engines that train in turn, and the difference of their step times.
 
-Which one is first changes with each turn, so that what happens beside them falls on both.
+The engine that begins alternates, so that other work on the machine affects both engines.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from benchmarks.harness.sides import engine_loop
 
 
 class Taken(NamedTuple):
-    """Seconds per step of a turn.
+    """Times per step of one turn.
 
     Attributes:
-        s: on the clock.
-        cpu_s: processor time, user and system, of all of this process's threads.
+        s: wall-clock seconds.
+        cpu_s: CPU seconds, user and system, of all threads of this process.
     """
 
     s: float
@@ -37,10 +37,10 @@ def train_in_turn(
     turns: int,
     finish: Callable[[zero_core.Engine], None] = lambda engine: None,
 ) -> Iterator[tuple[str, Taken]]:
-    """Train each engine for ``steps`` steps per turn. Yields its name and times after each.
+    """Train each engine for ``steps`` steps per turn. Yield its name and times after each turn.
 
-    Every rank must exhaust it. ``finish`` waits for what an engine still does after its last step,
-    and counts. There is one turn more than ``turns``, the first: it does not count.
+    Every rank must exhaust the iterator. ``finish`` waits for an engine's remaining work, and its
+    time counts. The first of ``turns + 1`` turns is for warming up.
     """
     for turn in range(turns + 1):
         for name in sorted(engines, reverse=bool(turn % 2)):
@@ -55,18 +55,19 @@ def train_in_turn(
 
 
 def longer(plain: list[float], other: list[float]) -> tuple[float, float]:
-    """Return the median of the turns' ratios less 1, and its standard error."""
+    """Return the median of the turns' time ratios less 1, and its standard error."""
     ratios = [b / a for a, b in zip(plain, other, strict=True)]
     lower, _, upper = statistics.quantiles(ratios, n=4)
-    # A median's error is 1.253 standard deviations over the root; quartiles are 1.349 apart.
+    # A median's standard error is 1.253 standard deviations over the square root of the count.
+    # Quartiles are 1.349 standard deviations apart.
     return statistics.median(ratios) - 1, 1.253 * (upper - lower) / 1.349 / len(ratios) ** 0.5
 
 
 def comparison(plain: list[Taken], other: list[Taken], name: str) -> dict[str, float]:
-    """Return the medians of both, and what `longer` says of them, without the first turn.
+    """Return both engines' medians and the figures of `longer`, without the first turn.
 
-    Keys are ``step_s``, ``{name}_s``, ``longer_s`` and ``error_s``, and those of processor time
-    with ``cpu_s`` at their ends.
+    The keys of wall-clock times are ``step_s``, ``{name}_s``, ``longer_s`` and ``error_s``. The
+    keys of CPU times end in ``cpu_s``.
     """
     row: dict[str, float] = {}
     for index, kind in enumerate(Taken._fields):

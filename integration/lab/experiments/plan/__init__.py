@@ -1,1 +1,1 @@
-"""Predicted time and memory against measured ones."""
+"""Predicted and measured time and memory of training steps."""

@@ -1,4 +1,4 @@
-"""Configurations that are predicted and measured: held-out ones, and others to mend by."""
+"""Configurations to predict and measure: a held-out set, and others for tuning the prediction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Model = tuple[str, GptShape, int]
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration: a job on one node or on two."""
+    """A configuration: a job on one or two nodes."""
 
     job: Job
     has_link: bool = False
@@ -63,7 +63,7 @@ def _case(
 
 
 def held_out() -> Iterator[Case]:
-    """Yield the 24 configurations."""
+    """Yield the 24 held-out configurations."""
     for dtype in ("fp32", "bf16"):
         for is_offloaded in (False, True):
             yield _case("wide", WIDE, 0, dtype, is_offloaded=is_offloaded)
@@ -79,7 +79,7 @@ def held_out() -> Iterator[Case]:
 
 
 def tuning() -> Iterator[Case]:
-    """Yield configurations of other models."""
+    """Yield configurations of other models, for tuning the prediction."""
     yield _case("middle", MIDDLE, 0, "fp32")
     yield _case("hf small", HF_SMALL, 0, "bf16", is_offloaded=True)
     yield _case("middle", MIDDLE, 1, "bf16", ranks=2)
@@ -89,7 +89,7 @@ def tuning() -> Iterator[Case]:
 
 
 def searched() -> Iterator[Case]:
-    """Yield 6 of the held-out ones, with as few samples as leave something to choose."""
+    """Yield 6 held-out configurations, with so few samples that the plan has several choices."""
     of_name = {case.name: case for case in held_out()}
     for name, micro_batch in (
         ("wide, stage 0, fp32, 1 ranks", 4),

@@ -1,19 +1,20 @@
-"""Predicted time and memory of a step against measured ones, and the choice against a search.
+"""Predicted and measured time and memory of a step, and the plan's choice against a search.
 
 [Note: cases]
 held-out   24 configurations that nothing was fitted to: stage, dtype, offload, ranks, model, link
-tuning     others, by which the prediction may be mended
-search     6 of the held-out ones: every choice of the plan is measured, then the chosen one and the
-           fastest ones again, in turns, and the chosen one is compared with each of these
+tuning     other configurations, for improving the prediction
+search     6 held-out configurations. Every choice of the plan is measured. Then the plan's best
+           choice and the fastest ones are measured again in turn and compared
 
-The rates are those of ``zero-engine doctor --measure``, taken first. Ranks of "2 nodes" are alone
-in network namespaces that a limited veth pair joins (`benchmarks.experiments.comm.link`; root). The
-exchanges over that link are measured by the same program in the same namespaces.
+The rates are those of ``zero-engine doctor --measure``, measured first. With "2 nodes" each rank is
+in its own network namespace, and a rate-limited veth pair joins the namespaces
+(`benchmarks.experiments.comm.link`, needs root). The rates of that link are measured by the same
+program in the same namespaces.
 
-time      median of the steps, all ranks beginning together, over the predicted seconds. Each case
-          and each choice is measured in ``--rounds`` rounds, minutes apart, and the fastest round
-          counts: what else the machine does only adds to it
-memory    peak resident memory of a rank over the planned bytes, in a run of its own with glibc's
+time      median step time over the predicted time. All ranks begin a step together. Each case and
+          choice is measured in ``--rounds`` rounds, minutes apart. The fastest round counts,
+          because other work on the machine can only add time
+memory    peak resident memory of a rank over the planned bytes, in a separate run with glibc's
           ``MALLOC_MMAP_THRESHOLD_`` at 64 KiB, as in `benchmarks.experiments.memory`
 """
 
@@ -43,18 +44,18 @@ from benchmarks.harness.report import MS, Column, Section, bars, judged, machine
 from benchmarks.harness.rounds import start_ranks
 from lab.experiments.plan.cases import AGAIN, SETS, Case
 from zero_engine.calibration.machine import measure_machine, read_calibration
-from zero_engine.calibration.rank import measure as measure_rank
-from zero_engine.calibration.rank import merged
+from zero_engine.calibration.training import measure as measure_rank
+from zero_engine.calibration.training import merged
 from zero_engine.planning import Calibration, Rates, TimedChoice, TimedPlan, plan
 from zero_engine.planning.search import whole
 
 RATE_MBIT = 500
-"""Of the link between the nodes."""
+"""Rate of the link between the nodes."""
 TIME_BAR, WORST_TIME_BAR, NUM_WITHIN = 0.10, 0.20, 20
 MEMORY_BAR, WORST_MEMORY_BAR = 0.05, 0.08
 CHOICE_BAR, PLAN_BAR_S = 0.05, 30.0
 NUM_FINALISTS, FINAL_ROUNDS, HOPELESS = 3, 9, 1.5
-"""Of a search. See `search`."""
+"""Parameters of `search`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Bench:
         return self.nodes if case.has_link else (HERE,)
 
     def plan(self, case: Case) -> tuple[TimedPlan, float]:
-        """Return the plan and the seconds that it took."""
+        """Return the plan and how many seconds planning took."""
         started_at = time.perf_counter()
         job = case.job
         size = (job.micro_batch, job.shape.context)
@@ -106,7 +107,7 @@ class Bench:
         return float(statistics.median(sum(group) for group in groups))
 
     def peak_bytes(self, case: Case) -> float:
-        """Return the largest rise of a rank's resident memory."""
+        """Return the largest growth of a rank's resident memory."""
         micro_steps = int(case.job.top.get("gradient_accumulation_steps", 1))
         job = replace(case.job, steps=2 * micro_steps)
         rows = run_ranks(
@@ -144,13 +145,12 @@ def compared(bench: Bench, case: Case, step_s: float) -> Row:
 
 
 def search(bench: Bench, case: Case, rounds: int) -> Row:
-    """Measure every choice of a case's plan, and compare the chosen one with the fastest.
+    """Measure every choice of a case's plan, and compare the plan's best choice with the fastest.
 
-    A choice that took `HOPELESS` times as long as the fastest one so far is not measured in the
-    next round. Of many choices that are equally fast, the one that measures fastest is the
-    luckiest. So the `NUM_FINALISTS` fastest and the chosen one are measured again, in turns,
-    `FINAL_ROUNDS` times, and these times alone are compared: each finalist's with the chosen
-    one's of the same round, because the machine's speed changes over minutes more than choices
+    A choice slower than `HOPELESS` times the fastest is not measured in later rounds. Among equally
+    fast choices the fastest measured one is only the luckiest. Therefore the `NUM_FINALISTS`
+    fastest and the plan's best are measured again, in turn, `FINAL_ROUNDS` times. Only these times
+    are compared, round by round, because the machine's speed changes more over minutes than choices
     differ.
     """
     planned, plan_s = bench.plan(case)
@@ -173,7 +173,7 @@ def search(bench: Bench, case: Case, rounds: int) -> Row:
     finalists = list(dict.fromkeys([whole(best), *order[:NUM_FINALISTS]]))
     times: dict[str, list[float]] = {name: [] for name in finalists}
     for number in range(FINAL_ROUNDS):
-        # Turned round every other time: none is always measured after the same one.
+        # Every other round is in reverse order, so that no choice always runs after the same one.
         for name in finalists[:: -1 if number % 2 else 1]:
             times[name].append(_choice_s(bench, case, choices[name]))
     over = {name: _median_ratio(times[whole(best)], times[name]) for name in finalists}
@@ -192,7 +192,7 @@ def search(bench: Bench, case: Case, rounds: int) -> Row:
 
 
 def _median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median of times that were taken in turns, each over the other of its round."""
+    """Return the median ratio of times measured in turn, paired by round."""
     return statistics.median(mine / other for mine, other in zip(times, others, strict=True))
 
 
@@ -201,7 +201,7 @@ def _choice_s(bench: Bench, case: Case, choice: TimedChoice) -> float:
 
 
 def _job_of(job: Job, choice: TimedChoice) -> Job:
-    """Return the job with a choice's configuration. Its steps have as many samples."""
+    """Return the job with a choice's configuration and as many samples per step."""
     written = choice.apply(job.config())
     again = AGAIN if choice.is_recomputed else {}
     zero = {k: v for k, v in written["zero_optimization"].items() if k != "stage"}
@@ -210,14 +210,14 @@ def _job_of(job: Job, choice: TimedChoice) -> Job:
 
 
 def measure_link(place: Place) -> Row:
-    """Return the rates of the exchanges between the ranks of a link."""
+    """Measure the rates of collectives between ranks on the link."""
     torch.set_num_threads(1)
     place.join()
     return measure_rank(torch.device("cpu"), cores=1, disk=None, is_link_alone=True)
 
 
 def _over_link(calibration: Calibration, link: Link) -> Calibration:
-    """Return the rates of two ranks of this machine, each a node of its own behind the link."""
+    """Return the rates of two ranks that are separate nodes on the link."""
     rows = run_ranks(f"{__name__}:measure_link", {}, len(NODES), nodes=link.nodes)
     found = {"format": "zero calibration 1", "device": "", "source": "", "rates": [merged(rows)]}
     own, of_link = calibration.at(len(NODES)), Calibration.from_json(found, "the link's rates")
@@ -241,7 +241,7 @@ def main(
     output: Output = RESULTS,
 ) -> None:
     """Measure, write ``plan.json`` and ``plan.png``, print a table per set."""
-    os.environ.pop("OMP_NUM_THREADS", None)  # ranks share the cores
+    os.environ.pop("OMP_NUM_THREADS", None)  # ranks then share the cores
     started_at = time.perf_counter()
     calibration = _rates(rates, output)
     calibration_s = time.perf_counter() - started_at
@@ -302,7 +302,7 @@ def _rates(path: Path | None, output: Path) -> Calibration:
 
 
 def summary(name: str, rows: Mapping[str, Row]) -> Row:
-    """Return the figures that the bars are about."""
+    """Return the figures to which the bars apply."""
     longest = max(row["plan_s"] for row in rows.values())
     if name == "search":
         worst = max(row["over_best"] for row in rows.values())

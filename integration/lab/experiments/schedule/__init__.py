@@ -1,1 +1,1 @@
-"""Steps with offload in virtual time: how long they are, and beside steps without offload."""
+"""Length of steps with offload in virtual time, and relative to steps without offload."""

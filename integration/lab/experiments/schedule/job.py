@@ -1,28 +1,28 @@
-"""One training in virtual time: the engine and zero-offload's tiers under simulated clocks.
+"""A training in virtual time: the engine and zero-offload's tiers under simulated clocks.
 
-The engine and zero-offload's tiers run for real, a small model on the CPU with one rank. Only
-streams, events and the host's thread are simulated: they advance clocks by given times
-(`zero_offload.testing.virtual_time`). A step is the time from one backward's end to the next, in
-steady state.
+The engine and zero-offload's tiers really run, with a small model on one CPU rank. Only streams,
+events and the host's thread are simulated. They advance clocks by given times
+(`zero_offload.testing.virtual_time`). A step lasts from the end of one backward to the end of the
+next, in steady state.
 
 [Note: bounds]
-Of seconds for all parameters, ``r`` is the host's ratio.
+Times are seconds for all parameters. ``r`` is the ratio, the host's share.
 
-in backward         units are updated while backward goes on: max(forward + backward + (1 - r)
-                    update on the device, r host, r link each way)
-after the decision  with clipping no update may begin before backward ends, and no block may be
-                    computed before its update: max(backward, r link) + max(forward + (1 - r)
-                    update on the device, r host, r link)
-with an undo log    clipping is on and no step is clipped: units are updated while backward goes
-                    on, and published after the decision: the larger of the first bound and
-                    max(backward, r link) + max(forward + (1 - r) update on the device, r link).
-                    What the log takes of the host's time (``log_s``, ``keep_s``) is in no bound
-every step clipped  the same, but each update is undone and done again: the second bound
+in backward         units are updated during backward: max(forward + backward + (1 - r) device
+                    update, r host update, r link in each direction)
+after the decision  with clipping, no update may begin before backward ends, and no block's forward
+                    before its update: max(backward, r link) + max(forward + (1 - r) device update,
+                    r host update, r link)
+with an undo log    clipping is on and no step is clipped. Units are updated during backward and
+                    published after the decision: the maximum of the first bound and
+                    max(backward, r link) + max(forward + (1 - r) device update, r link). The log's
+                    own time on the host (``log_s``, ``keep_s``) is not included
+every step clipped  the same, but every update is undone and repeated: the second bound
 
 [Note: model]
-Equal blocks between an embedding and a head, which are small unless ``root`` says otherwise. The
-caller takes `LAUNCH_S` per block and pass, and waits for the device once per step, before the
-decision. A chunk is to a block as 2^24 elements are to a block of the model that is simulated.
+Equal blocks between an embedding and a head, which are small unless ``root`` is set. The calling
+thread takes `LAUNCH_S` per block and pass, and waits for the device once per step, before the
+decision. A chunk has the same ratio to a block as 2^24 elements to a block of the simulated model.
 """
 
 from __future__ import annotations
@@ -35,17 +35,14 @@ import torch
 from torch import Tensor, nn, optim
 
 import zero_core
-from zero_offload.flat.geometry import Geometry, freeze_groups
+from zero_offload.flat.geometry import Geometry, Intervals, freeze_groups
 from zero_offload.flat.grads import GradLedger
-from zero_offload.flat.intervals import Intervals
 from zero_offload.memory.host_memory import HostMemory
-from zero_offload.memory.ring import HostRing
 from zero_offload.protocols import Groups, OptimizerClass, ParamStore, UploadCodec
-from zero_offload.rules.plain import AdamRule
+from zero_offload.rules.rule import AdamRule
 from zero_offload.settings import OffloadSettings
-from zero_offload.steppers.memory_stepper import MemoryStepper
+from zero_offload.steppers.memory_stepper import HostRing, MemoryStepper, UndoLog
 from zero_offload.steppers.stepper import Chunk
-from zero_offload.steppers.undo import UndoLog
 from zero_offload.testing.virtual_time import (
     Span,
     VirtualStream,
@@ -55,11 +52,9 @@ from zero_offload.testing.virtual_time import (
 )
 from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.tiers.auto_tier import AutoTier
-from zero_offload.tiers.clock import DeviceClock
-from zero_offload.tiers.factory import OffloadTiers
-from zero_offload.tiers.flat_tier import DeviceTier
-from zero_offload.tiers.share import host_share
-from zero_offload.tiers.speculation import SpeculativeHostTier
+from zero_offload.tiers.factory import DeviceClock, OffloadTiers
+from zero_offload.tiers.flat_tier import DeviceTier, HostTier
+from zero_offload.tiers.shares import host_share
 from zero_offload.tiers.twin import TwinTier
 from zero_offload.transfers.mover import HostMover, Mover
 
@@ -73,18 +68,18 @@ MODES: tuple[Mode, ...] = (
 CPU = torch.device("cpu")
 CHUNK_NUMEL = 64
 EIGHT_BIT_CHUNK_NUMEL = 128
-"""No less than a block of the codes."""
+"""At least one block of the 8-bit codes."""
 ROOT_NUMEL = 16
 LAUNCH_S = 0.5e-3
 WARM_STEPS = 2
 MOST_AUTO_STEPS = 80
 CLIPPED = 2.0
-"""A gradient whose norm is above the limit."""
+"""A gradient value whose norm exceeds the limit."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds for all parameters: passes, link each way, host's and device's update. Blocks."""
+    """Seconds for all parameters: passes, link in each direction, host and device update."""
 
     forward_s: float = 0.36
     backward_s: float = 1.07
@@ -93,18 +88,18 @@ class Times:
     device_s: float = 0.07
     blocks: int = 50
     log_s: float = 0.0
-    """Host's copies of all states to an undo log."""
+    """The host's copies of all states to an undo log."""
     keep_s: float = 0.0
-    """What it takes the host to publish all of what was updated with the log."""
+    """The host's work to publish all logged updates."""
     undo_s: float = 0.0
-    """Host's copies back from the log."""
+    """The host's copies back from the log."""
     term_s: float = 0.0
-    """Host's reads of one more micro-batch's gradient in the update."""
+    """The host's reads of one further micro-batch's gradient in the update."""
     root: float = 0.0
-    """Share of the embedding and of the head each, of all parameters."""
+    """Share of all parameters in the embedding, and the same in the head."""
 
     def bound_s(self, mode: Mode, ratio: float) -> float:
-        """Return the least length of a step, see [Note: bounds]."""
+        """Return the least length of a step. See [Note: bounds]."""
         link, host, rest = ratio * self.link_s, ratio * self.host_s, (1 - ratio) * self.device_s
         early = max(self.forward_s + self.backward_s + rest, host, link)
         if mode == "in backward":
@@ -115,7 +110,7 @@ class Times:
         return decided + max(self.forward_s + rest, host, link)
 
     def last_unit_s(self, mode: Mode, ratio: float) -> float:
-        """Return the part of the idle time that no order of updates could fill."""
+        """Return the idle time that no order of updates can avoid."""
         is_early = mode in ("in backward", "with an undo log")
         passes = self.forward_s + (self.backward_s if is_early else 0.0)
         rest = (1 - ratio) * self.device_s
@@ -125,25 +120,25 @@ class Times:
 
 @dataclass(frozen=True)
 class Variant:
-    """A schedule: today's, or with a part of it as it was before."""
+    """A schedule: the present one, or one with an earlier behaviour."""
 
     end: str = "last"
-    """The host's end of the model."""
+    """End of the model that the host updates."""
     is_fifo: bool = False
-    """Updates in the order of arrival."""
+    """Whether updates run in the order of arrival."""
     is_hasty: bool = False
-    """The caller lets the stream up wait, before the copies of earlier steps are enqueued."""
+    """Whether the upload stream must wait before the copies of earlier steps are enqueued."""
 
 
 TODAY = Variant()
 
 
 class _Kernel:
-    """An Adam kernel that computes nothing: its calls take time on a lane.
+    """An Adam kernel that computes nothing. Its calls take time on a lane.
 
     Args:
-        element_s: seconds of an element's update.
-        term_s: seconds of each gradient of an element but the first.
+        element_s: seconds per updated element.
+        term_s: seconds per element for each further gradient.
     """
 
     sums_grads = True
@@ -167,12 +162,12 @@ class _Kernel:
         self.adam_step(param, grad)
 
     def grad_norm_sq(self, grads: Sequence[Tensor], **kwargs: Any) -> tuple[float, int]:
-        """Return the sum of squares of a sum of gradients. It takes no time."""
+        """Return the squared norm of the sum of gradients. Takes no virtual time."""
         return float(sum(grads).square().sum()), 0  # type: ignore[union-attr]
 
 
 class _HastyStreams(VirtualStreams):
-    """The caller makes up wait at once for what it has enqueued."""
+    """Streams whose upload stream waits at once for all work that the caller has enqueued."""
 
     def __init__(self, thread: VirtualThread, *args: Any) -> None:
         super().__init__(*args)
@@ -185,7 +180,7 @@ class _HastyStreams(VirtualStreams):
         return readers
 
     def follow(self, event: torch.Event) -> None:
-        """Up waits already."""
+        """Do nothing, because `mark_readers` already makes the upload stream wait."""
 
 
 class _Clock(DeviceClock):
@@ -201,7 +196,7 @@ class _Clock(DeviceClock):
 
 
 class _Tiers(OffloadTiers):
-    """Tiers whose streams, kernels, thread and clock are the simulation's."""
+    """Tiers with simulated streams, kernels, threads and clocks."""
 
     def __init__(self, job: Job, geometry: Geometry, **arguments: Any) -> None:
         super().__init__(geometry, **arguments)
@@ -210,7 +205,7 @@ class _Tiers(OffloadTiers):
     def make_clock(self) -> DeviceClock:
         return _Clock(self._job.compute)
 
-    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> SpeculativeHostTier:
+    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:
         job, times = self._job, self._job.times
         thread, copy_s = VirtualThread(job.time), times.link_s / job.numel
         streams: VirtualStreams
@@ -233,7 +228,7 @@ class _Tiers(OffloadTiers):
         return DeviceTier(part, stepper, Mover(part, CPU))
 
 
-class _LoggingTier(SpeculativeHostTier):
+class _LoggingTier(HostTier):
     """A tier whose undo log takes time on the host's lane."""
 
     def __init__(self, job: Job, *args: Any) -> None:
@@ -277,7 +272,10 @@ class _TimedLog(UndoLog):
 
 
 class _Pass(torch.autograd.Function):
-    """The identity, which takes time in both passes and gives its weight a constant gradient."""
+    """The identity function.
+
+    Forward and backward take time, and the weight's gradient is constant.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, job: Job) -> Tensor:
@@ -320,17 +318,17 @@ class _Model(nn.Module):
 
 @dataclass
 class Job:
-    """One training in virtual time.
+    """A training in virtual time.
 
     Attributes:
-        times: of a step, all of its micro-batches together.
+        times: seconds of a step over all of its micro-batches.
         variant: the schedule.
-        chunks_per_block: of a block's elements, the chunks of an update.
-        clipped_every: with an undo log, one step of so many is clipped; 0 for none.
-        is_eight_bit: whether the host's moments have 8 bits.
-        micro_batches: of a step, by ``train_batch``.
-        is_vertical: whether all of them go through a block before the next one.
-        ends: when each step's backward ended, on the device.
+        chunks_per_block: number of update chunks per block.
+        clipped_every: with an undo log, every how many steps one is clipped; 0 for none.
+        is_eight_bit: whether the host has 8-bit moments.
+        micro_batches: number of micro-batches per step, trained by ``train_batch``.
+        is_vertical: whether all micro-batches pass a block before the next block runs.
+        ends: device times at which each step's backward ended.
     """
 
     times: Times
@@ -350,7 +348,7 @@ class Job:
         if self.mode == "every step clipped":
             self.clipped_every = 1
         self.compute = VirtualStream(self.time, "compute")
-        self._num_left = self.times.blocks * self.micro_batches  # launches of a step's backward
+        self._num_left = self.times.blocks * self.micro_batches  # launches left until backward ends
         self._chunk_numel = EIGHT_BIT_CHUNK_NUMEL if self.is_eight_bit else CHUNK_NUMEL
         model = _Model(self, round(self.chunks_per_block * self._chunk_numel))
         self.numel = sum(p.numel() for p in model.parameters())
@@ -375,7 +373,7 @@ class Job:
 
     @property
     def is_clipped(self) -> bool:
-        """Whether the step under way is to be clipped."""
+        """Whether the current step will be clipped."""
         return bool(self.clipped_every) and len(self.ends) % self.clipped_every == 0
 
     def _make_tier(
@@ -413,22 +411,21 @@ class Job:
         return self.tier
 
     def launch(self, what: str, seconds: float) -> None:
-        """Enqueue a block's share of a micro-batch's pass."""
+        """Enqueue a block's share of a micro-batch's forward or backward."""
         self.time.caller += LAUNCH_S
         num_launches = self.times.blocks * self.micro_batches
         self.compute.enqueue(what, seconds / num_launches)
         self._num_left -= what == "backward"
         if self.micro_batches > 1 and not self._num_left:
-            self._end_backward()  # within train_batch, which goes on to the decision
+            self._end_backward()  # `train_batch` continues with the decision after this launch
 
     def _end_backward(self) -> None:
-        """Let the caller wait for the device, and note the end of a step's backward."""
+        """Make the caller wait for the device, and record the end of backward."""
         self.time.caller = max(self.time.caller, self.compute.end)
         self.ends.append(self.compute.end)
         self._num_left = self.times.blocks * self.micro_batches
 
     def step(self) -> None:
-        """Train one step."""
         x = torch.zeros(ROOT_NUMEL, dtype=torch.bfloat16)
         if self.micro_batches > 1:
             self._engine.train_batch([x] * self.micro_batches)
@@ -440,20 +437,20 @@ class Job:
         self.time.spans = [span for span in self.time.spans if span.stop > recent]
 
     def run(self) -> float:
-        """Train until the step's length is steady, and return it."""
+        """Train until the step length is steady, and return that length."""
         for _ in range(WARM_STEPS + 1):
             self.step()
         return self.ends[-1] - self.ends[-2]
 
     def mean_run(self) -> float:
-        """Train until the mean of ``clipped_every`` steps is steady, and return it."""
+        """Train until the mean length of ``clipped_every`` steps is steady. Return that mean."""
         count = max(self.clipped_every, 1)
         for _ in range(WARM_STEPS + 1 + count):
             self.step()
         return (self.ends[-1] - self.ends[-1 - count]) / count
 
     def settle(self) -> float:
-        """Train until ``"auto"`` has settled, and return the ratio."""
+        """Train until ``"auto"`` has settled and return the ratio."""
         tier = self.tier
         assert isinstance(tier, AutoTier)
         while tier.ratio_report is None:
@@ -463,7 +460,7 @@ class Job:
         return tier.ratio_report.ratio
 
     def lanes(self) -> list[Span]:
-        """Return what each lane did in the last step but one, from its backward's end on."""
+        """Return the spans of the last step but one, relative to the end of its backward."""
         start, stop = self.ends[-3], self.ends[-2]
         inside = (s for s in self.time.spans if s.stop > start and s.start < stop)
         return [Span(s.lane, s.what, s.start - start, s.stop - start) for s in inside]

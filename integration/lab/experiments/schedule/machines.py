@@ -1,18 +1,17 @@
-"""Seconds of a transformer's step on machines that are not here, from published figures.
+"""Times of a transformer's step on machines described by published figures.
 
 [Note: seconds]
-passes  the operators of one micro-batch on the meta device (`zero_core.footprint.Trace`), each by
-        the device's published peaks and the shares of them that are assumed to be reached
+passes  operators of one micro-batch on the meta device (`zero_core.footprint.Trace`), each by the
+        device's published peaks and the shares of them assumed to be reached
         (`zero_engine.calibration.machine.EFFICIENCY`). Nothing is recomputed
-link    2 bytes per parameter and way over the device's bus
-device  28 bytes per parameter over the device's memory
-host    the bytes of `States` per parameter over the host's memory, of which 0.6 is assumed to be
-        reached. That the kernel takes no longer than its bytes is measured (experiment
-        ``cpu_adam``, "offload path"); with 8-bit states it is so where there are enough cores
+link    2 bytes per parameter in each direction over the device's bus
+device  28 bytes per parameter over the device's memory bandwidth
+host    bytes of `States` per parameter over the host's memory bandwidth, of which 0.6 is assumed to
+        be reached. The experiment ``cpu_adam`` ("offload path") shows that the kernel is limited by
+        memory. With 8-bit states this requires enough cores
 
-A rank of a node with several has its share of the parameters, of the bus and of the host's memory.
-Exchanges between ranks are left out of all steps. So is what copies over the bus take of the host's
-memory.
+On a node with several ranks, each has its share of the parameters, of the bus and of the host's
+memory. Steps do not include exchanges between ranks, nor the memory traffic of bus copies.
 """
 
 from __future__ import annotations
@@ -31,21 +30,19 @@ from zero_engine.calibration.machine import BYTES_PER_UPDATE, device_calibration
 from zero_engine.planning.rates import Rates
 
 CHUNK_NUMEL = 1 << 24
-"""Elements of an update that are published at once, at most."""
+"""Most elements of an update that are published at once."""
 _GRAD_BYTES = 2
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of host memory that are read and written per parameter, with bf16 parameters.
-
-    A line that is written is read before.
+    """Host memory traffic in bytes per bf16 parameter. A written cache line is also read.
 
     Attributes:
-        update: by an update, with the gradient and the new parameter.
-        log: by the copies to an undo log beside it.
-        keep: to publish what was updated with a log.
-        undo: by the copies back.
+        update: traffic of an update, including the gradient and the new parameter.
+        log: traffic of the copies to an undo log.
+        keep: traffic of publishing logged updates.
+        undo: traffic of the copies back from the log.
     """
 
     name: str
@@ -57,23 +54,23 @@ class States:
 
 
 FP32 = States("fp32", BYTES_PER_UPDATE, log=24, keep=8, undo=36)
-"""Master weight and moments of 4 bytes each. A kept one is rounded from the master weight."""
+"""Master weight and moments of 4 bytes each. Publishing rounds the master weight."""
 INT8 = States("8 bit", 14, log=12, keep=6, undo=12, is_eight_bit=True)
-"""Moments of a byte each, and a master weight whose upper half is the parameter."""
+"""One-byte moments, and a master weight whose upper half is the parameter."""
 FUSED = States("fp32, log in the kernel's pass", BYTES_PER_UPDATE, log=12, keep=8, undo=36)
-"""Modelled: a kernel that writes the log itself, past the caches, as cpu-adam's do."""
+"""Modelled: a kernel that also writes the log, bypassing the caches, as cpu-adam's can."""
 BESIDE = States("fp32, new states beside the old", BYTES_PER_UPDATE, log=0, keep=8, undo=0)
-"""Modelled: a kernel that writes new states to other memory, past the caches. There is none."""
+"""Modelled: a kernel that writes new states to other memory, bypassing the caches. None exists."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node whose devices each train on their share of the parameters.
+    """A node whose devices each train their share of the parameters.
 
     Attributes:
-        device: of the table of devices.
-        host_bytes_per_s: published peak of the node's memory; None for the table's.
-        source: of that peak.
+        device: name in the table of devices.
+        host_bytes_per_s: published peak of the node's memory; None for the value in the table.
+        source: source of that peak.
     """
 
     name: str
@@ -103,7 +100,7 @@ MACHINES = (EPYC, GH200, NARROW)
 
 @cache
 def _trace(shape: GptShape, tokens: int) -> Trace:
-    """Return the operators of ``tokens`` in samples of the model's context."""
+    """Trace a micro-batch of ``tokens`` tokens on the meta device."""
     samples = tokens // shape.context
     found = {
         "train_micro_batch_size_per_gpu": samples,
@@ -118,7 +115,7 @@ def _trace(shape: GptShape, tokens: int) -> Trace:
 
 
 def rates_of(machine: Machine) -> tuple[Rates, str]:
-    """Return the rates of a machine, and where they are from."""
+    """Return a machine's rates and their source."""
     found = device_calibration(
         machine.device, machine.ranks, host_bytes_per_s=machine.host_bytes_per_s
     )
@@ -126,7 +123,7 @@ def rates_of(machine: Machine) -> tuple[Rates, str]:
 
 
 def times_of(machine: Machine, shape: GptShape, tokens: int, states: States) -> Times:
-    """Return the seconds of a rank's step of ``tokens``. See [Note: seconds]."""
+    """Return the times of a rank's step with ``tokens`` tokens. See [Note: seconds]."""
     rates, _ = rates_of(machine)
     trace = _trace(shape, tokens)
     assert trace.backward is not None, "the model returns its loss"
@@ -150,5 +147,5 @@ def times_of(machine: Machine, shape: GptShape, tokens: int, states: States) -> 
 
 
 def chunks_per_block(machine: Machine, shape: GptShape) -> float:
-    """Return the chunks of a block's update on one rank."""
+    """Return the number of update chunks of a block on one rank."""
     return shape.numel / machine.ranks / shape.layers / CHUNK_NUMEL

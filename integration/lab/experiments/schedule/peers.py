@@ -1,24 +1,24 @@
-"""Published schedules of other libraries as programs of work, each under given times.
+"""Published schedules of other libraries, simulated with given times.
 
-They are what the papers describe, not what was measured of the libraries. All have this project's
-seconds for the same work: one pass of the host per update, gradients and parameters of 16 bits.
+The schedules follow the papers. The libraries themselves are not measured. All schedules use this
+project's times for the same work: one host pass per update, and 16-bit gradients and parameters.
 
 [Note: schedules]
-ZeRO-Offload  arXiv 2101.06840. Gradients go to the host in backward. When the last one is there,
-              the host updates; each new value is copied while the next is computed, and forward
-              begins behind the last copy. Its "one-step delayed update", which changes numbers, is
+ZeRO-Offload  arXiv 2101.06840. Gradients go to the host during backward. After the last one the
+              host updates. Each new value is copied while the next one is computed, and forward
+              begins after the last copy. The "one-step delayed update", which changes results, is
               off
-ZenFlow       arXiv 2505.12242. The device updates the most important `ZENFLOW_TOP` of the
-              gradient's columns in each step. The others are added up on the host, which updates
-              their parameters every `ZENFLOW_STEPS` steps beside the following steps: these wait
-              for it only where it takes longer than they do. Traffic is that of the paper, 1.13
-              times the model's bytes per step
-SuperOffload  arXiv 2509.21271. The host updates each bucket as its gradient arrives, and sends the
-              new values at once. Forward begins when all are there. The norm is validated behind
-              backward. If it is above the limit, the host undoes the update by computing it
-              backwards, and updates again. Its last buckets stay on the device if there is room:
-              not here, where all states are on the host. DeepSpeed's code of it speculates without
-              clipping alone (runtime/superoffload/superoffload_stage3.py, ``partition_grads``)
+ZenFlow       arXiv 2505.12242. In each step the device updates the gradient's most important
+              columns (`ZENFLOW_TOP`). The host sums the others and updates their parameters every
+              `ZENFLOW_STEPS` steps, in parallel with the following steps. Steps wait only if the
+              update takes longer than they do. Traffic is the paper's, 1.13 times the model's bytes
+              per step
+SuperOffload  arXiv 2509.21271. The host updates each bucket when its gradient arrives, and sends
+              the new values at once. Forward begins when all have arrived. The norm is checked
+              after backward. If it exceeds the limit, the host computes the update backwards, then
+              updates again. The paper keeps the last buckets on the device if there is room. Here
+              all states are on the host. DeepSpeed's code speculates only without clipping
+              (runtime/superoffload/superoffload_stage3.py, ``partition_grads``)
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from zero_offload.testing.virtual_time import Span
 
 ZENFLOW_TOP, ZENFLOW_STEPS = 0.1, 4
 _SUM_BYTES, _UPDATE_BYTES = 10, 28
-"""Of a gradient that is added to a sum of 4 bytes, and of an update, per parameter."""
+"""Host traffic per parameter: adding a gradient to a 4-byte sum, and an update."""
 CYCLES = 4
-"""Of which the last one counts."""
+"""Simulated cycles. The last one counts."""
 CYCLE_STEPS = 20
-"""A multiple of ZenFlow's interval, and of steps of which one is clipped."""
+"""A multiple of ZenFlow's interval and of ``clipped_every``."""
 
 
 @dataclass
@@ -44,9 +44,9 @@ class Program:
     """Steps of a schedule on the resources of `zero_engine.planning.schedule`.
 
     Attributes:
-        ends: the last work of each step's backward.
-        published: what the next forward waits for.
-        pending: what a later one is to wait for.
+        ends: last work of each step's backward.
+        published: work that the next forward waits for.
+        pending: work that a later forward waits for.
     """
 
     times: Times
@@ -57,19 +57,19 @@ class Program:
 
     @property
     def shares(self) -> list[float]:
-        """Shares of units' parameters: embedding and head, then the blocks."""
+        """Shares of the parameters: embedding with head, then each block."""
         root = 2 * self.times.root
         return [root, *[(1 - root) / self.times.blocks] * self.times.blocks]
 
     def forward(self) -> None:
-        """Add the blocks' forward, behind everything that is published."""
+        """Add the blocks' forward after all published work."""
         after = self.published
         for _ in range(self.times.blocks):
             self._compute("forward", self.times.forward_s / self.times.blocks, after)
             after = []
 
     def backward(self, sent: float = 1.0) -> list[Work]:
-        """Add the blocks' backward, and return the copies of each unit's gradient."""
+        """Add the blocks' backward. Return the copies of the units' gradients."""
         found = []
         for share in reversed(self.shares[1:]):
             passed = self._compute("backward", self.times.backward_s / self.times.blocks)
@@ -81,7 +81,7 @@ class Program:
         return found
 
     def update(self, what: str, seconds: float, after: list[Work], need: int = 0) -> Work:
-        """Add work of the host."""
+        """Add work on the host."""
         return self._add("host", what, seconds, after, need)
 
     def publish(self, share: float, after: Work) -> Work:
@@ -89,7 +89,7 @@ class Program:
         return self._add("up", "parameters", share * self.times.link_s, [after])
 
     def update_on_device(self, share: float) -> None:
-        """Add an update of the device."""
+        """Add an update on the device."""
         self._compute("update", share * self.times.device_s)
 
     def _compute(self, what: str, seconds: float, after: list[Work] | None = None) -> Work:
@@ -122,7 +122,7 @@ def _stale(program: Program, number: int, *, is_clipped: bool) -> None:
     if (number + 1) % ZENFLOW_STEPS:
         program.published = []
         return
-    # The update of the interval before is to be there now.
+    # Forward waits for the update of the previous interval from here on.
     program.published, program.pending = program.pending, []
     for share in program.shares:
         updated = program.update("update", rest * share * program.times.host_s, added, need=1)
@@ -151,7 +151,7 @@ class Peer:
     """A published schedule.
 
     Attributes:
-        numerics: what it changes of the numbers.
+        numerics: how the schedule changes results.
     """
 
     name: str
@@ -184,10 +184,12 @@ PEERS = (
 
 
 def run(peer: Peer, times: Times, clipped_every: int = 0) -> tuple[float, list[Span]]:
-    """Return the mean length of a step, and the lanes of one.
+    """Return the mean step length, and the spans of one step.
 
     Args:
-        clipped_every: one step of so many is clipped; 0 for none.
+        peer: the schedule.
+        times: seconds of a step's work.
+        clipped_every: every how many steps one is clipped; 0 for none.
     """
     program = Program(times)
     num_steps = CYCLES * CYCLE_STEPS
@@ -196,7 +198,8 @@ def run(peer: Peer, times: Times, clipped_every: int = 0) -> tuple[float, list[S
         peer.add_step(program, number, is_clipped=is_clipped)
     program.schedule.run()
     ends = [work.stop for work in program.ends]
-    start, stop = ends[-1 - ZENFLOW_STEPS], ends[-ZENFLOW_STEPS]  # behind ZenFlow's interval
+    # A step after which ZenFlow's interval ends.
+    start, stop = ends[-1 - ZENFLOW_STEPS], ends[-ZENFLOW_STEPS]
     spans = [
         Span(w.lane, w.what, w.start - start, w.stop - start)
         for w in program.schedule.work

@@ -1,4 +1,4 @@
-"""Pictures of the lanes of a step."""
+"""Pictures of a step's lanes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLORS = {
 
 
 def lane_panel(case: str, spans: Sequence[Span]) -> Panel:
-    """Return a panel of what each lane does in a step."""
+    """Return a panel of the work in each lane of a step."""
 
     def draw(axes: Axes) -> None:
         for what, color in COLORS.items():

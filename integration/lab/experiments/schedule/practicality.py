@@ -1,19 +1,19 @@
-"""Steps without offload over steps with it, in virtual time: nothing is measured.
+"""Step time without offload over step time with offload, in virtual time.
 
-This quotient is the practicality of offload, 1 where it costs no time. A GPT of 6.6 B parameters is
-trained at ratio 1 and with clipping, on machines that are described by published figures
-(`lab.experiments.schedule.machines`). The engine and zero-offload's tiers run for real
-(`lab.experiments.schedule.job`). Beside them are published schedules of other libraries
-under the same times (`lab.experiments.schedule.peers`).
+This ratio is called practicality and is 1 where offload costs no time. A GPT of 6.6 B parameters is
+trained at ratio 1 with clipping, on machines described by published figures
+(`lab.experiments.schedule.machines`). The engine and zero-offload's tiers really run
+(`lab.experiments.schedule.job`). Published schedules of other libraries are simulated with the same
+times (`lab.experiments.schedule.peers`).
 
 [Note: steps]
-no offload          the device updates everything, behind backward
-after the decision  the host updates when the norm is known
-undo log            the host updates in backward as well, and a log has the old states
-one in ten clipped  the same, where every tenth step undoes what was begun
-every step clipped  the same where all steps do; without ``update_in_backward: true`` the engine
-                    then goes back to updates after the decision
-bound               max(forward + backward, the host's update, link): what any schedule takes in
+no offload          the device updates everything after backward
+after the decision  the host updates once the norm is known
+undo log            the host also updates during backward, and a log keeps the old states
+one in ten clipped  the same, and every tenth step undoes its updates
+every step clipped  the same, and every step undoes its updates. Without ``update_in_backward:
+                    true`` the engine would then return to updates after the decision
+bound               max(forward + backward, host update, link), the least time of any schedule in
                     which the host updates everything once per step
 """
 
@@ -50,18 +50,18 @@ from zero_offload.testing.virtual_time import Span
 VOCAB, CONTEXT = 32_000, 4096
 TOKENS = (16_384, 4096)
 BARS: Mapping[int, float] = {16_384: 0.9, 4096: 0.6}
-"""Least practicality at these tokens per step and device."""
+"""Least practicality, by tokens per step and device."""
 CLIPPED_EVERY = 10
 HOST_GB = (200, 300, 400, 500, 600, 800, 1000, 1200)
-"""Peaks of a node's host memory, in GB/s."""
+"""Peak bandwidths of a node's host memory, in GB/s."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train with offload.
+    """A training with offload.
 
     Attributes:
-        is_modelled: whether there is no such code.
+        is_modelled: whether the code of this case does not exist.
     """
 
     name: str
@@ -111,7 +111,7 @@ WAYS = (
 
 
 def job_of(case: Case, times: Times, chunks: float) -> Job:
-    """Return the training of a case. ``chunks`` are those of a block's update."""
+    """Return the training of a case. ``chunks`` is the number of update chunks per block."""
     return Job(
         times,
         case.mode,
@@ -155,7 +155,7 @@ def rows_of(cases: Sequence[Case], machine: Machine, shape: GptShape, tokens: in
 
 
 def bound_rows(machine: Machine, shape: GptShape, tokens: int) -> Iterator[Row]:
-    """Yield the least steps in which the host updates everything: no schedule can do better."""
+    """Yield the least step times of all schedules in which the host updates everything."""
     off_s = device_s(times_of(machine, shape, tokens, FP32), chunks_per_block(machine, shape))
     for states in (FP32, INT8):
         times = times_of(machine, shape, tokens, states)
@@ -181,7 +181,7 @@ def peer_rows(machine: Machine, shape: GptShape, tokens: int) -> Iterator[Row]:
 
 
 def bandwidth_rows(shape: GptShape, tokens: int) -> Iterator[Row]:
-    """Yield steps of eight H100 whose host memory has one peak after the other."""
+    """Yield steps of eight H100 for each of several peaks of host memory."""
     for gigabytes in HOST_GB:
         machine = replace(EPYC, name=f"{gigabytes} GB/s", host_bytes_per_s=gigabytes * 1e9)
         for row in rows_of((LATE, LOGGED, LOGGED_8), machine, shape, tokens):
@@ -231,7 +231,7 @@ def main(
 
 
 def _lanes(machine: Machine, shape: GptShape, tokens: int) -> Iterator[tuple[str, Sequence[Span]]]:
-    """Yield lanes of this engine's step with an undo log, and of the published schedules."""
+    """Yield the spans of this engine's step with an undo log and of the published schedules."""
     times = times_of(machine, shape, tokens, FP32)
     job = job_of(LOGGED, times, chunks_per_block(machine, shape))
     step_s = job.run()
@@ -243,7 +243,7 @@ def _lanes(machine: Machine, shape: GptShape, tokens: int) -> Iterator[tuple[str
 
 
 def sections(report: Mapping[str, Any], lanes: Mapping[str, Sequence[Span]]) -> Iterator[Section]:
-    """Yield a table of practicality for each number of tokens, and one of other settings."""
+    """Yield tables of practicality and of other settings for each number of tokens."""
     machines = [machine["name"] for machine in report["machines"]]
     columns = [_column(name) for name in machines]
     counts = list(dict.fromkeys(row["tokens"] for row in report["rows"]))
@@ -275,7 +275,7 @@ def _column(machine: str) -> Column:
 
 
 def _by_schedule(rows: Sequence[Row], tokens: int) -> dict[str, Row]:
-    """Return the rows of each schedule by machine."""
+    """Group rows by schedule, then by machine."""
     found: dict[str, Row] = {}
     for row in rows:
         if row["tokens"] == tokens:

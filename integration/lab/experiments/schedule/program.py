@@ -1,13 +1,13 @@
-"""Length of a step with offload in virtual time: no accelerator, nothing is measured.
+"""Length of a step with offload in virtual time. Nothing is measured on a device.
 
-Fixed times of 10.3 B parameters, the ratio that ``"auto"`` finds, and random times, against the
-bounds of [Note: bounds] in `lab.experiments.schedule.job`.
+Steps are compared with the bounds of [Note: bounds] in `lab.experiments.schedule.job`, for fixed
+times of 10.3 B parameters, for the ratio that ``"auto"`` finds, and for random times.
 
-The **tail** is the time per step in which the resource that sets the bound is idle, less what no
-order of updates could fill: where the host sets it, the last unit's forward, and in backward its
-backward too, as they lie between the last update and the first gradient.
+The tail is the time per step in which the limiting resource is idle, minus the part that no order
+of updates can avoid. Where the host limits, that part is the last unit's forward, and its backward
+too if updates run during backward. Both are between the last update and the first gradient.
 
-With random times a chunk is an eighth of a block, in the comparisons with auto a quarter.
+With random times a block has eight chunks, in comparisons with "auto" four.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOGGED: tuple[tuple[Mode, int], ...] = (
     ("with an undo log", 10),
     ("every step clipped", 1),
 )
-"""With an undo log, and of how many steps one is clipped."""
+"""Modes with an undo log, and every how many steps one is clipped."""
 BAR, TAIL_BAR_S = 1.05, 0.020
 BEFORE = {
     "as before": Variant("first", is_fifo=True, is_hasty=True),
@@ -57,7 +57,7 @@ def _row(times: Times, mode: Mode, ratio: float, step_s: float, **more: Any) -> 
 
 
 def fixed_rows(lanes: dict[str, list[Span]]) -> Iterator[Row]:
-    """Yield steps at ratios 1 and 0.4 as they are, and at 1 and 0.4 as they were in backward."""
+    """Yield steps at ratios 1 and 0.4 with present and earlier schedules and with undo logs."""
     times = Times()
     for mode in MODES:
         for ratio in (1.0, 0.4):
@@ -91,7 +91,7 @@ def logged_rows(times: Times) -> Iterator[Row]:
 
 
 def auto_rows() -> Iterator[Row]:
-    """Yield the step at the ratio that ``"auto"`` finds, beside the best of fixed ones."""
+    """Yield steps at the ratio that ``"auto"`` finds, with the best fixed ratio."""
     for mode in PLAIN:
         yield _auto_row(Times(), mode, f"auto, {mode}")
 
@@ -108,7 +108,7 @@ def _auto_row(times: Times, mode: Mode, case: str) -> Row:
 
 
 def random_times(count: int) -> list[Times]:
-    """Return random times: a link no slower than backward, a host from fast to slow."""
+    """Return random times with links no slower than backward, and fast and slow hosts."""
     draw = random.Random(18)
     found = []
     for _ in range(count):
@@ -129,7 +129,7 @@ def random_times(count: int) -> list[Times]:
 
 
 def random_rows(count: int, *, has_auto: bool) -> Iterator[Row]:
-    """Yield steps at ratios 1 and 0.4, or at that of ``"auto"``, for random times."""
+    """Yield steps with random times, at ratios 1 and 0.4 or at that of ``"auto"``."""
     for number, times in enumerate(random_times(count)):
         for mode in PLAIN:
             more: Row = {"case": f"{number}, {mode}", **asdict(times)}
@@ -167,7 +167,7 @@ def main(
 def sections(
     parts: Mapping[str, Sequence[Row]], lanes: Mapping[str, Sequence[Span]]
 ) -> Iterator[Section]:
-    """Yield a table per part: all fixed rows, the worst of the random ones."""
+    """Yield a table per part: all fixed rows, and the worst of the random rows."""
     columns = [
         Column("step s", "step_s", ".3f"),
         Column("bound s", "bound_s", ".3f"),

@@ -1,1 +1,1 @@
-"""Speeds of a machine for plans: measured on it, or from a table of devices."""
+"""Speeds of a machine for plans: measured, or taken from a table of devices."""

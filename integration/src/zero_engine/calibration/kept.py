@@ -1,7 +1,7 @@
-"""The rates that ``zero-engine doctor --measure`` keeps for this user and machine.
+"""Rates that ``zero-engine doctor --measure`` keeps for this user and machine.
 
-They lie in ``$XDG_CACHE_HOME/zero-engine/rates.json`` (default ``~/.cache``): a calibration, and
-under "machine" what it was measured on.
+The file is ``$XDG_CACHE_HOME/zero-engine/rates.json`` (default ``~/.cache``). It has a calibration
+and, under "machine", the `fingerprint` of the machine that was measured.
 """
 
 from __future__ import annotations
@@ -23,26 +23,20 @@ MEASURE = "measure this one with zero-engine doctor --measure"
 
 @dataclass(frozen=True)
 class KeptRates:
-    """The kept rates if they fit this machine, and a line that says so.
-
-    Attributes:
-        calibration: the rates; None where they may not be used.
-        said: which rates these are, or why there are none and what to do.
-    """
+    """Kept rates, None if they do not fit this machine, and a line for the user about them."""
 
     calibration: Calibration | None
     said: str
 
 
 def kept_path() -> Path:
-    """Return the file of this user's rates."""
     return Path(
         os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zero-engine/rates.json"
     )
 
 
 def fingerprint() -> dict[str, object]:
-    """Return what rates depend on."""
+    """Return the properties of this machine that rates depend on."""
     return {
         "processor": processor_name(),
         "cores": available_cores(),
@@ -52,11 +46,7 @@ def fingerprint() -> dict[str, object]:
 
 
 def keep(found: Calibration, written_to: str) -> Path:
-    """Keep rates of this machine, and return where. An interrupted write leaves the old ones.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Replace the kept rates by those of this machine, atomically. Returns the file's path."""
     path = kept_path()
     content = {**json.loads(found.to_json()), "machine": fingerprint()}
     part = path.with_suffix(f".{os.getpid()}.part")
@@ -73,11 +63,7 @@ def keep(found: Calibration, written_to: str) -> Path:
 
 
 def kept_rates() -> KeptRates:
-    """Return the kept rates of this machine, if there are any.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """Return the kept rates if their `fingerprint` is this machine's."""
     path = kept_path()
     if not path.exists():
         return KeptRates(None, f"no times: no rates are kept in {path}: {MEASURE}")

@@ -1,4 +1,4 @@
-"""A calibration of this machine, by fresh rank processes, and calibrations of devices by name."""
+"""Calibrations: of this machine, measured by new rank processes, and of devices in a table."""
 
 from __future__ import annotations
 
@@ -19,32 +19,27 @@ import torch
 from zero_core.config import parse_json, read_config_text
 from zero_core.errors import ConfigError, ZeroError
 from zero_engine.calibration.kept import keep
-from zero_engine.calibration.rank import merged
+from zero_engine.calibration.training import merged
 from zero_engine.machine import accelerator_names, available_cores, processor_name
 from zero_engine.planning.rates import FORMAT, Calibration, Curve, Rates
 
 LIMIT_S = 300.0
 MOST_RANKS = 8
-"""Ranks of a CPU that are started at once, unless the caller names a number."""
 EFFICIENCY = {"matmul": 0.6, "memory": 0.8, "link": 0.75, "host": 0.6}
-"""Shares of published peaks that are assumed to be reached."""
+"""Assumed shares of published peaks."""
 BYTES_PER_UPDATE = 28
-"""Read and written per element by an Adam of fp32 states and 16-bit gradients and parameters."""
+"""Bytes read and written per element by an Adam of fp32 states and 16-bit gradients and
+parameters."""
 LAUNCH_S, PASS_S, STEP_S = 6e-6, 150e-6, 1e-3
-"""Assumed of Python: per operator, per unit and pass, per step."""
+"""Assumed Python time per operator, per unit and pass, and per step."""
 EXCHANGE_S = 20e-6
 """Assumed latency of a collective."""
 
 
 def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibration:
-    """Measure this machine with each number of ranks at once. Takes under a minute.
+    """Measure this machine once per number of ranks, by default `default_ranks`.
 
-    Args:
-        ranks: numbers of ranks; None: `default_ranks`.
-        disk: folder on the disk of NVMe offload; None: no file is timed.
-
-    Raises:
-        ZeroError: a rank failed.
+    Takes under a minute. ``disk`` is a folder on the disk of NVMe offload. None: no file is timed.
     """
     cores = available_cores()
     devices = accelerator_names()
@@ -57,21 +52,14 @@ def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibrati
 
 
 def default_ranks(cores: int, devices: int) -> set[int]:
-    """Return one, and the accelerators or, without any, two and the cores, `MOST_RANKS` at most."""
+    """Return 1 and the number of devices, or on a CPU 1, 2 and the cores, at most `MOST_RANKS`."""
     return {1, devices} if devices else {1, min(2, cores), min(MOST_RANKS, cores)}
 
 
 def measure_to(
     output: str, ranks: Sequence[int] | None, disk: str | None
 ) -> tuple[Calibration, Path]:
-    """Measure this machine, write a file that `read_calibration` reads, and keep the rates.
-
-    Returns the rates and the file that keeps them (`zero_engine.calibration.kept`).
-
-    Raises:
-        ConfigError: a number of ranks or a folder is wrong, or a file cannot be written.
-        ZeroError: a rank failed.
-    """
+    """Measure this machine, write the rates to ``output``, and keep them in the returned file."""
     wrong = next((number for number in ranks or () if number < 1), None)
     if wrong is not None:
         raise ConfigError(f"--ranks {wrong}: must be at least 1")
@@ -89,7 +77,7 @@ def measure_to(
 
 def _measure(count: int, cores: int, disk: Path | None) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "zero_engine.calibration.rank", scratch, str(cores)]
+        command = [sys.executable, "-m", "zero_engine.calibration.training", scratch, str(cores)]
         command.append("" if disk is None else str(disk))
         threads = str(max(1, cores // count))
         started = []
@@ -123,7 +111,7 @@ def _measure(count: int, cores: int, disk: Path | None) -> dict[str, object]:
 
 
 def first_failed(started: Sequence[subprocess.Popen[bytes]], limit_s: float) -> int | None:
-    """Wait until all processes have ended well, or one has failed, and return its place."""
+    """Return the index of a process that failed, or None when all have ended with code 0."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         codes = [process.poll() for process in started]
@@ -135,37 +123,24 @@ def first_failed(started: Sequence[subprocess.Popen[bytes]], limit_s: float) -> 
 
 
 def read_calibration(path: str) -> Calibration:
-    """Read a file that ``zero-engine doctor --measure`` wrote.
-
-    Raises:
-        ConfigError: it is none.
-    """
     name = f"--rates {path}"
     return Calibration.from_json(parse_json(read_config_text(Path(path), name), name), name)
 
 
 def device_names() -> list[str]:
-    """Return the names of the table of devices."""
     return sorted(_table()["devices"])
 
 
 def device_memory(name: str) -> int:
-    """Return the bytes of a device of the table."""
     return int(_device(name)[1]["memory_bytes"])
 
 
 def device_calibration(
     name: str, ranks_per_node: int, *, host_bytes_per_s: float | None = None
 ) -> Calibration:
-    """Return the rates of a device by its published peaks and `EFFICIENCY`.
+    """Return the rates of a device in the table: its published peaks times `EFFICIENCY`.
 
-    Args:
-        name: of the table.
-        ranks_per_node: ranks that share a node.
-        host_bytes_per_s: published peak of a node's host memory; None for the table's.
-
-    Raises:
-        ConfigError: the table does not have it.
+    ``host_bytes_per_s`` replaces the table's published peak of a node's host memory.
     """
     (key, peaks), host = _device(name), dict(_table()["host"])
     if host_bytes_per_s is not None:

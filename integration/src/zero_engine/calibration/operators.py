@@ -1,36 +1,105 @@
-"""Rates of torch's operators on one rank: matrix products, attention, and what surrounds them."""
+"""Rates of torch's operators on one rank: matrix products, attention, elementwise and others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zero_core.footprint import ATTENTION, ATTENTION_BACKWARD, Operator
-from zero_engine.calibration.timing import Points, Stopwatch, rising
 
 aten = torch.ops.aten
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS, LARGE_TOKENS = (64, 256, 1024), (512, 2048, 8192)
-"""Rows of the matrices: tokens of a micro-batch."""
+"""Rows of the matrices, on a CPU and on an accelerator."""
 SHAPES = ((64, 64), (256, 1024), (768, 768), (512, 2048))
 LARGE_SHAPES = ((512, 512), (2048, 2048), (2048, 8192), (4096, 4096))
-"""Inputs and outputs of linear layers, on a CPU and on an accelerator."""
+"""Inputs and outputs of linear layers, on a CPU (`SHAPES`) and on an accelerator."""
 ROWS = ((16, 64), (256, 256), (1024, 512), (4096, 1024))
-"""Shapes of the tensors of other operators: rows and width."""
 HEADS, HEAD_WIDTH = 4, 64
 LENGTHS = (64, 256, 1024)
+BUDGET_S = 0.03
+LEAST, TOGETHER, STEPS = 3, 12, 9
+"""Minimal repetitions of a call, repetitions of a collective, and of a whole step."""
+Points = list[tuple[float, float]]
 
 _Make = Callable[..., Tensor]
 _Call = tuple[Any, tuple[Any, ...]]
 
 
+def rising(points: Points) -> Points:
+    """Return new points, with seconds lowered to those of the next larger amount."""
+    found = points[-1:]
+    for amount, seconds in reversed(points[:-1]):
+        found.insert(0, (amount, min(seconds, found[0][1])))
+    return found
+
+
+@dataclass
+class Stopwatch:
+    """Timer of calls on one rank.
+
+    Attributes:
+        curves: points by the names of `zero_engine.planning.rates`.
+    """
+
+    device: torch.device
+    curves: dict[str, Points] = field(default_factory=dict)
+
+    def seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
+        """Return the lower quartile of the seconds of a call: other programs only slow it down.
+
+        A first call is a warm-up. Every rank must call it. ``is_together`` is for collectives: all
+        ranks then repeat the call equally often.
+        """
+        times = self._times(call, TOGETHER if is_together else LEAST, is_together)
+        return sorted(times)[len(times) // 4]
+
+    def typical_seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
+        """Return the median seconds of a whole step, which includes delays by other programs."""
+        return statistics.median(self._times(call, STEPS, is_together))
+
+    def _times(self, call: Callable[[], object], least: int, is_together: bool) -> list[float]:
+        call()
+        if dist.is_initialized():
+            dist.barrier()
+        times: list[float] = []
+        started_at = time.perf_counter()
+        while len(times) < least or (
+            not is_together and time.perf_counter() - started_at < BUDGET_S
+        ):
+            times.append(self._once(call))
+        return times
+
+    def curve(
+        self, name: str, points: Iterable[tuple[float, Callable[[], object]]], **how: bool
+    ) -> None:
+        self.curves[name] = rising([(n, self.seconds(call, **how)) for n, call in points])
+
+    def _once(self, call: Callable[[], object]) -> float:
+        """Return the seconds of a call, on an accelerator the mean of five in a row."""
+        if self.device.type == "cpu":
+            started_at = time.perf_counter()
+            call()
+            return time.perf_counter() - started_at
+        number = 5
+        torch.accelerator.synchronize(self.device)
+        started_at = time.perf_counter()
+        for _ in range(number):
+            call()
+        torch.accelerator.synchronize(self.device)
+        return (time.perf_counter() - started_at) / number
+
+
 def time_operators(watch: Stopwatch) -> None:
-    """Time all of them in each dtype that the device computes in."""
     dtypes = CPU_DTYPES if watch.device.type == "cpu" else DEVICE_DTYPES
     for dtype in dtypes:
 
@@ -39,7 +108,7 @@ def time_operators(watch: Stopwatch) -> None:
 
         with torch.no_grad():
             _time_products(watch, make, str(dtype).removeprefix("torch."))
-            tables: dict[str, list[_Call]] = {}  # of each operator, by rising size
+            tables: dict[str, list[_Call]] = {}  # calls of an operator, by rising size
             for rows, width in ROWS:
                 for func, args in _calls(make, rows, width):
                     tables.setdefault(str(func), []).append((func, args))
@@ -57,8 +126,8 @@ def time_operators(watch: Stopwatch) -> None:
 def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
     """Time the three products of linear layers, in forward and backward.
 
-    Their time is taken as a part for operations and a part for bytes, which short or narrow
-    matrices have more of: the two rates, and a time per call, that fit best.
+    The fit has a time per operation, per byte and per call: short or narrow matrices have more
+    bytes per operation.
     """
     rows: list[tuple[float, float, float, float]] = []
     is_cpu = watch.device.type == "cpu"
@@ -78,16 +147,16 @@ def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
 
 
 def _fit(rows: Tensor) -> Tensor:
-    """Return factors of all columns but the last, none below 0, whose sum is nearest to it.
+    """Fit the last column by a sum of the others. Returns the non-negative factors.
 
-    Nearest in relation: a small product counts as much as a large one.
+    The fit minimizes the relative error: a small product counts as much as a large one.
     """
     scaled = rows[:, :-1] / rows[:, -1:]
     used = list(range(scaled.shape[1]))
     found = torch.zeros(len(used), dtype=torch.float64)
     while used:
         wanted = torch.ones(len(scaled), 1, dtype=torch.float64)
-        # Columns differ by ten orders of magnitude.
+        # Columns differ by ten orders of magnitude, so scale them for the solver.
         size = scaled[:, used].abs().max(dim=0).values
         solved = torch.linalg.lstsq(scaled[:, used] / size, wanted).solution[:, 0] / size
         if bool((solved >= 0).all()):
@@ -100,7 +169,7 @@ def _fit(rows: Tensor) -> Tensor:
 def _attention(
     make: _Make, length: int, *, is_backward: bool
 ) -> tuple[Callable[[], object], int, str]:
-    """Return causal attention, or its backward, with the operations that a plan counts for it."""
+    """Return a call of causal attention or its backward, with the call's amount and dtype."""
     q, k, v = (make(2, HEADS, length, HEAD_WIDTH) for _ in range(3))
     if q.device.type == "cpu":
         forward = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -123,7 +192,7 @@ def _attention(
 
     with torch.enable_grad():
         out = run()
-    # Five products in place of two.
+    # Backward has five matrix products, forward two.
     return (
         lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True),
         operator.amount * 5 // 2,
@@ -132,7 +201,6 @@ def _attention(
 
 
 def _time_calls(watch: Stopwatch, calls: Sequence[_Call]) -> None:
-    """Time one operator at several sizes, under the name and with the amounts of a plan."""
     points = []
     for func, args in calls:
         operator = Operator.of(func, args, {}, func(*args))

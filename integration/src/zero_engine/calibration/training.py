@@ -1,18 +1,25 @@
-"""Rates of the engine's own parts on one rank: updates, exchanges, and its work in Python."""
+"""Rates of the engine's own work on one rank: updates, collectives, and Python.
+
+Each calibrating rank runs ``python -m zero_engine.calibration.training FOLDER CORES DISK``.
+"""
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import statistics
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
@@ -27,7 +34,7 @@ from zero_core.adapters import (
 )
 from zero_core.errors import MissingPartError
 from zero_core.footprint import ATTENTION, ATTENTION_BACKWARD, Links, trace_step
-from zero_engine.calibration.timing import STEPS, Points, Stopwatch, rising
+from zero_engine.calibration.operators import STEPS, Points, Stopwatch, rising, time_operators
 from zero_engine.planning import Calibration, Curve, Rates, plan
 
 UPDATED = (2**16, 2**20, 2**23)
@@ -35,18 +42,19 @@ UPDATED = (2**16, 2**20, 2**23)
 EXCHANGED = (2**10, 2**16, 2**20, 2**23)
 """Bytes of a rank's shard."""
 MOST_EXCHANGED = 2**29
-"""Bytes of a gather's results on all ranks that share the memory."""
+"""Largest total of a gather's results, in bytes, over all ranks that share host memory."""
 DISK_BYTES = (2**20, 2**24, 2**26)
 PRODUCTS = ("matmul", "product", "bmm", ATTENTION, ATTENTION_BACKWARD)
 MOST_FACTOR = 2.5
-"""By which kernels may be slower in training than alone; products also faster."""
+"""Largest factor by which kernels may be slower in training than alone. Products may be faster by
+it."""
 _Activation = Callable[[Tensor], Tensor]
 DEPTHS = (2, 10)
-"""Blocks of the tiny models by which Python's share is told apart."""
+"""Blocks of two tiny models, whose difference gives the time per block."""
 
 
 class _Flat(nn.Module):
-    """Parameters whose gradients cost next to nothing."""
+    """Parameters whose gradients cost almost nothing."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -57,7 +65,6 @@ class _Flat(nn.Module):
 
 
 def time_updates(watch: Stopwatch) -> None:
-    """Time the device's update and the host's, by the real engine alone on each rank."""
     alone = Ranks(None, 0, 1, watch.device)
     host = {"device": "cpu"}
     measured = {
@@ -82,7 +89,7 @@ def _update_s(
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "bf16": {"enabled": dtype == "bfloat16"},
-        "gradient_clipping": 1e9,  # so that the update begins in the step
+        "gradient_clipping": 1e9,  # clipping moves the update from backward into step()
         "zero_optimization": {"offload_optimizer": {**offload}},
     }
     engine = zero_core.build(_Flat(numel), config, process_group=ranks)
@@ -102,7 +109,7 @@ def _update_s(
 
 
 def time_exchanges(watch: Stopwatch) -> None:
-    """Time gathers and reductions of all ranks. Nothing is done for a single one."""
+    """Time gathers and reductions of all ranks. Every rank must call it."""
     ranks = find_ranks(None, None)
     if ranks.size == 1:
         return
@@ -151,7 +158,7 @@ def time_exchanges(watch: Stopwatch) -> None:
 
 
 def exchanged(num_ranks: int, *, is_host: bool) -> list[int]:
-    """Return the bytes of shards whose exchange is timed. Results have as many per rank each."""
+    """Return the sizes in `EXCHANGED` whose results fit `MOST_EXCHANGED`, and always the first."""
     sharing = num_ranks if is_host else 1
     return [
         nbytes
@@ -161,7 +168,6 @@ def exchanged(num_ranks: int, *, is_host: bool) -> list[int]:
 
 
 def time_copies(watch: Stopwatch) -> None:
-    """Time copies between an accelerator and page-locked host memory."""
     if watch.device.type == "cpu":
         return
     to_host, to_device = [], []
@@ -175,7 +181,6 @@ def time_copies(watch: Stopwatch) -> None:
 
 
 def time_files(watch: Stopwatch, folder: Path) -> None:
-    """Time writes to a file in ``folder`` until they are on the disk, and reads from the disk."""
     written: Points = []
     read: Points = []
     path = folder / f".zero-engine-disk-{os.getpid()}"
@@ -200,7 +205,7 @@ def time_files(watch: Stopwatch, folder: Path) -> None:
 
 
 class Blocks(nn.Module):
-    """A language model with attention, for the costs that surround kernels."""
+    """Transformer language model, for the costs around kernels."""
 
     def __init__(
         self, depth: int, width: int, heads: int, vocab: int, *, activation: _Activation = gelu
@@ -212,7 +217,7 @@ class Blocks(nn.Module):
         self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the mean cross entropy of the next of ``ids``: int64, [batch, length]."""
+        """Return the mean cross entropy of the next token. ``ids``: int64, [batch, length]."""
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
@@ -241,10 +246,11 @@ class _Block(nn.Module):
 
 
 def fit_operators(watch: Stopwatch) -> None:
-    """Find what a call takes beside its kernel, and by how much kernels are slower in training.
+    """Fit the time of a call outside its kernel, and how much slower kernels are in training.
 
-    By forward and backward of whole models: small tensors for the calls, large ones for kernels,
-    whose data lie in no cache and whose results are new memory.
+    Compares measured forward and backward passes of whole models with the sum of their kernels'
+    curves. Small tensors give the time per call. Large ones give the factors: their data is in no
+    cache and their results are in new memory.
     """
     watch.curves["operator"] = _constant(0.0)
     few, many = (_compare(watch, Blocks(n, 32, 2, 64), (2, 16), "float32") for n in DEPTHS)
@@ -256,7 +262,7 @@ def fit_operators(watch: Stopwatch) -> None:
     for dtype in ("float32", "bfloat16"):
         models = (Blocks(*shape), Blocks(*shape, activation=_gelu_of_parts))
         plain, parts = (_compare(watch, model, tokens, dtype) for model in models)
-        # Products and other operators are slower by a factor each: two equations.
+        # Two models give two equations for two factors: of products and of other operators.
         wanted = [found.seconds - per_call * found.calls for found in (plain, parts)]
         slope = parts.products_s / plain.products_s
         others = (wanted[1] - slope * wanted[0]) / (parts.others_s - slope * plain.others_s)
@@ -271,13 +277,12 @@ def fit_operators(watch: Stopwatch) -> None:
 
 
 def _gelu_of_parts(x: Tensor) -> Tensor:
-    """Compute what GELU's tanh form is, by as many operators as some models do."""
     return 0.5 * x * (1.0 + torch.tanh(0.79788456 * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 @dataclass(frozen=True)
 class _Compared:
-    """Forward and backward of a model: measured, and by the curves of its kernels."""
+    """Forward and backward of a model: measured seconds, and the sum of its kernels' curves."""
 
     seconds: float
     products_s: float
@@ -310,7 +315,7 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
 
 
 def time_engine(watch: Stopwatch, threads: int, cores: int | None) -> None:
-    """Time steps of tiny models, and take what no curve explains for the engine's own work."""
+    """Time steps of tiny models. The time that no curve explains is the engine's own work."""
     ranks = find_ranks(None, None)
     watch.curves |= {"pass": _constant(0.0), "step": _constant(0.0)}
     curves = {name: Curve(tuple(points)) for name, points in watch.curves.items()}
@@ -354,5 +359,69 @@ def _config(dtype: str) -> dict[str, Any]:
 
 
 def _constant(seconds: float) -> Points:
-    """Return the curve of something that is counted: so many seconds each, by ones."""
     return [(1.0, seconds)]
+
+
+def measure(
+    device: torch.device, *, cores: int | None, disk: Path | None, is_link_alone: bool = False
+) -> dict[str, Any]:
+    """Return the rates of this rank, as a row of a calibration's JSON. Every rank must call it.
+
+    ``cores`` are the machine's if its ranks compute on the CPU. ``disk`` is a folder on the disk of
+    NVMe offload. ``is_link_alone`` times collectives alone, for ranks of several nodes.
+    """
+    watch = Stopwatch(device)
+    if not is_link_alone:
+        time_operators(watch)
+        fit_operators(watch)
+        time_updates(watch)
+        time_copies(watch)
+        if disk is not None:
+            time_files(watch, disk)
+    time_exchanges(watch)
+    threads = torch.get_num_threads()
+    if not is_link_alone:
+        time_engine(watch, threads, cores)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return {"ranks": ranks, "threads": threads, "cores": cores, "curves": watch.curves}
+
+
+def merged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one row for all ranks: the mean of their seconds, point by point."""
+    curves = {}
+    for name, points in rows[0]["curves"].items():
+        curves[name] = [
+            (amount, sum(row["curves"][name][i][1] for row in rows) / len(rows))
+            for i, (amount, _) in enumerate(points)
+        ]
+    return {**rows[0], "curves": curves}
+
+
+def main() -> None:
+    folder, cores, disk = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator()
+        assert found is not None
+        device = torch.device(found.type, rank)
+        torch.accelerator.set_device_index(rank)
+    if size > 1:
+        backend = "gloo"
+        if device.type != "cpu":
+            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+        store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    row = measure(
+        device,
+        cores=int(cores) if device.type == "cpu" else None,
+        disk=Path(disk) if disk else None,
+    )
+    (folder / f"rank{rank}.json").write_text(json.dumps(row), encoding="utf-8")
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

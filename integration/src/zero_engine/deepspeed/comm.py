@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
 from zero_engine.deepspeed.distributed import init_distributed as init_distributed
-from zero_engine.monitoring.communication import log_summary as log_summary
+from zero_engine.monitoring import log_summary as log_summary
 
 LOG_ARGUMENTS = ("prof", "log_name", "debug")
 _ALIKE = """

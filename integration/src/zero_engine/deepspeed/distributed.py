@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zero_core import ConfigError
-from zero_engine.launch.orphans import end_with_launcher
-from zero_engine.launch.started_ranks import device_index, rank_variables
+from zero_engine.launch.started_ranks import device_index, end_with_launcher, rank_variables
 
 
 def init_distributed(

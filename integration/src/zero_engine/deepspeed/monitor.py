@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from zero_engine.deepspeed.config.reader import get_monitor_config as get_monitor_config
-from zero_engine.monitoring.monitors import Monitor
-from zero_engine.monitoring.settings import (
+from zero_engine.monitoring.monitors import (
     CometSettings,
     CsvSettings,
+    Monitor,
     MonitorSettings,
     TensorBoardSettings,
     WandbSettings,

@@ -1,1 +1,1 @@
-"""Start ranks, find those that a launcher has started, and join them."""
+"""Start ranks, find ranks that a launcher has started, and join them."""

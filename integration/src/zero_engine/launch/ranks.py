@@ -1,13 +1,13 @@
-"""The ranks of one job: joining, doing something on one of them, stopping all of them together.
+"""Ranks of one job: join them, act on one rank, stop all ranks after the same step.
 
-A **stop request** is a signal (Ctrl-C's SIGINT, or the SIGTERM or SIGUSR1 of a scheduler). It may
-reach one rank a step earlier than another, so the ranks compare what they received at every step's
-end and stop at the same one.
+A **stop request** is a signal: SIGINT of Ctrl-C, or a scheduler's SIGTERM or SIGUSR1. One rank may
+receive it a step earlier than another. Ranks therefore exchange the received signals at the end of
+each step, and all stop after the same step.
 
 [Note: a fresh store]
-torchrun keeps one store for all its restarts (torch 2.5 on: pytorch issues 135712 and 167288), and
-torch writes under the same names each time. A rank that is started anew may then read where a rank
-of before was listening. So the ranks agree on a prefix that no earlier ones had.
+torchrun keeps one store for all its restarts (torch 2.5 and later: pytorch issues 135712 and
+167288), and torch uses the same keys each time. A restarted rank may then read the address of a
+rank that has ended. Therefore the ranks of each start agree on a new prefix for their keys.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from typing import NoReturn
 
 import torch
 
-# The first torch optimizer imports it. Imported while a process group exists, it keeps the group
-# alive past destroy_process_group (torch 2.13), whose threads may then abort the process at exit.
+# The first torch optimizer imports torch._dynamo. If a process group exists at that time, the
+# import keeps the group alive past destroy_process_group (torch 2.13), and threads of the group may
+# abort the process at exit.
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
@@ -34,26 +35,23 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from zero_core.adapters import write_error_file
 from zero_core.errors import CollectiveError, ZeroError
-from zero_engine.launch.orphans import end_with_launcher
-from zero_engine.launch.started_ranks import device_index
+from zero_engine.launch.started_ranks import device_index, end_with_launcher
 from zero_engine.terminal import exit_code
 
 _INTERVAL_S = 0.02
 _LIMIT_S = 300.0
-"""As long as torch's stores wait by default."""
 
 
 def is_under_launcher() -> bool:
-    """Whether torchrun, or another launcher that speaks its variables, started this process."""
+    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def join_ranks() -> torch.device:
     """Join the process group that the launcher's variables describe. Returns this rank's device.
 
-    NCCL and one GPU per rank where there is a GPU, else gloo and the CPU. Without a launcher
-    the process is a single rank and no group is made. Every rank calls it. The rank ends when
-    torchrun does.
+    Uses NCCL and one GPU per rank if there are GPUs, else gloo and the CPU. Without a launcher
+    there is a single rank and no group. Every rank must call it. The rank ends when torchrun does.
     """
     end_with_launcher()
     has_gpu = torch.cuda.is_available()
@@ -63,12 +61,12 @@ def join_ranks() -> torch.device:
         device = torch.device("cuda", index or 0)
         torch.cuda.set_device(device)
     if is_under_launcher():
-        # Not device_id=: the group is made on first use, so that a rank that fails before that
-        # does not leave the others waiting in here.
+        # Without device_id= torch connects at the first collective. With device_id=, a rank that
+        # fails before joining would leave the other ranks waiting here.
         backend = "nccl" if has_gpu else "gloo"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             dist.init_process_group(backend)
-        else:  # see [Note: a fresh store]
+        else:  # see [Note: a fresh store] above
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             kept = TCPStore(address, port, is_master=False)
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -78,13 +76,11 @@ def join_ranks() -> torch.device:
 
 
 def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
-    """Return a prefix that is new, the same on all ranks that are starting now.
+    """Return a new prefix, the same on all ranks that start now. See [Note: a fresh store].
 
-    Rank 0 makes it. Another rank may still read the prefix of an earlier start. So it adds a number
-    of its own under the prefix, and uses the prefix only when rank 0 has confirmed that number.
-
-    Raises:
-        CollectiveError: rank 0 has not confirmed one within five minutes.
+    Rank 0 makes the prefix. Another rank may at first read the prefix of an earlier start. Each
+    rank therefore writes a random number under the prefix that it reads, and uses the prefix when
+    rank 0 has confirmed the number.
     """
     if rank == 0:
         prefix = f"zero_engine/{uuid.uuid4().hex}"
@@ -109,18 +105,16 @@ def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
 
 
 def leave_ranks() -> None:
-    """Undo `join_ranks`. Every rank calls it, once nothing refers to its engine any more."""
-    gc.collect()  # an object that still held the group would end its threads only at exit
+    """Destroy the process group. Every rank must call it, after it has dropped its engine."""
+    gc.collect()  # an object that refers to the group would keep its threads until exit
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def on_first_rank(action: Callable[[], None], device: torch.device) -> None:
-    """Run ``action`` on rank 0 while the others wait. Every rank calls it.
+    """Run ``action`` on rank 0 while the other ranks wait. Every rank must call it.
 
-    Raises:
-        Exception: on rank 0, what ``action`` raised.
-        SystemExit: on the other ranks in that case; rank 0 tells what happened.
+    If ``action`` fails, rank 0 raises its exception and the other ranks exit without a message.
     """
     error: Exception | None = None
     if _rank() == 0:
@@ -139,36 +133,32 @@ def on_first_rank(action: Callable[[], None], device: torch.device) -> None:
 
 
 def from_first_rank(text: str, device: torch.device) -> str:
-    """Return rank 0's ``text``. Every rank calls it."""
-    if not dist.is_initialized():
-        return text
-    size = torch.tensor([len(text.encode())], device=device)
-    dist.broadcast(size, src=0)
-    own = text.encode() if _rank() == 0 else bytes(int(size))
-    sent = torch.tensor(list(own), dtype=torch.uint8, device=device)
-    dist.broadcast(sent, src=0)
-    return bytes(sent.tolist()).decode()
+    """Return rank 0's ``text``. Every rank must call it."""
+    found = [text]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0, device=device)
+    return found[0]
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum ``values`` over all ranks, in place. Every rank calls it."""
+    """Sum ``values`` over all ranks, in place. Every rank must call it."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
 
 
 def ranks_where(is_so: bool, device: torch.device) -> list[int]:
-    """Return the ranks on which ``is_so``. Every rank calls it."""
+    """Return the ranks on which ``is_so`` is true. Every rank must call it."""
     flags = torch.zeros(dist.get_world_size() if dist.is_initialized() else 1, device=device)
     flags[_rank()] = is_so
     return [rank for rank, flag in enumerate(sum_over_ranks(flags).tolist()) if flag]
 
 
 def fail(error: ZeroError) -> NoReturn:
-    """Print an error and end this process: with code 2 for a mistake of the user's, else with 1.
+    """Print an error and exit with code 2 for a mistake of the user's, else with 1.
 
-    Every rank may run into the same mistake, and it is to be said once: another rank than 0 is
-    heard only if rank 0 has nothing to say. torchrun is told by the rank's error file, too.
+    Several ranks may hit the same mistake. Ranks other than 0 wait before they print, so that the
+    launcher ends them if rank 0 prints the mistake. The rank's error file informs torchrun.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
@@ -177,13 +167,13 @@ def fail(error: ZeroError) -> NoReturn:
     write_error_file(type(error).__name__, str(error))
     sys.stdout.flush()
     sys.stderr.flush()
-    if dist.is_initialized():  # threads of its process group may abort an ordered end
+    if dist.is_initialized():  # the process group's threads may abort the process during sys.exit
         os._exit(exit_code(error))
     sys.exit(exit_code(error))
 
 
 class StopRequest:
-    """Remembers the signal that asked this process to stop, in place of dying from it."""
+    """Handler of stop signals. Stores the first signal, which ranks exchange as summed flags."""
 
     HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -196,17 +186,15 @@ class StopRequest:
         self._received = self._received or signum
 
     def as_flags(self) -> list[float]:
-        """Return one flag per handled signal, to be summed over the ranks."""
         return [float(self._received == signum) for signum in self.HANDLED]
 
     @classmethod
     def from_flags(cls, sums: list[float]) -> signal.Signals | None:
-        """Return the signal that any rank received, given the sum of every rank's flags."""
         return next((s for s, total in zip(cls.HANDLED, sums, strict=True) if total > 0), None)
 
 
 def _let_first_rank_speak() -> None:
-    """Wait for the launcher to end this rank, as it does once rank 0 has failed with a message."""
+    """Wait for the launcher to end this rank, as it does when rank 0 has failed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(3)
 

@@ -1,27 +1,36 @@
-"""Ranks that srun or mpirun has started: torchrun's variables, from theirs.
+"""Ranks that srun or mpirun has started, and ranks whose launcher has died.
 
-    who                    rank, number of ranks                     among those of its machine
+`rank_variables` derives torchrun's variables from these:
+
+    starter                rank, number of ranks                     local rank
     Open MPI's mpirun      OMPI_COMM_WORLD_RANK, _SIZE               OMPI_COMM_WORLD_LOCAL_RANK
     MPICH, Intel MPI       PMI_RANK, PMI_SIZE                        MPI_LOCALRANKID
     SLURM's srun           SLURM_PROCID, SLURM_STEP_NUM_TASKS        SLURM_LOCALID
 
-The script of a batch job has SLURM's variables too, and is not a task of srun's. SLURM's plugin
-pmi2 sets PMI_RANK and PMI_SIZE beside them, but not MPI_LOCALRANKID: SLURM is asked, if it tells
-the same rank and number. It doesn't where an mpirun started its proxies by srun.
+The script of a batch job has SLURM's variables, too, but srun has not started it. SLURM's plugin
+pmi2 also sets PMI_RANK and PMI_SIZE, without MPI_LOCALRANKID. SLURM's variables are then used if
+they have the same rank and number. They differ if an mpirun started its proxies by srun.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zero_core.errors import ConfigError
 
+_INTERVAL_S = 1.0
+GRACE_PERIOD_S = 300
+"""Seconds that a rank may take to save before it is killed."""
+_watches: list[threading.Thread] = []
 PORT = 29500
-"""Where rank 0 listens, if nothing says otherwise; torch's own default."""
+"""Port of rank 0 by default, as in torch."""
 LOOPBACK = "127.0.0.1"
-"""Rank 0's address where all ranks are on one machine."""
 
 
 @dataclass(frozen=True)
@@ -45,23 +54,18 @@ MPI = (
 )
 SLURM = _Starter("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS")
-"""What srun sets, and a batch job's own script doesn't have."""
+"""Variables that srun sets, and that the script of a batch job lacks."""
 
 
 def rank_variables(environment: Mapping[str, str], *, port: int = PORT) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of this process.
+    """Return RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of this process.
 
-    Those that ``environment`` has already keep their value. Without SLURM's list of nodes, rank 0's
-    address is known only where all ranks are on one machine.
+    Variables that ``environment`` has keep their value. The result is empty if RANK is set, or if
+    neither srun nor mpirun started several processes. ``port`` is rank 0's. With SLURM, the default
+    `PORT` is replaced by a port that the job's number determines: jobs may share a machine.
 
-    Args:
-        environment: of this process.
-        port: where rank 0 listens. `PORT`, the default, becomes one chosen by the number of SLURM's
-            job, where there is one: jobs may share a machine.
-
-    Returns:
-        The variables; none, if neither srun nor mpirun started several processes here, or if
-        RANK is there.
+    Raises:
+        ConfigError: a variable cannot be determined, as MASTER_ADDR without SLURM's list of nodes.
     """
     starter = _starter(environment)
     if starter is None or "RANK" in environment:
@@ -88,11 +92,7 @@ def rank_variables(environment: Mapping[str, str], *, port: int = PORT) -> dict[
 
 
 def device_index(environment: Mapping[str, str], *, num_visible: int) -> int | None:
-    """Return the index of this process's accelerator by ``LOCAL_RANK``, None without a launcher.
-
-    Where a process sees one accelerator alone (srun's ``--gpus-per-task=1``), it is 0 whatever the
-    rank is.
-    """
+    """Return the index of this process's accelerator by ``LOCAL_RANK``, None without a launcher."""
     local_rank = environment.get("LOCAL_RANK")
     if local_rank is None:
         return None
@@ -107,7 +107,7 @@ def first_host(nodes: str) -> str:
 
 
 def _starter(environment: Mapping[str, str]) -> _Starter | None:
-    """Return the starter of this process as one of several, one with local ranks if possible."""
+    """Return the starter of this process, preferably one that sets the local rank."""
     found = [starter for starter in (*MPI, SLURM) if _has_started(environment, starter)]
     told = [(environment[starter.rank], _size(environment, starter)) for starter in found]
     whole = [
@@ -120,7 +120,7 @@ def _starter(environment: Mapping[str, str]) -> _Starter | None:
 
 def _has_started(environment: Mapping[str, str], starter: _Starter) -> bool:
     if starter is SLURM and "SLURM_JOB_ID" in environment and environment.keys().isdisjoint(STEP):
-        return False  # a batch job's own script
+        return False  # the script of a batch job
     return starter.rank in environment and int(_size(environment, starter) or "1") > 1
 
 
@@ -136,3 +136,37 @@ def _address(environment: Mapping[str, str], starter: _Starter) -> str:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     is_one_machine = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"
     return LOOPBACK if is_one_machine else first_host(nodes)
+
+
+def end_with_launcher() -> None:
+    """Send SIGTERM to this process when the launcher that started it has ended.
+
+    If torchrun itself is killed, its ranks would train on, next to the ranks that replace them.
+
+    A program that handles SIGTERM has `GRACE_PERIOD_S` seconds. Does nothing without torchrun, or
+    if the process watches its launcher already.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or _watches:
+        return
+    # A daemon thread does not delay the end of the process.
+    watch = threading.Thread(
+        target=_watch, args=(os.getppid(),), name="zero_engine launcher", daemon=True
+    )
+    _watches.append(watch)
+    watch.start()
+
+
+def _watch(launcher: int) -> None:
+    waiting = threading.Event()  # never set: its timeout is an interruptible sleep
+    while os.getppid() == launcher:
+        waiting.wait(_INTERVAL_S)
+    print(
+        f"rank {os.environ.get('RANK', '0')}: the launcher (process {launcher}) is gone: this rank "
+        "ends, too",
+        file=sys.stderr,
+        flush=True,
+    )
+    os.kill(os.getpid(), signal.SIGTERM)
+    waiting.wait(GRACE_PERIOD_S)
+    # The main thread may hang in a collective with a rank that has ended, and never handle SIGTERM.
+    os._exit(128 + signal.SIGTERM)

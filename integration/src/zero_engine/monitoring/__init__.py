@@ -1,22 +1,21 @@
 """Monitoring of a run: scalars, times, memory, floating-point operations, bytes sent.
 
-An engine calls observers at the borders of forward, backward and step; see
-`zero_engine.monitoring.observer`. `zero_engine.deepspeed.engine.observing` makes those that a
-configuration asks for.
+An engine calls each `StepObserver` at the borders of forward, backward and step.
+`zero_engine.deepspeed.engine.observing` makes the observers that a configuration asks for.
 """
 
 from __future__ import annotations
 
 from zero_engine.monitoring.breakdowns import (
+    CommunicationLog,
+    FlopsProfiler,
     MemoryBreakdown,
     Throughput,
     ThroughputTimer,
     WallClock,
+    log_summary,
 )
-from zero_engine.monitoring.communication import CommunicationLog, log_summary
-from zero_engine.monitoring.flops import FlopsProfiler
-from zero_engine.monitoring.monitors import Event, Monitor, Scalars
-from zero_engine.monitoring.observer import StepFacts, StepObserver
+from zero_engine.monitoring.monitors import Event, Monitor, Scalars, StepFacts, StepObserver
 
 __all__ = [
     "CommunicationLog",

@@ -1,7 +1,10 @@
-"""Sinks of scalars, as DeepSpeed writes them: TensorBoard, CSV files, Weights & Biases, Comet.
+"""Observers of an engine's steps, and sinks of scalars: TensorBoard, CSV files, Comet and others.
 
-Names, files and folders are DeepSpeed's, so that what reads its logs reads these. A scalar is a
-name ("Train/Samples/lr"), a value, and the number of samples so far.
+An engine calls its observers at the borders of forward, backward and step, in the order of its
+list. Observers change no number of the training.
+
+Names, files and folders are DeepSpeed's, so that programs that read DeepSpeed's logs can read
+these. A scalar is a name ("Train/Samples/lr"), a value, and the number of samples so far.
 """
 
 from __future__ import annotations
@@ -9,46 +12,173 @@ from __future__ import annotations
 import csv
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from zero_core.errors import ConfigError
-from zero_engine.monitoring.observer import StepFacts, StepObserver
-from zero_engine.monitoring.settings import (
-    CometSettings,
-    CsvSettings,
-    MonitorSettings,
-    TensorBoardSettings,
-    WandbSettings,
-)
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+"""Names in ``comm_report()``. DeepSpeed's are longer: all_gather_into_tensor."""
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TensorBoardSettings(_Block):
+    """``tensorboard``: event files in ``output_path/job_name``."""
+
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class CsvSettings(TensorBoardSettings):
+    """``csv_monitor``: one file per name in ``output_path/job_name``."""
+
+
+class WandbSettings(_Block):
+    """``wandb``: a run of Weights & Biases."""
+
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+class CometSettings(_Block):
+    """``comet``: an experiment of Comet."""
+
+    enabled: bool = False
+    samples_log_interval: PositiveInt = 100
+    """Samples between two values of a name."""
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: Literal["get", "create", "get_or_create"] | None = None
+
+
+class MonitorSettings(_Block):
+    """Blocks of the sinks of scalars. Several sinks can be enabled."""
+
+    tensorboard: TensorBoardSettings = TensorBoardSettings()
+    csv_monitor: CsvSettings = CsvSettings()
+    wandb: WandbSettings = WandbSettings()
+    comet: CometSettings = CometSettings()
+
+    @property
+    def enabled(self) -> bool:
+        blocks = (self.tensorboard, self.csv_monitor, self.wandb, self.comet)
+        return any(block.enabled for block in blocks)
+
+
+class FlopsProfilerSettings(_Block):
+    """``flops_profiler``: floating-point operations of one step, counted by torch."""
+
+    enabled: bool = False
+    profile_step: Annotated[int, Field(ge=0)] = 1
+    """Step to count. The first step is 0."""
+    recompute_fwd_factor: float = 0.0
+    """No effect: backward is counted, not estimated."""
+    module_depth: Annotated[int, Field(ge=-1)] = -1
+    """Deepest modules in the table. -1: all."""
+    top_modules: PositiveInt = 1
+    """Number of modules with the most operations that are named per depth."""
+    detailed: bool = True
+    output_file: str | None = None
+
+
+class CommsLoggerSettings(_Block):
+    """``comms_logger``: bytes that the engine's collectives send."""
+
+    enabled: bool = False
+    prof_all: bool = True
+    """Log all collectives, or only those in ``prof_ops``."""
+    prof_ops: tuple[str, ...] = ()
+    """Names that begin with one of `COLLECTIVES`."""
+    verbose: bool = False
+    """Print a line per collective after each step."""
+    debug: bool = False
+    """Add the content that a collective carries to its name."""
+
+
+class ThroughputSettings(_Block):
+    """``timers.throughput``: samples per second, every ``steps_per_print`` steps."""
+
+    enabled: bool = True
+    synchronized: bool = True
+    """No effect: the device is synchronized when a line is printed."""
+
 
 Event = tuple[str, Any, int]
 """Name, value, samples so far."""
 
 
-class Sink(Protocol):
-    """A destination of events."""
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """Facts of an optimizer step that has just ended, even if it was skipped."""
 
-    def write(self, events: Sequence[Event]) -> None:
-        pass
+    global_steps: int
+    global_samples: int
+    """Samples so far, over all ranks."""
+    lr: Sequence[float]
+    """Learning rate of each parameter group, after the scheduler's step."""
+    loss_scale: float | None
+    """Loss scale after the step, None without fp16."""
+
+
+class StepObserver:
+    """Observer that the engine calls on every rank.
+
+    Each ``end_`` method is called even if the part that it ends has raised an error.
+    """
+
+    def begin_forward(self) -> None:
+        """Observe the start of a forward in training mode."""
+
+    def end_forward(self) -> None:
+        """Observe the end of a forward."""
+
+    def begin_backward(self) -> None:
+        """Observe the start of a micro-step's backward."""
+
+    def end_backward(self) -> None:
+        """Observe the end of a micro-step's backward."""
+
+    def begin_plain_backward(self) -> None:
+        """Observe the start of a script's ``loss.backward()``, at an output's first gradient."""
+        self.begin_backward()
+
+    def end_plain_backward(self) -> None:
+        """Observe the end of ``loss.backward()``, just before it returns, unless it fails."""
+        self.end_backward()
+
+    def begin_step(self) -> None:
+        """Observe the start of a micro-step's ``step()``, whether it updates or not."""
+
+    def end_step(self) -> None:
+        """Observe the end of a micro-step's ``step()``."""
+
+    def step_done(self, facts: StepFacts) -> None:
+        """Observe the end of a step, after ``end_step`` of its last micro-step."""
 
 
 class Monitor:
-    """Writer of events to every sink. ``engine.monitor`` is one.
+    """Writer of (name, value, samples) to every sink, on rank 0. ``engine.monitor`` is one.
 
-    Attributes:
-        enabled: whether the configuration asks for any, on this rank or another.
+    ``enabled`` is true on every rank if the configuration asks for a sink.
     """
 
     def __init__(self, settings: MonitorSettings, *, rank: int) -> None:
-        """Make the sinks that ``settings`` asks for. Rank 0 alone writes.
-
-        Raises:
-            ConfigError: a block asks for a library that is not installed.
-        """
         self.enabled = settings.enabled
-        kinds: Mapping[str, Callable[[Any], Sink]] = {
+        kinds: Mapping[str, Callable[[Any], _TensorBoard | _Wandb | _Csv | _Comet]] = {
             "tensorboard": _TensorBoard,
             "wandb": _Wandb,
             "csv_monitor": _Csv,
@@ -58,13 +188,12 @@ class Monitor:
         self._sinks = [kinds[name](block) for name, block in asked.items() if block.enabled]
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write (name, value, samples) to every sink. Ranks without sinks write nothing."""
         for sink in self._sinks:
             sink.write(event_list)
 
 
 class Scalars(StepObserver):
-    """Writes ``Train/Samples/lr`` and, with fp16, ``Train/Samples/loss_scale``, as DeepSpeed."""
+    """Writer of ``Train/Samples/lr`` and, with fp16, ``Train/Samples/loss_scale``."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
@@ -87,8 +216,6 @@ def _library(name: str, block: str, package: str) -> ModuleType:
 
 
 class _TensorBoard:
-    """Event files in ``output_path/job_name``."""
-
     def __init__(self, settings: TensorBoardSettings) -> None:
         board = _library("torch.utils.tensorboard", "tensorboard", "tensorboard")
         folder = Path(settings.output_path) / settings.job_name
@@ -101,7 +228,7 @@ class _TensorBoard:
 
 
 class _Csv:
-    """A file per name in ``output_path/job_name``, with the columns ``step`` and the name's end."""
+    """A file per name in ``output_path/job_name``, with a column ``step`` and one for the value."""
 
     def __init__(self, settings: CsvSettings) -> None:
         self._folder = Path(settings.output_path) / settings.job_name
@@ -120,8 +247,6 @@ class _Csv:
 
 
 class _Wandb:
-    """A run of Weights & Biases."""
-
     def __init__(self, settings: WandbSettings) -> None:
         self._wandb = _library("wandb", "wandb", "wandb")
         self._wandb.init(project=settings.project, group=settings.group, entity=settings.team)
@@ -132,7 +257,7 @@ class _Wandb:
 
 
 class _Comet:
-    """An experiment of Comet, with a value of each name per ``samples_log_interval`` samples."""
+    """Experiment of Comet. Logs a value of each name once per ``samples_log_interval`` samples."""
 
     def __init__(self, settings: CometSettings) -> None:
         comet = _library("comet_ml", "comet", "comet_ml>=3.41.0")

@@ -1,4 +1,4 @@
-"""Plans with the predicted time of a step, by the speeds of a machine, and the fastest that fits.
+"""Plans with the predicted time of a step, and the fastest configuration that fits.
 
 calibration = Calibration.from_json(json.loads(Path("rates.json").read_text()), "rates.json")
 found = plan(model, "zero.json", 64, example_inputs=[x], calibration=calibration)

@@ -1,18 +1,19 @@
 """Time of an optimizer step from the rates of a machine.
 
 [Note: one step]
-The program of `zero_core.core.passes`, for a rank like all others: units are gathered one ahead
-of their use, forward and backward; a unit's reduction starts when its gradients are there and is
-waited for a unit later. Inputs of blocks that wait on the host are copied down in forward, and up
-one turn ahead in backward, as are gradients of tied weights before the root's backward. Then ranks
-agree, and the device and the host update their parts. The host updates in backward where nothing
-can cancel the step (`zero_core.step.update`). A unit's next forward waits for its update. Three
-steps are simulated (`zero_engine.planning.schedule`), and the last one is taken.
+The simulated program is that of `zero_core.core.passes` on one rank. A unit's gather is launched
+one unit before its use, in forward and backward. A unit's reduction starts when its gradients are
+complete, and is waited for one unit later. Block inputs that are kept on the host are copied down
+in forward, and up one unit ahead in backward. Gradients of tied weights are copied up before the
+root's backward. Then a small all-reduce decides whether the step is taken, and the device and the
+host update their parts. The host updates in backward if nothing can cancel the step
+(`zero_core.step.update`). A unit's next forward waits for its update. `NUM_STEPS` steps are
+simulated (`zero_engine.planning.schedule`), and the last one counts.
 
 With the vertical schedule (`zero_core.vertical.schedule`) one pass has all micro-batches of a step,
-and each reduces its gradient of a unit by itself.
+and each micro-batch's gradient of a unit is reduced separately.
 
-Where ranks compute on the CPU, the thread that computes copies what ranks of its node hand over.
+If ranks compute on the CPU, the computing thread copies the data that ranks of its node send.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ from zero_engine.planning.schedule import Schedule, Work
 NUM_STEPS = 3
 _WIDE = "float32"
 _UNDO_COST = 1.05
-"""Time of an undo log over that of the update, as the benchmark ``cpu_adam`` measures it with two
-cores and 64 Mi elements. A copy writes 12 bytes of an element where Adam reads and writes 26."""
+"""Extra time of an undo log, relative to the update, as the benchmark ``cpu_adam`` measures it with
+two cores and 64 Mi elements. The log writes 12 bytes per element, Adam reads and writes 26."""
 
 
 class Transfer(NamedTuple):
-    """Seconds on the link and on the thread that computes, and cores that the link keeps busy."""
+    """Seconds on the link and on the computing thread, and cores that the link keeps busy."""
 
     link_s: float = 0.0
     main_s: float = 0.0
@@ -63,20 +64,15 @@ _NOTHING = Transfer()
 
 @dataclass(frozen=True)
 class UnitTime:
-    """Seconds of one unit.
+    """Seconds of one unit, for one micro-batch.
 
     Attributes:
-        forward_s, backward_s: computation, recomputation in backward included.
-        renew: what a gather does once for each version of the values.
-        gather: and for each use.
-        reduce: a reduction of its gradient.
-        sums: the gather of a gradient's sum, at stage 0.
-        host_s: the host's update.
-        undo_s: what its undo log takes besides.
-        down_s, up_s: copies of gradients and parameters.
-        fetch_s: the copy of shards that rest off the device, for each gather.
-        read_s, write_s: states in a file.
-        inputs_down_s, inputs_up_s: copies of a micro-batch's inputs that wait on the host.
+        renew: part of a gather that is done once per optimizer step.
+        gather: part of a gather that is done for each use.
+        sums: the gather of the gradient's sum, at stage 0.
+        down_s, up_s: copies of gradients to the host and of parameters to the device.
+        fetch_s: copy of offloaded parameter shards, for each gather.
+        inputs_down_s, inputs_up_s: copies of block inputs that are kept on the host.
     """
 
     forward_s: float
@@ -101,22 +97,13 @@ class StepShape:
     """Settings that decide the order of a step's work, and seconds that belong to no unit.
 
     Attributes:
-        micro_steps: of a step.
-        last_block: index of the last block.
-        is_accelerated: whether the compute device is another one than the host.
-        threads: of the thread that computes and of the host's update.
-        has_peers: whether there are other ranks.
-        is_gathered: whether parameters are gathered at all.
-        has_sharded_params: whether they are released after use.
+        has_sharded_params: whether parameters are released after use.
         is_added_by_tier: whether a state tier gets the gradient of each micro-step.
-        is_in_backward: whether the host updates in backward for good.
-        undo_share: share of the host's elements that it updates in backward with an undo log.
+        is_in_backward: whether the host's update in backward is final.
+        undo_share: share of the host's elements that an undo log lets it update in backward.
         agree: resource and seconds of the small all-reduce.
-        device_update_s: the update on the compute device.
-        per_step_s: the engine's own work in a step.
-        num_together: micro-batches that go through a unit before the next one.
-        tied_down_s, tied_up_s: copies of one micro-batch's gradients of tied weights.
-        waiting: units that wait for the decision although an undo log has room for them.
+        num_together: micro-batches that pass through a unit before the next unit.
+        waiting: units updated after the decision although the undo log has room for them.
     """
 
     micro_steps: int
@@ -138,51 +125,40 @@ class StepShape:
     waiting: frozenset[int] = frozenset()
 
 
+@dataclass
 class Prediction:
-    """Step times of one configuration, for any ratio of its optimizer state on the host."""
+    """Step times of one configuration, for any share of its optimizer state on the host."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        config: Config,
-        forecast: Forecast,
-        links: Links,
-        rates: Rates,
-        trace: Trace,
-    ) -> None:
-        self._layout = layout
-        self._config = config
-        self._forecast = forecast
-        self._spans = {s.index: (low, stop) for low, stop, s in forecast.spans}
-        self._links = links
-        self._rates = rates
-        self._trace = trace
-        self._is_accelerated = rates.cores is None
-        self._stage = config.zero_optimization.stage
-        self._has_peers = layout.world_size > 1
-        self._is_recomputed = config.is_recomputed
-        self._moved = trace.moved if config.has_inputs_on_host else {}
+    layout: Layout
+    config: Config
+    forecast: Forecast
+    links: Links
+    rates: Rates
+    trace: Trace
 
-    # -------------------------------------------------------------- seconds
+    def __post_init__(self) -> None:
+        self._spans = {s.index: (low, stop) for low, stop, s in self.forecast.spans}
+        self._is_accelerated = self.rates.cores is None
+        self._stage = self.config.zero_optimization.stage
+        self._has_peers = self.layout.world_size > 1
 
     def _transfer(self, verb: str, calls: Sequence[tuple[int, int]]) -> Transfer:
-        """Return the time of calls that send (bytes within the node, bytes between nodes)."""
+        """Return the time of calls, given their (bytes within the node, bytes between nodes)."""
         if not self._has_peers:
             return Transfer()
-        near = sum(self._rates.seconds([f"{verb}.within"], near) for near, _ in calls)
+        near = sum(self.rates.seconds([f"{verb}.within"], near) for near, _ in calls)
         far = busy = 0.0
         for _, nbytes in calls:
             if nbytes:
-                far += self._rates.seconds([f"{verb}.between"], nbytes)
-                if f"{verb}.between.cpu" in self._rates.curves:
-                    busy += self._rates.seconds([f"{verb}.between.cpu"], nbytes)
+                far += self.rates.seconds([f"{verb}.between"], nbytes)
+                if f"{verb}.between.cpu" in self.rates.curves:
+                    busy += self.rates.seconds([f"{verb}.between.cpu"], nbytes)
         if self._is_accelerated:
             return Transfer(near + far)
         return Transfer(far, near, busy / far if far else 0.0)
 
     def _host_numel(self, segment: Segment, ratio: float) -> int:
-        """Return the elements of a trainable segment that this rank's host updates."""
-        tier = self._forecast.tier
+        tier = self.forecast.tier
         if tier is None:
             return 0
         low, stop = self._spans[segment.index]
@@ -192,42 +168,43 @@ class Prediction:
     def _unit_time(
         self, unit: UnitLayout, forward_s: float, backward_s: float, ratio: float, file_bytes: float
     ) -> UnitTime:
-        """``file_bytes``: of each element that the host updates."""
-        config, links, footprint = self._config, self._links, self._forecast.collectives
+        """Return a unit's times. ``file_bytes`` is the file traffic per element on the host."""
+        config, links, footprint = self.config, self.links, self.forecast.collectives
         trainable = [s for s in unit.segments if s.is_trainable]
         renew: list[tuple[int, int]] = []
         gather: list[tuple[int, int]] = []
         fetched = 0
         for segment in unit.segments:
-            if not num_gathers(segment, self._layout, config):
+            if not num_gathers(segment, self.layout, config):
                 continue
             anew, each = gather_calls(segment, links, footprint)
             renew, gather = renew + anew, gather + each
-            if segment in self._forecast.resting:
+            if segment in self.forecast.resting:
                 fetched += segment.shard_numel * segment.dtype.itemsize
         reduce = [c for s in trainable for c in reduction_calls(s, config, links, footprint)[0]]
         sums = [
             links.gather(s.shard_numel * accumulated_dtype(s, config).itemsize)
             for s in (trainable if self._stage == 0 else ())
         ]
-        # Autograd's gradient is copied to the unit's, and the reduced one is read for its norm.
+        # Autograd's gradient is copied into the unit's buffer. The reduced gradient is read for its
+        # norm.
         written = 0
         for segment in trainable:
-            plan = self._forecast.gradients[segment.index]
+            plan = self.forecast.gradients[segment.index]
             own = plan.accumulated if plan.case is GradientCase.ALONE else plan.communicated
             written += segment.padded_numel * (segment.dtype.itemsize + own.itemsize)
             written += segment.shard_numel * accumulated_dtype(segment, config).itemsize
         host = [(s, self._host_numel(s, ratio)) for s in trainable]
         numel = sum(n for _, n in host)
-        gradients = self._forecast.gradients
+        gradients = self.forecast.gradients
         down = sum(n * gradients[s.index].offered.itemsize for s, n in host)
-        up = sum(n * s.dtype.itemsize for s, n in host if s not in self._forecast.resting)
+        up = sum(n * s.dtype.itemsize for s, n in host if s not in self.forecast.resting)
         state = file_bytes * numel
         host_s = self._update_s("host", host)
-        inputs = sum(self._moved.get(unit.index, ()))
+        inputs = sum(self.trace.moved.get(unit.index, ())) if config.has_inputs_on_host else 0
         return UnitTime(
             forward_s=forward_s,
-            backward_s=backward_s + self._rates.seconds([f"memory.{_WIDE}"], written),
+            backward_s=backward_s + self.rates.seconds([f"memory.{_WIDE}"], written),
             renew=self._transfer("gather", renew),
             gather=self._transfer("gather", gather),
             reduce=self._transfer("reduce", reduce),
@@ -237,8 +214,8 @@ class Prediction:
             down_s=self._copy_s("to_host", down),
             up_s=self._copy_s("to_device", up),
             fetch_s=self._copy_s("to_device", fetched),
-            read_s=self._rates.seconds(["file.read"], state) if state else 0.0,
-            write_s=self._rates.seconds(["file.write"], state) if state else 0.0,
+            read_s=self.rates.seconds(["file.read"], state) if state else 0.0,
+            write_s=self.rates.seconds(["file.write"], state) if state else 0.0,
             inputs_down_s=self._copy_s("to_host", inputs),
             inputs_up_s=self._copy_s("to_device", inputs),
         )
@@ -246,13 +223,12 @@ class Prediction:
     def _copy_s(self, way: str, nbytes: int) -> float:
         if not self._is_accelerated or not nbytes:
             return 0.0
-        return self._rates.seconds([f"copy.{way}"], nbytes)
+        return self.rates.seconds([f"copy.{way}"], nbytes)
 
     def _update_s(self, place: str, parts: Sequence[tuple[Segment, int]]) -> float:
-        """Return the seconds of an update of so many elements of each segment."""
-        optimizer = self._config.optimizer
+        optimizer = self.config.optimizer
         kind = "adamw" if optimizer is None else optimizer.type.lower()
-        state = self._config.zero_optimization.offload_optimizer.state_dtype
+        state = self.config.zero_optimization.offload_optimizer.state_dtype
         found = 0.0
         for segment, numel in parts:
             dtype = str(segment.dtype).removeprefix("torch.")
@@ -260,65 +236,63 @@ class Prediction:
             if place == "host" and state != _WIDE:
                 ends = [f"{dtype}.{state}", f"{_WIDE}.{state}", *ends]
             if numel:
-                found += self._rates.seconds([f"update.{place}.{end}" for end in ends], numel)
+                found += self.rates.seconds([f"update.{place}.{end}" for end in ends], numel)
         return found
 
     def _shape(self, ratio: float) -> StepShape:
-        trainable = [s for s in self._layout.segments if s.is_trainable]
+        trainable = [s for s in self.layout.segments if s.is_trainable]
         own = []
         for segment in trainable:
             low, stop = self._spans[segment.index]
             own.append((segment, stop - low - self._host_numel(segment, ratio)))
-        num_params, num_units = len(self._layout.params), len(self._layout.units)
-        nbytes = facts_nbytes(num_params, num_units, arithmetic_of(self._config))
-        way = "between" if self._links.num_nodes > 1 else "within"
-        agree_s = self._rates.seconds([f"agree.{way}"], nbytes) if self._has_peers else 0.0
-        steps = self._config.gradient_accumulation_steps
-        tied = sum(self._forecast.tied) if self._config.has_inputs_on_host else 0
-        tier = self._forecast.tier
+        num_params, num_units = len(self.layout.params), len(self.layout.units)
+        nbytes = facts_nbytes(num_params, num_units, arithmetic_of(self.config))
+        way = "between" if self.links.num_nodes > 1 else "within"
+        agree_s = self.rates.seconds([f"agree.{way}"], nbytes) if self._has_peers else 0.0
+        steps = self.config.gradient_accumulation_steps
+        tied = sum(self.forecast.tied) if self.config.has_inputs_on_host else 0
+        tier = self.forecast.tier
         return StepShape(
             micro_steps=steps,
-            last_block=self._layout.last_block,
+            last_block=self.layout.last_block,
             is_accelerated=self._is_accelerated,
-            threads=self._rates.threads,
+            threads=self.rates.threads,
             has_peers=self._has_peers,
-            is_gathered=(self._has_peers and self._stage > 0) or bool(self._forecast.resting),
+            is_gathered=(self._has_peers and self._stage > 0) or bool(self.forecast.resting),
             has_sharded_params=self._stage == 3,
-            is_added_by_tier=self._forecast.num_added > 1,
-            is_in_backward=updates_in_backward(self._config),
-            undo_share=tier.undo_share(ratio) if tier and may_speculate(self._config) else 0.0,
+            is_added_by_tier=self.forecast.num_added > 1,
+            is_in_backward=updates_in_backward(self.config),
+            undo_share=tier.undo_share(ratio) if tier and may_speculate(self.config) else 0.0,
             agree=("link" if self._is_accelerated else "main", agree_s),
             device_update_s=self._update_s("device", own),
-            per_step_s=self._rates.seconds(["step"], 1),
-            num_together=steps if self._config.is_vertical else 1,
+            per_step_s=self.rates.seconds(["step"], 1),
+            num_together=steps if self.config.is_vertical else 1,
             tied_down_s=self._copy_s("to_host", tied),
             tied_up_s=self._copy_s("to_device", tied),
         )
 
-    # ------------------------------------------------------------- the step
-
     def at(self, ratio: float) -> StepTime:
-        """Return the time of a step with this share of the optimizer state on the host."""
-        forward = {u: self._rates.pass_s(p) for u, p in self._trace.forward.items()}
+        """Return the time of a step with the share ``ratio`` of the optimizer state on the host."""
+        forward = {u: self.rates.pass_s(p) for u, p in self.trace.forward.items()}
         total = sum(forward.values())
-        backward = self._trace.backward
-        backward_s = 2 * total if backward is None else self._rates.pass_s(backward)
-        per_pass = self._rates.seconds(["pass"], 1)
-        # An update reads and writes each element's states in a file.
+        backward = self.trace.backward
+        backward_s = 2 * total if backward is None else self.rates.pass_s(backward)
+        per_pass = self.rates.seconds(["pass"], 1)
+        # With NVMe offload an update reads and writes each element's states in a file.
         file_bytes = 0.0
-        tier = self._forecast.tier
+        tier = self.forecast.tier
         if tier is not None and (in_file := tier.file_bytes(ratio)):
-            file_bytes = in_file / sum(self._host_numel(s, ratio) for *_, s in self._forecast.spans)
+            file_bytes = in_file / sum(self._host_numel(s, ratio) for *_, s in self.forecast.spans)
         units = []
-        for unit in self._layout.units:
+        for unit in self.layout.units:
             own = forward.get(unit.index, 0.0)
-            is_block = 0 < unit.index <= self._layout.last_block
-            again = own if self._is_recomputed and is_block else 0.0
+            is_block = 0 < unit.index <= self.layout.last_block
+            again = own if self.config.is_recomputed and is_block else 0.0
             share = own / total if total else 0.0
             back = backward_s * share + again + per_pass
             units.append(self._unit_time(unit, own + per_pass, back, ratio, file_bytes))
         shape = self._shape(ratio)
-        cores = None if self._rates.cores is None else self._rates.cores / self._rates.ranks
+        cores = None if self.rates.cores is None else self.rates.cores / self.rates.ranks
         program = run_steps(shape, units, cores)
         start, stop = program.ends[-2].stop, program.ends[-1].stop
         spans = sorted(
@@ -332,15 +306,15 @@ class Prediction:
         lanes = dict.fromkeys(LANES, 0.0)
         for work in program.last:
             lanes[work.lane] += work.seconds
-        samples = self._config.train_batch_size
+        samples = self.config.train_batch_size
         return StepTime(stop - start, lanes, samples, tuple(spans))
 
 
 def run_steps(shape: StepShape, units: Sequence[UnitTime], cores: float | None) -> StepProgram:
-    """Return the program of `NUM_STEPS` steps, with the time of all its work.
+    """Simulate `NUM_STEPS` steps.
 
-    A unit that the host has not begun when the step is decided is not begun before that: its update
-    is void, and the one that follows the decision has no undo log.
+    An update before the decision is void if the host has not begun it when the step is decided. The
+    simulation is then repeated with the unit's update after the decision, without an undo log.
     """
     while True:
         program = StepProgram(shape, units, Schedule(cores))
@@ -355,14 +329,11 @@ def run_steps(shape: StepShape, units: Sequence[UnitTime], cores: float | None) 
 
 
 class StepProgram:
-    """The engine's program, step by step. See [Note: one step].
+    """Program of the engine, step by step. See [Note: one step].
 
-    Attributes:
-        schedule: all work so far.
-        ends: of each step, its last work on the thread that computes.
-        last: the work of the last step.
-        decided: the decision of the last step.
-        ahead: updates before it, by unit.
+    ``ends`` are the last work of each step on the computing thread. ``last`` and ``decided`` are
+    the work and the decision of the last step, and ``ahead`` the updates before that decision, by
+    unit.
     """
 
     decided: Work
@@ -375,19 +346,18 @@ class StepProgram:
         self.ends: list[Work] = []
         self.last: list[Work] = []
         self.ahead: dict[int, Work] = {}
-        self._now: Work | None = None  # the last work of the thread that computes
-        self._begun: dict[int, Work] = {}  # updates of units before the decision
-        self._published: dict[int, Work] = {}  # the new values of units, where a host makes them
-        self._stored: dict[int, Work] = {}  # copies of units' inputs to the host
-        self._tied: Work | None = None  # copies of tied weights' gradients to the host
-        self._gathers: dict[int, Work | None] = {}  # launched and not waited for
-        # Unit whose reduction is under way, and whether it is the last micro-batch's.
+        self._now: Work | None = None  # last work of the computing thread
+        self._begun: dict[int, Work] = {}  # updates before the decision, by unit
+        self._published: dict[int, Work] = {}  # units' new values from the host
+        self._stored: dict[int, Work] = {}  # copies of block inputs to the host
+        self._tied: Work | None = None  # copy of tied gradients to the host
+        self._gathers: dict[int, Work | None] = {}  # launched gathers that nothing has waited for
+        # Unit whose reduction is in flight, and whether its gradient is complete.
         self._in_flight: tuple[int, bool] | None = None
         self._reduction: Work | None = None
         self._reduced: dict[int, Work | None] = {}
 
     def step(self) -> None:
-        """Add one optimizer step."""
         shape, first = self._shape, len(self.schedule.work)
         self._reduced.clear()
         num_passes = shape.micro_steps // shape.num_together
@@ -415,7 +385,6 @@ class StepProgram:
     def _exchange(
         self, lane: str, what: str, transfer: Transfer, after: Work | None
     ) -> Work | None:
-        """Launch an exchange. Return its work on the link."""
         seconds, _, cores = transfer
         if not seconds:
             return None
@@ -435,7 +404,6 @@ class StepProgram:
         self._gathers[unit] = self._exchange("gather", what, time.gather, ready) or ready
 
     def _wait_gather(self, unit: int, *, is_new: bool) -> None:
-        """Wait for a gather, and copy what ranks of this node hand over."""
         time, arrived = self._units[unit], self._gathers.pop(unit, None)
         copied = time.gather.main_s + (time.renew.main_s if is_new else 0.0)
         if arrived is not None or copied:
@@ -483,7 +451,7 @@ class StepProgram:
         self._finish_reduction()
 
     def _fetch_inputs(self, unit: int) -> Work | None:
-        """Launch the copy of what a micro-batch's backward of ``unit`` needs of the host."""
+        """Launch the copy of the host's data that a micro-batch's backward of ``unit`` needs."""
         seconds = 0.0 if unit < 0 else self._units[unit].inputs_up_s
         seconds += 0.0 if unit else self._shape.tied_up_s
         if not seconds:
@@ -492,7 +460,6 @@ class StepProgram:
         return self.schedule.add("up", "copies", f"inputs of unit {unit}", seconds, ready)
 
     def _reduce(self, unit: int, *, is_last: bool) -> None:
-        """Reduce the gradient that a unit has from one micro-batch."""
         shape = self._shape
         if not (shape.has_peers or is_last or shape.is_added_by_tier):
             return
@@ -548,7 +515,7 @@ class StepProgram:
         self._publish(unit, [updated])
 
     def _begin_update(self, unit: int) -> None:
-        """Update a unit before the decision, if the undo log has room for it."""
+        """Update a unit before the decision if the undo log has room for it."""
         shape, time = self._shape, self._units[unit]
         room = shape.undo_share * sum(other.host_s for other in self._units)
         begun = sum(self._units[other].host_s for other in self._begun)
@@ -560,7 +527,6 @@ class StepProgram:
         )
 
     def _publish(self, unit: int, ready: list[Work | None]) -> None:
-        """Copy a unit's new values to the device, after its update."""
         seconds = self._units[unit].up_s
         if seconds or len(ready) > 1:
             self._published[unit] = self.schedule.add(

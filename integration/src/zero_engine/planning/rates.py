@@ -5,21 +5,21 @@
 
 name                    amount                  seconds of
 OPERATOR.DTYPE          see `Operator`          a call of a torch operator, such as "gelu.float32"
-matmul.DTYPE            floating-point          a matrix product, and any operator without a curve
-                        operations              of its own whose operations are counted
-product.DTYPE           bytes read and written  what such a product takes besides for its bytes
+matmul.DTYPE            floating-point          a matrix product, and any operator with a count of
+                        operations              operations but without a curve
+product.DTYPE           bytes read and written  the memory traffic of a product, added to matmul
 memory.DTYPE            bytes read and written  an elementwise operator, and any other
-operator                calls                   what a call takes beside its kernel
+operator                calls                   a call outside its kernel
 pass                    units                   the engine's work for a unit, forward or backward
 step                    steps                   the engine's work for a step
 update.device.DTYPE     elements                the optimizer's update on the compute device, by
                                                 the dtype of the parameters
-update.host.DTYPE       elements                that of the host's kernel; with moments of fewer
-                                                bits ".int8" or ".bfloat16" follows
-gather.within           bytes a rank sends      a gather among the ranks of a node; "reduce" and
-                                                "agree" (the small all-reduce of a step) likewise
+update.host.DTYPE       elements                the update on the host, with the suffix ".int8" or
+                                                ".bfloat16" for moments of fewer bits
+gather.within           bytes a rank sends      a gather among the ranks of a node, also "reduce"
+                                                and "agree" (the small all-reduce of a step)
 gather.between          bytes a rank sends      a gather between nodes
-gather.between.cpu      bytes a rank sends      the processor's seconds of it
+gather.between.cpu      bytes a rank sends      processor time of a gather between nodes
 copy.to_host            bytes                   a copy from a device to its host, or "to_device"
 file.read, file.write   bytes                   access to the disk of NVMe offload
 """
@@ -44,8 +44,9 @@ class Curve:
     """Seconds by amount, piecewise linear.
 
     Attributes:
-        points: ``(amount, seconds)`` by rising amount. Below the first one the seconds are its own;
-            above the last one the slope is that of the last two, or the rate of a single one.
+        points: ``(amount, seconds)`` by rising amount. Below the first point the seconds are
+            constant. Above the last one the slope of the last two points continues, or the rate of
+            a single one.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -56,7 +57,7 @@ class Curve:
         return cls(((0.0, latency_s), (rate, latency_s + 1.0)))
 
     def seconds(self, amount: float) -> float:
-        """Return the seconds of ``amount``, none for none."""
+        """Return the seconds of ``amount``, 0 for an amount of 0."""
         if amount <= 0:
             return 0.0
         points = self.points
@@ -71,13 +72,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Rates:
-    """Speeds of one rank while the other ranks of its node do the same.
+    """Speeds of one rank while the other ranks of its node are equally busy.
 
     Attributes:
         ranks: ranks of the node that were measured at once.
-        threads: threads that a rank computed with, on a CPU.
-        cores: cores of the node that its ranks share for all of their work; None where each rank
-            computes on an accelerator.
+        threads: threads of a rank, on a CPU.
+        cores: cores that the ranks of a node share. None if each rank computes on an accelerator.
         curves: see [Note: names of curves].
     """
 
@@ -90,7 +90,7 @@ class Rates:
         """Return the seconds of ``amount`` by the first of ``names`` that has a curve.
 
         Raises:
-            ConfigError: none has one.
+            ConfigError: no name has a curve.
         """
         for name in names:
             if name in self.curves:
@@ -101,7 +101,6 @@ class Rates:
         )
 
     def operator_s(self, call: Operator) -> float:
-        """Return the seconds of an operator's kernel."""
         if not call.amount:
             return 0.0
         own, dtypes = f"{call.kind}.{call.dtype}", (call.dtype, "float32")
@@ -112,9 +111,9 @@ class Rates:
         return memory_s + self.seconds([f"matmul.{dtype}" for dtype in dtypes], call.amount)
 
     def pass_s(self, calls: Mapping[Operator, int]) -> float:
-        """Return the seconds of so many calls of operators, each after the other.
+        """Return the seconds of calls of operators in sequence, given the number of each.
 
-        An accelerator runs the kernels while the host launches those that follow.
+        An accelerator runs kernels while the host launches the next ones.
         """
         kernels = sum(number * self.operator_s(call) for call, number in calls.items())
         launches = sum(calls.values()) * self.seconds(["operator"], 1)
@@ -127,8 +126,8 @@ class Calibration:
 
     Attributes:
         device: name of the processor or accelerator.
-        source: when it was measured, or where published figures are from and what is assumed.
-        rates: by number of ranks that share a node.
+        source: date of the measurement, or origin of published figures with the assumptions.
+        rates: one entry per number of ranks that share a node.
     """
 
     device: str
@@ -136,29 +135,23 @@ class Calibration:
     rates: tuple[Rates, ...]
 
     def at(self, ranks_per_node: int) -> Rates:
-        """Return the rates at so many ranks of a node, or at the nearest number measured."""
+        """Return the rates for the measured number of ranks nearest to ``ranks_per_node``."""
         return min(self.rates, key=lambda r: (abs(math.log(r.ranks / ranks_per_node)), r.ranks))
 
     def to_json(self) -> str:
-        """Return everything as a JSON object."""
+        """Return a JSON object."""
         rates = [
-            {
-                "ranks": r.ranks,
-                "threads": r.threads,
-                "cores": r.cores,
-                "curves": {name: list(curve.points) for name, curve in r.curves.items()},
-            }
+            {**vars(r), "curves": {name: curve.points for name, curve in r.curves.items()}}
             for r in self.rates
         ]
-        named = {"format": FORMAT, "device": self.device, "source": self.source, "rates": rates}
-        return json.dumps(named)
+        return json.dumps({"format": FORMAT, **vars(self), "rates": rates})
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], name: str) -> Calibration:
-        """Return the calibration that `to_json` wrote. Messages call it ``name``.
+        """Return the calibration that `to_json` wrote. Error messages call its file ``name``.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: ``content`` is no calibration.
         """
         try:
             if content["format"] != FORMAT:

@@ -1,4 +1,4 @@
-"""A plan with times: plain frozen data, as JSON or as tables of text.
+"""Plan with times: plain frozen data, as JSON or as tables of text.
 
 [Note: lanes]
 compute  forward, recomputation, backward and the device's update
@@ -8,9 +8,9 @@ copies   between a device and its host
 host     the host's update
 file     reads and writes of NVMe offload
 
-A lane is busy for the seconds of its work. Lanes overlap, so that their sum exceeds the step. Where
-ranks compute on the CPU, data of the same node is copied by the thread that computes: it is in the
-lane "gather" or "reduce", and delays "compute".
+A lane's seconds are the sum of its work. Lanes overlap, so their sum exceeds the step. If ranks
+compute on the CPU, the computing thread also copies data of the same node: the lane is then
+"gather" or "reduce", and the copy delays "compute".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LANES = ("compute", "gather", "reduce", "copies", "host", "file")
 
 @dataclass(frozen=True)
 class Span:
-    """Seconds ``[start_s, stop_s)`` of a step in which a lane works on a unit."""
+    """Time ``[start_s, stop_s)`` of a step in which a lane works on a unit."""
 
     lane: str
     what: str
@@ -43,7 +43,7 @@ class StepTime:
         total_s: seconds from one step's end to the next one's.
         lanes: busy seconds of each of `LANES`.
         samples: samples of the step, over all ranks.
-        spans: the work of the lanes in one step, by start.
+        spans: work of the lanes in one step, by start.
     """
 
     total_s: float
@@ -53,44 +53,42 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """The lane that is busy for the longest: no step can be shorter."""
+        """Lane with the most busy seconds. No step can be shorter."""
         return max(LANES, key=lambda lane: self.lanes[lane])
 
     @property
     def bound_s(self) -> float:
-        """Busy seconds of the lane that bounds the step."""
         return self.lanes[self.bound]
 
     @property
     def sample_s(self) -> float:
-        """Seconds per sample."""
         return self.total_s / self.samples
 
 
 @dataclass(frozen=True)
 class TimedChoice(Choice):
-    """One configuration of the same run, its bytes per rank and the time of its step.
+    """Configuration of the run, with its bytes per rank and the time of its step.
 
     Attributes:
-        step_time: the predicted time, with a calibration and example inputs. Choices that are
-            varied have one only if they fit.
+        step_time: the predicted time, with a calibration and example inputs. Varied choices have
+            one only if they fit.
     """
 
     step_time: StepTime | None = None
 
     @property
     def sample_s(self) -> float:
-        """Predicted seconds per sample. Infinite if unknown."""
+        """Predicted seconds per sample, infinite without a prediction."""
         return math.inf if self.step_time is None else self.step_time.sample_s
 
 
 @dataclass(frozen=True)
 class TimedPlan(Plan):
-    """Bytes that a run takes per rank, and the time of its step.
+    """Bytes of a run per rank, and the time of its step.
 
     Attributes:
         best: with a calibration the fastest choice that fits; see `zero_engine.planning.search`.
-        reasons: with a calibration, why ``best`` is the best, a sentence each.
+        reasons: with a calibration, sentences that explain ``best``.
     """
 
     configured: TimedChoice
@@ -104,7 +102,7 @@ class TimedPlan(Plan):
         return self.configured.step_time
 
     def to_json(self) -> str:
-        """Return everything as a JSON object, spans of the configured choice alone."""
+        """Return a JSON object. Only the configured choice has spans."""
         content = asdict(self)
         for choice in (*content["choices"], content["best"]):
             if choice is not None and choice["step_time"] is not None:
@@ -112,7 +110,7 @@ class TimedPlan(Plan):
         return json.dumps(content, indent=2)
 
     def tables(self) -> tuple[Table, ...]:
-        """Return the tables of bytes, the step, and choices, varied ones by time."""
+        """Return the tables of bytes, the step, and choices. Varied choices are sorted by time."""
         if all(choice.step_time is None for choice in self.choices):
             return super().tables()
         by_time = sorted(self.choices, key=lambda c: (c.is_varied, c.is_varied and c.sample_s))

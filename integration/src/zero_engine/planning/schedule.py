@@ -1,19 +1,18 @@
-"""Length of a step when its lanes overlap as the engine's schedule lets them: a simulation.
+"""Simulation of a step whose lanes overlap as in the engine's schedule.
 
-Nothing waits and nothing is measured. Work takes given seconds on a resource, after other work.
-`zero_offload.testing.virtual_time` drives the real tiers in the same way; a test compares the two.
+Each piece of work has a duration, a resource, and earlier work that it depends on. In the tests,
+`zero_offload.testing.virtual_time` drives the real tiers with the same durations.
 
 [Note: resources]
-main      the thread that computes, or the compute stream: in the order of the program
-link      collectives between ranks, in the order in which they are launched
-down      copies to the host, in order
-host      the host's updates, of those that may begin the one that is needed first, or was added
-          first
-up        copies back, likewise
-file      reads and writes of NVMe offload, likewise
+main      the computing thread, or the compute stream: in program order
+link      collectives between ranks: in launch order
+down      copies to the host: in launch order
+host      the host's updates: of those that are ready, first the lowest ``need``, then the oldest
+up        copies to the device: as host
+file      reads and writes of NVMe offload: as host
 
-Where ranks compute on the CPU, ``cores`` of them are shared by all that runs at once: if more are
-asked for, everything that computes is slowed down alike.
+If ranks compute on the CPU, all running work shares ``cores``. If more are asked for, all work that
+uses cores is slowed down by the same factor.
 """
 
 from __future__ import annotations
@@ -29,14 +28,10 @@ BY_NEED = ("host", "up", "file")
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """Something that takes ``seconds`` on a resource, once all of ``after`` is done.
+    """Piece of work that takes ``seconds`` on a resource, after all of ``after`` is done.
 
-    Attributes:
-        lane: of [Note: lanes] in `zero_engine.planning.result`.
-        what: what is done, in words.
-        cores: cores that it keeps busy meanwhile.
-        need: place among what may begin on a resource that goes by need, the lowest first.
-        start, stop: when it ran, known when `run` has returned.
+    ``cores`` are kept busy meanwhile. On host, up and file the lowest ``need`` goes first.
+    `Schedule.run` sets ``start`` and ``stop``.
     """
 
     resource: str
@@ -53,11 +48,7 @@ class Work:
 
 
 class Schedule:
-    """Work in the order of the program.
-
-    Attributes:
-        work: everything that was added.
-    """
+    """Work in program order."""
 
     def __init__(self, cores: float | None) -> None:
         self._cores = cores
@@ -74,16 +65,15 @@ class Schedule:
         cores: float = 0.0,
         need: int = 0,
     ) -> Work:
-        """Add work to the end of a resource's program, and return it."""
         awaited = [work for work in after if work is not None]
         self.work.append(Work(resource, lane, what, seconds, awaited, cores, need))
         return self.work[-1]
 
     def run(self) -> None:
-        """Find when each work starts and stops.
+        """Set the start and stop of each piece of work.
 
         Raises:
-            ValueError: work waits for work that cannot come before it.
+            ValueError: work depends on work that comes later on its resource.
         """
         followers: dict[int, list[Work]] = {}
         queues: dict[str, deque[Work]] = {name: deque() for name in IN_ORDER}

@@ -1,12 +1,13 @@
-"""The fastest choice of a plan that fits, by predicted times.
+"""Search for the fastest configuration that fits, by predicted times.
 
 [Note: choices by time]
-The best choice is one whose seconds per sample are within `WORTH` of the least: the configuration
-itself, or else the one whose placement has the fewest other keys, then the one with the smallest
-ratio, then the one with the least device memory. Predictions are not so exact that a smaller
-difference would mean anything. Other placements are tried with the configured variant and the best
-one, other schedules with the `NUM_LEADERS` fastest; with all variants only where nothing fits. What
-changes numbers is shown, and may be the best choice only if rounding is allowed.
+Choices whose seconds per sample are within `WORTH` of the least count as equal: predictions are not
+more exact. Among equal choices the best is the configuration itself, or else the choice whose
+placement changes the fewest keys, then the smallest ratio, then the least device memory.
+
+Other placements are tried with the configured variant and the best one, or with all variants if
+nothing fits. Other schedules are tried with the `NUM_LEADERS` fastest choices. Choices that change
+numerical results are shown. They can be the best only if rounding is allowed.
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ from zero_engine.planning.result import StepTime, TimedChoice, TimedPlan
 WORTH = 0.02
 """Share of the time that a change must save. See [Note: choices by time]."""
 RATIOS = (0.25, 0.5, 0.75)
-"""Tried besides 0, 1 and the least that fits."""
 NUM_LEADERS = 3
-"""Fastest choices with offload whose schedule is varied."""
 QUANTIZED = "quantized communication"
 DISK_RATES = ("file.read", "file.write")
 
@@ -60,13 +59,9 @@ def plan(
     allow_rounding: bool = False,
     nvme_path: str | None = None,
 ) -> TimedPlan:
-    """Compute what `zero_core.plan` does, and with a ``calibration`` the time of a step.
+    """Compute the plan of `zero_core.plan`, and with a ``calibration`` the time of a step.
 
-    The best choice is then the fastest that fits. Times need ``example_inputs``. The other
-    parameters are those of `zero_core.plan`.
-
-    Args:
-        calibration: speeds of the machine.
+    The best choice is then the fastest that fits. Times need ``example_inputs``.
 
     Raises:
         ConfigError: as `zero_core.plan`, or the calibration does not fit the machine.
@@ -107,7 +102,6 @@ class Search:
         self._found: dict[tuple[float | str, ...], TimedChoice] = {}
 
     def plan(self, *, allow_rounding: bool) -> TimedPlan:
-        """Return the plan. ``allow_rounding``: see `zero_core.plan`."""
         planner = self._planner
         configured = self._timed(planner.configured)
         variants = [*planner.variants(), *planner.variants(are_larger=True)]
@@ -125,7 +119,7 @@ class Search:
             return self._found[choice.key]
         planner, forecast, time = self._planner, self._planner.forecast_of(choice), None
         trace = planner.trace(choice.micro_batch)
-        # Other variants that do not fit are not simulated: a plan stays a matter of seconds.
+        # Varied choices that do not fit are not simulated, so that a plan takes seconds.
         is_timed = choice.is_fitting or (forecast.is_complete and not choice.is_varied)
         if trace is not None and is_timed:
             layout, config = planner.layout, planner.config_of(choice)
@@ -139,7 +133,6 @@ class Search:
         return [self._timed(choice) for choice in self._planner.choices(variant, ratios)]
 
     def _quantized(self) -> Iterator[Choice]:
-        """Yield the configured variant with quantized communication, between nodes."""
         planner = self._planner
         is_quantized = planner.config.zero_optimization.quantized_key is not None
         if planner.links.num_nodes == 1 or is_quantized:
@@ -156,7 +149,11 @@ class Search:
     def _placed(
         self, choices: Sequence[TimedChoice], variants: Sequence[Variant]
     ) -> list[TimedChoice]:
-        """Return choices of other placements, of all variants only where nothing else fits."""
+        """Return choices of other placements.
+
+        If no choice fits yet, all variants are tried, up to the first placement with a choice that
+        fits.
+        """
         best = _fastest(choices[0], choices, allow_rounding=False)
         if best is not None:
             variants = list(dict.fromkeys([self._planner.given, variant_of(best)]))
@@ -168,7 +165,6 @@ class Search:
         return found
 
     def _scheduled(self, choices: Sequence[TimedChoice]) -> Iterator[TimedChoice]:
-        """Yield the fastest choices with offload, and the configured one, on other schedules."""
         planner, configured = self._planner, choices[0]
         fitting = [c for c in choices if c.is_fitting and not c.placement.is_rounding]
         leaders = sorted(fitting, key=lambda c: c.sample_s)
@@ -192,7 +188,7 @@ class Search:
 
 
 def _schedules(config: Config, ratio: float) -> Iterator[Placement]:
-    """Yield the other schedules of a host's update. None changes numbers."""
+    """Yield the other schedules of a host's update. They do not change numerical results."""
     is_later = updates_in_backward(config) or may_speculate(config)
     words = "the host updates after backward" if is_later else "the host updates in backward"
     yield Placement(words, (("offload_optimizer", "update_in_backward", not is_later),))
@@ -205,7 +201,6 @@ def _schedules(config: Config, ratio: float) -> Iterator[Placement]:
 def _fastest(
     configured: TimedChoice, choices: Sequence[TimedChoice], *, allow_rounding: bool
 ) -> TimedChoice | None:
-    """Return the best choice by time of those that fit. See [Note: choices by time]."""
     fitting = [c for c in choices if c.is_fitting and c.step_time is not None]
     allowed = [c for c in fitting if allow_rounding or not c.placement.is_rounding]
     if configured.is_fitting:
@@ -224,7 +219,6 @@ def _fastest(
 def _reasons(
     configured: TimedChoice, best: TimedChoice | None, choices: Sequence[TimedChoice]
 ) -> Iterator[str]:
-    """Yield why ``best`` is the best, a sentence each. None without times."""
     before = configured.step_time
     if before is None:
         return
@@ -269,7 +263,6 @@ def _bound(time: StepTime) -> str:
 
 
 def _differences(before: TimedChoice, after: TimedChoice) -> Iterator[str]:
-    """Yield what each change does, by the lanes of both predictions."""
     old, new = before.step_time, after.step_time
     assert old is not None
     assert new is not None

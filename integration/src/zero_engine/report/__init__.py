@@ -1,27 +1,21 @@
-"""Report of a recorded run: one HTML page, and its first sentence on the screen."""
+"""Report of a recorded run: one HTML page."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from zero_core.errors import ConfigError, ZeroError
-from zero_engine.extras import require
+from zero_core.errors import ConfigError
+from zero_engine.terminal import require
 
 
 def write_report(run: str | Path, path: str | Path, *, memory_limit: int | None = None) -> Path:
-    """Write the page about a run. Entry point of zero-core.
+    """Write the page about a run. Entry point of zero-core. Needs the extra "report".
 
-    Args:
-        run: folder of the run, or of its records.
-        path: of the page.
-        memory_limit: bytes that a rank may take; None: its device's, or its share of the host's.
-
-    Returns:
-        The page.
+    ``run`` is the folder of the run, or of its records. ``memory_limit`` is the bytes that a rank
+    may take. None: its device's, or its share of the host's.
 
     Raises:
         ConfigError: there are no records, or the page cannot be written.
-        MissingPartError: the extra "report" is not installed.
     """
     require("report", "a report", "jinja2", "vl_convert")
     from zero_engine.report.compose import compose
@@ -36,23 +30,3 @@ def write_report(run: str | Path, path: str | Path, *, memory_limit: int | None 
     except OSError as error:
         raise ConfigError(f"report: {page} cannot be written: {error.strerror}") from None
     return page
-
-
-def run_report(run: str, output: str | None, memory: str | None, *, as_json: bool) -> int:
-    """Write the page and print where it is, for ``zero-engine report``. Returns the exit code."""
-    from zero_engine.machine import parse_bytes
-    from zero_engine.progress import quiet, working
-    from zero_engine.report.compose import first_sentence
-    from zero_engine.report.run import read_run
-    from zero_engine.terminal import DONE, refuse, say
-
-    try:
-        limit = None if memory is None else parse_bytes(memory, "--memory")
-        with working("report"), quiet():
-            page = write_report(run, output or Path(run, "report.html"), memory_limit=limit)
-            sentence = first_sentence(read_run(Path(run)), limit)
-    except ZeroError as error:
-        return refuse(error, as_json=as_json)
-    text = f"{sentence}\nwritten to {page}: open it in a browser"
-    say({"page": str(page), "sentence": sentence}, text, as_json=as_json)
-    return DONE

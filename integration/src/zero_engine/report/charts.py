@@ -1,6 +1,6 @@
-"""Charts of a report, as specifications of Vega-Lite: plain data, which the page draws.
+"""Charts of a report, as Vega-Lite specifications: plain data, which the page draws.
 
-Texts of a run (names, errors) are values of data here, never part of an expression.
+Texts of a run (names, errors) occur only as data values, never in an expression.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_core.records import DetailRecord, StepRecord
-from zero_engine.report.measured import WAITS, Measured
-from zero_engine.report.run import Rank
+from zero_engine.report.run import WAITS, Measured, Rank
 
 Spec = dict[str, Any]
 MAX_RANKS = 8
-"""Ranks that are drawn."""
 _MAX_POINTS = 600
 _MAX_SPANS = 400
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
@@ -46,8 +44,12 @@ def _chart(height: int, values: Sequence[Mapping[str, Any]], **parts: Any) -> Sp
 
 
 def _x(field: str, title: str, **more: Any) -> Spec:
-    axis = {"tickCount": 10}  # as many labels as have room at any width
-    return {"field": field, "type": "quantitative", "title": title, "axis": axis, **more}
+    axis = {"tickCount": 10}  # upper bound: Vega drops labels without room
+    return _field(field, title, "quantitative", axis=axis, **more)
+
+
+def _field(field: str, title: str | None = None, kind: str = "nominal", **more: Any) -> Spec:
+    return {"field": field, "type": kind, "title": title, **more}
 
 
 def _legend() -> Spec:
@@ -55,12 +57,8 @@ def _legend() -> Spec:
     return {"orient": "bottom", "columns": columns, "labelLimit": 260}
 
 
-def _color(field: str, legend: Spec | None) -> Spec:
-    return {"field": field, "type": "nominal", "title": None, "legend": legend}
-
-
 def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
-    """Memory of each rank over one step, by kind."""
+    """Return charts of each rank's memory over one step, by kind."""
     rows: list[dict[str, Any]] = []
     for rank in ranks[:MAX_RANKS]:
         recorded = [detail for detail in rank.details if detail.memory]
@@ -71,7 +69,7 @@ def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
         is_host = rank.run.environment.get("device") == "cpu"
         layers = Counter(detail.kinds) + Counter(detail.host_kinds if is_host else {})
         known = layers.total()
-        if not is_host:  # there the rest is mostly the interpreter
+        if not is_host:  # on a CPU the rest is mostly the interpreter
             layers["other states"] = max(base - known, 0)
         for at, held, place in detail.memory[:_MAX_SPANS]:
             moment = {"ms": at * 1e3, "place": place, "rank": f"rank {rank.run.rank}"}
@@ -84,8 +82,8 @@ def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
         mark={"type": "area", "interpolate": "step-after", "tooltip": True},
         encoding={
             "x": _x("ms", "milliseconds of a step", scale={"zero": True}),
-            "y": {"field": "mib", "type": "quantitative", "stack": "zero", "title": "MiB"},
-            "color": _color("kind", _legend()),
+            "y": _field("mib", "MiB", "quantitative", stack="zero"),
+            "color": _field("kind", legend=_legend()),
             "tooltip": [
                 {"field": "place", "title": "place"},
                 {"field": "kind", "title": "kind"},
@@ -97,7 +95,7 @@ def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
 
 
 def _per_rank(spec: Spec, rows: Sequence[Mapping[str, Any]]) -> list[Spec]:
-    """Return one chart per rank. Only a single chart can be as wide as the page."""
+    """Return one chart per rank. Vega-Lite fits only single charts to the page's width."""
     names = list(dict.fromkeys(str(row["rank"]) for row in rows))
     return [
         {
@@ -110,7 +108,6 @@ def _per_rank(spec: Spec, rows: Sequence[Mapping[str, Any]]) -> list[Spec]:
 
 
 def bars(rows: Sequence[Mapping[str, Any]], x: str, y: str, color: str, title: str) -> Spec | None:
-    """Horizontal stacked bars of ``x`` by ``y`` and ``color``."""
     if not rows:
         return None
     num = len({row[y] for row in rows})
@@ -120,20 +117,14 @@ def bars(rows: Sequence[Mapping[str, Any]], x: str, y: str, color: str, title: s
         mark={"type": "bar", "tooltip": True},
         encoding={
             "x": _x(x, title, stack="zero"),
-            "y": {
-                "field": y,
-                "type": "nominal",
-                "title": None,
-                "sort": None,
-                "axis": {"labelLimit": 150},
-            },
-            "color": _color(color, _legend()),
+            "y": _field(y, sort=None, axis={"labelLimit": 150}),
+            "color": _field(color, legend=_legend()),
         },
     )
 
 
 def lanes(ranks: Sequence[Rank]) -> list[Spec]:
-    """One step of each rank as lanes, waiting in red."""
+    """Return one step of each rank as lanes, with waits in red."""
     rows: list[dict[str, Any]] = []
     for rank in ranks[:MAX_RANKS]:
         if not rank.details:
@@ -155,11 +146,12 @@ def lanes(ranks: Sequence[Rank]) -> list[Spec]:
         encoding={
             "x": _x("start", "milliseconds of a step"),
             "x2": {"field": "stop"},
-            "y": {"field": "lane", "type": "nominal", "sort": present, "title": None},
-            "color": {
-                **_color("kind", {"orient": "bottom", "columns": 4}),
-                "scale": {"domain": kinds, "range": [_COLORS[kind] for kind in kinds]},
-            },
+            "y": _field("lane", sort=present),
+            "color": _field(
+                "kind",
+                legend={"orient": "bottom", "columns": 4},
+                scale={"domain": kinds, "range": [_COLORS[kind] for kind in kinds]},
+            ),
             "tooltip": [
                 {"field": "name", "title": "what"},
                 {"field": "ms", "title": "ms", "format": ".3f"},
@@ -171,11 +163,11 @@ def lanes(ranks: Sequence[Rank]) -> list[Spec]:
 
 
 def _joined(detail: DetailRecord) -> list[tuple[str, str, float, float, bool]]:
-    """Return the spans, those of one lane and name joined that follow each other."""
+    """Return the spans, with consecutive spans of one lane and name joined."""
     found: list[tuple[str, str, float, float, bool]] = []
     for span in sorted(detail.spans, key=lambda span: (span[0], span[2])):
         lane, name, start, stop, is_wait = span
-        start = max(start, 0.0)  # an update may go on from the step before
+        start = max(start, 0.0)  # an update may have begun in the previous step
         if found:
             last = found[-1]
             is_same = (last[0], last[1], last[4]) == (lane, name, is_wait)
@@ -196,7 +188,6 @@ def _kind(lane: str, name: str) -> str:
 
 
 def ranks_side_by_side(found: Measured) -> Spec | None:
-    """Usual step of each rank, by place and wait."""
     shown = zip(found.run.ranks[:64], found.ranks, strict=False)
     rows = []
     for rank, step in shown:
@@ -232,7 +223,6 @@ def _thinned(steps: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def over_steps(series: Mapping[str, Sequence[tuple[int, float]]], title: str) -> Spec | None:
-    """Lines over steps, by name. Values that are not finite are left out."""
     rows = [
         {"step": step, "value": value, "name": name}
         for name, points in series.items()
@@ -248,19 +238,13 @@ def over_steps(series: Mapping[str, Sequence[tuple[int, float]]], title: str) ->
         mark={"type": "line", "tooltip": True, "point": len(rows) < 40},
         encoding={
             "x": _x("step", "step"),
-            "y": {
-                "field": "value",
-                "type": "quantitative",
-                "title": None,
-                "scale": {"zero": False},
-            },
-            "color": _color("name", _legend() if len(series) > 1 else None),
+            "y": _field("value", None, "quantitative", scale={"zero": False}),
+            "color": _field("name", legend=_legend() if len(series) > 1 else None),
         },
     )
 
 
 def loss_series(ranks: Sequence[Rank]) -> list[tuple[int, float]]:
-    """Return the mean loss of the ranks that have one, by step."""
     by_step: dict[int, list[float]] = {}
     for rank in ranks:
         for step in _thinned(rank.steps):
@@ -270,6 +254,5 @@ def loss_series(ranks: Sequence[Rank]) -> list[tuple[int, float]]:
 
 
 def series_of(rank: Rank, name: str) -> list[tuple[int, float]]:
-    """Return a field of a rank's steps, by step."""
     points = [(step.step, vars(step)[name]) for step in _thinned(rank.steps)]
     return [(step, float(value)) for step, value in points if value is not None]

@@ -1,34 +1,24 @@
-"""The sections of a report, in the order of the questions that a reader has."""
+"""Sections of a report, in the order of a reader's questions."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zero_core.config import find_unneeded, load_config
-from zero_core.errors import ConfigError
-from zero_core.footprint import Plan, format_bytes
+from zero_core.errors import ConfigError, ZeroError
+from zero_core.footprint import Plan, Traffic, TrafficChoice, format_bytes, plan
 from zero_engine.report import charts
 from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
-from zero_engine.report.measured import WAITS, Measured, kept_bytes, measure
-from zero_engine.report.page import (
-    Block,
-    Chart,
-    Code,
-    Fact,
-    Move,
-    Moves,
-    Page,
-    Section,
-    Table,
-    Text,
-    Verdict,
-)
-from zero_engine.report.planned import plan_of, planned_memory, sent_and_planned
-from zero_engine.report.run import Run
+from zero_engine.report.page import Block, Chart, Code, Moves, Page, Table, Text, Verdict
+from zero_engine.report.run import WAITS, Measured, Run, kept_bytes, measure, sent_bytes
+from zero_engine.terminal import require
 
 _MAX_ROWS = 50
 _NUM_MOVES = 3
@@ -36,43 +26,45 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def compose(run: Run, memory_limit: int | None) -> Page:
-    """Return the page about a run."""
     found = measure(run)
     verdict, causes = judge(found, memory_limit)
     plan, note = plan_of(run, memory_limit or memory_of(found))
     moves = [
-        Move(_upper(c.change), c.gain_text, c.paste, f"Predicted from this run: {c.why}.")
-        for c in causes[:_NUM_MOVES]
+        {
+            "change": _upper(cause.change),
+            "gain": cause.gain_text,
+            "paste": cause.paste,
+            "why": f"Predicted from this run: {cause.why}.",
+        }
+        for cause in causes[:_NUM_MOVES]
     ]
     none = Text("No move: the run's times predict no gain that is worth a change.")
-    sections = [
-        Section("Memory", list(_memory(found, plan, note))),
-        Section("One step", list(_step(found))),
-        Section("Bytes sent", list(sent_and_planned(found, plan))),
-        Section("Training", list(_training(found))),
-        Section("Ranks side by side", list(_side_by_side(found))),
-        Section("Checkpoints, failures, resumes", list(_events(found))),
-        Section("Configuration", list(_configuration(found))),
-        Section("Next moves", [Moves(moves) if moves else none]),
-        Section("Environment", list(_environment(found))),
-    ]
+    sections: dict[str, Iterable[Block]] = {
+        "Memory": _memory(found, plan, note),
+        "One step": _step(found),
+        "Bytes sent": sent_and_planned(found, plan),
+        "Training": _training(found),
+        "Ranks side by side": _side_by_side(found),
+        "Checkpoints, failures, resumes": _events(found),
+        "Configuration": _configuration(found),
+        "Next moves": [Moves(moves) if moves else none],
+        "Environment": _environment(found),
+    }
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     records = f"{_count(found.num_all, 'step')} on {_count(len(found.ranks), 'rank')}"
     return Page(
         f"{run.folder}: report",
         verdict,
-        sections,
+        {title: list(blocks) for title, blocks in sections.items()},
         f"Made {made} by zero-engine report from the records of {records}.",
     )
 
 
 def first_sentence(run: Run, memory_limit: int | None = None) -> str:
-    """Return the sentence that the report of a run begins with."""
     return judge(measure(run), memory_limit)[0].sentence
 
 
 def memory_of(found: Measured) -> int | None:
-    """Return the bytes that one rank may take, or None."""
     environment = found.run.run.environment
     if environment.get("device") != "cpu":
         return environment.get("device_memory")
@@ -80,11 +72,7 @@ def memory_of(found: Measured) -> int | None:
     return None if whole is None else int(whole) // max(found.run.run.ranks_per_node, 1)
 
 
-# --------------------------------------------------------------------- verdict
-
-
 def bounds(found: Measured) -> dict[str, float]:
-    """Return what each lane needs for a step, by lane."""
     rank = max(found.ranks, key=lambda rank: rank.compute_s)
     lanes = {
         "compute": rank.compute_s,
@@ -140,14 +128,14 @@ def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Caus
     recorded = f" ({num_recorded} recorded)" if num_recorded < run.world_size else ""
     nodes = run.world_size // max(run.ranks_per_node, 1)
     ranks = f"{run.world_size}{recorded}" + (f" on {nodes} nodes" if nodes > 1 else "")
-    facts = [
-        Fact("a step", show_s(found.seconds)),
-        Fact("samples a second", f"{samples / max(found.seconds, 1e-9):.4g}"),
-        Fact("peak memory of a rank", format_bytes(peak)),
-        Fact("of the bound", "not measured" if share is None else f"{share:.0%}"),
-        Fact("steps", f"{found.num_all}{skipped}"),
-        Fact("ranks", ranks),
-    ]
+    facts = {
+        "a step": show_s(found.seconds),
+        "samples a second": f"{samples / max(found.seconds, 1e-9):.4g}",
+        "peak memory of a rank": format_bytes(peak),
+        "of the bound": "not measured" if share is None else f"{share:.0%}",
+        "steps": f"{found.num_all}{skipped}",
+        "ranks": ranks,
+    }
     return Verdict(sentence, facts, state), causes
 
 
@@ -157,9 +145,6 @@ def _count(number: int, noun: str) -> str:
 
 def _upper(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-# -------------------------------------------------------------------- sections
 
 
 def _memory(found: Measured, plan: Plan | None, note: str) -> Iterator[Block]:
@@ -345,3 +330,125 @@ def _environment(found: Measured) -> Iterator[Block]:
     rows.append(["trained", f"{found.run.run.num_trainable:,}"])
     rows.append(["records", str(Path(found.run.folder))])
     yield Table(["", ""], rows)
+
+
+def plan_of(run: Run, limit: int | None) -> tuple[Plan | None, str]:
+    """Return the plan of a run's configuration, and the reason why it is missing or incomplete."""
+    if not run.run.model:
+        return None, "no plan: the model has no Hugging Face configuration to make it from"
+    is_host = run.run.environment.get("device") == "cpu"
+
+    def make(inputs: Mapping[str, Any] | None) -> Plan:
+        return plan(
+            dict(run.run.model),
+            run.settings,
+            run.run.world_size,
+            device_memory=None if is_host else limit,
+            host_memory=limit * run.run.ranks_per_node if is_host and limit else None,
+            ranks_per_node=run.run.ranks_per_node,
+            example_inputs=inputs,
+            device_type="cpu" if is_host else "accelerator",
+        )
+
+    try:
+        inputs = _inputs(run)
+        if inputs is None:
+            return make(None), "Activations are not planned: no tokens are recorded."
+        try:
+            return make(inputs), ""
+        except ConfigError as error:
+            return make(None), f"Activations are not planned: {error}."
+    except ZeroError as error:
+        return None, f"no plan: {error}"
+
+
+def _inputs(run: Run) -> dict[str, torch.Tensor] | None:
+    """Return inputs of a recorded micro-batch's shape if the model is a causal language model."""
+    require("train", "a plan", "transformers")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    steps, micro = run.ranks[0].steps, run.run.config["train_micro_batch_size_per_gpu"]
+    shape = tuple(steps[-1].input_shape) if steps else ()
+    is_causal = run.run.model.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not is_causal or len(shape) != 2 or shape[0] != micro:
+        return None
+    ids = torch.zeros(shape, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def planned_memory(measured: Mapping[str, int], found: Plan | None, note: str) -> Iterator[Block]:
+    in_plan = Counter[str]()
+    if found is not None:
+        in_plan = Counter(found.memory.device) + Counter(found.memory.host)
+    rows = [
+        [
+            kind,
+            "no plan" if found is None else format_bytes(in_plan.get(kind, 0)),
+            format_bytes(measured[kind]) if kind in measured else "not measured by kind",
+        ]
+        for kind in dict.fromkeys([*measured, *in_plan])
+        if measured.get(kind) or in_plan.get(kind)
+    ]
+    if rows:
+        yield Table(["bytes of rank 0 by kind", "planned", "measured"], rows)
+    if note:
+        yield Text(note)
+
+
+def sent_and_planned(found: Measured, plan: Plan | None) -> Iterator[Block]:
+    sent = sent_bytes(found.run.ranks[0])
+    rows = [{"collective": name, "link": link, "mib": n / 2**20} for name, link, n in sent]
+    spec = charts.bars(rows, "mib", "collective", "link", "MiB that rank 0 sends in a step")
+    if spec is None:
+        yield Text("Nothing is sent: there is one rank.")
+    else:
+        yield Chart(spec)
+        planned = {} if plan is None else _by_collective(plan.traffic)
+        measured = {(name, link): n for name, link, n in sent}
+        yield Table(
+            ["collective", "link", "planned", "measured"],
+            [
+                [
+                    *key,
+                    "no plan" if plan is None else format_bytes(planned.get(key, 0)),
+                    format_bytes(measured.get(key, 0)),
+                ]
+                for key in dict.fromkeys([*measured, *planned])
+            ],
+        )
+    if plan is not None and plan.traffic_choices:
+        yield Text("What a rank sends in a step: measured, and planned with each flag on and off.")
+        yield _flags(sent, plan.traffic_choices)
+
+
+def _by_collective(traffic: Sequence[Traffic]) -> dict[tuple[str, str], int]:
+    """Return planned bytes by collective and link, named as in `sent_bytes`, without zeros."""
+    names = {"to_host": "copies to the host", "to_device": "copies to the device"}
+    found: Counter[tuple[str, str]] = Counter()
+    for row in traffic:
+        name = names.get(row.collective, f"{row.collective}: {row.content}")
+        found[name, "within a node"] += row.within_node_bytes
+        found[name, "between nodes"] += row.between_nodes_bytes
+        found[name, "host link"] += row.host_link_bytes
+    return {key: nbytes for key, nbytes in found.items() if nbytes}
+
+
+def _flags(sent: Sequence[tuple[str, str, int]], choices: Sequence[TrafficChoice]) -> Table:
+    exchanged = {(name, link): n for name, link, n in sent if link != "host link"}
+    rows = [("measured", _by_content(exchanged), "")]
+    rows += [
+        (choice.name, _by_content(_by_collective(choice.traffic)), format_bytes(choice.kept_bytes))
+        for choice in choices
+    ]
+    keys = list(dict.fromkeys(key for _, table, _ in rows for key in table))
+    return Table(
+        ["flags", *(f"{content}, {link}" for content, link in keys), "memory for it"],
+        [[name, *(format_bytes(table[key]) for key in keys), kept] for name, table, kept in rows],
+    )
+
+
+def _by_content(sent: Mapping[tuple[str, str], int]) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for (name, link), nbytes in sent.items():
+        found[name.partition(": ")[2], link] += nbytes
+    return found

@@ -1,8 +1,8 @@
-"""Causes that limit a run, and the change that would help most.
+"""Causes that limit a run, and the change with the largest predicted gain.
 
-Each rule looks for one cause in the usual step. It returns what the step would take without it: the
-gain is predicted from the run's own times, and says of what. The rule whose gain is the largest
-gives the verdict; a gradient that is not finite, or memory that is nearly used up, comes first.
+Each rule looks for one cause in the usual step. The rule predicts the step's time without the cause
+from the run's own times. The rule with the largest gain gives the verdict. Two causes precede all
+others: gradients that are not finite, and memory that is nearly used up.
 """
 
 from __future__ import annotations
@@ -15,37 +15,30 @@ from statistics import median
 from typing import Any
 
 from zero_core.footprint import format_bytes
-from zero_engine.report.measured import INSIDE, WAITS, Measured, RankStep
+from zero_engine.report.run import INSIDE, WAITS, Measured, RankStep
 
 _LEAST = 0.08
-"""Share of a step below which a cause is none."""
+"""Smallest share of a step that counts as a cause."""
 _FULL = 0.9
-"""Share of the memory above which a run may fail with the next longer batch."""
+"""Share of the memory above which the next longer batch may fail."""
 _SKIPPED = 0.02
-"""Share of skipped steps above which a gradient that is not finite is the cause."""
 _SMALL = 4
-"""Samples of a micro-batch that is called tiny, at most."""
 _USUAL_SCALING = 0.85
-"""Of the ideal with several threads."""
+"""Usual speedup by several threads, relative to the ideal."""
 _COPY_RATIO = 3.0
-"""How much faster a device copies from page-locked memory than from pageable memory, about: the
-driver copies the latter to a buffer of its own first, with one thread of the host."""
+"""Approximate speedup of copies by pinned memory."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that costs a run time, memory or steps.
+    """Something that costs a run time, memory or steps, and a change against it.
 
     Attributes:
-        key: short name.
-        sentence: what limits the run, as the end of "the limit is ...".
-        change: what to do, as an imperative.
-        paste: a line that does it: a key of the configuration, or a command.
-        before: what a step takes now, in `unit`.
-        after: what it is predicted to take after the change.
+        sentence: end of the sentence "the limit is ...".
+        paste: key of the configuration, or command, that makes the change.
+        before, after: cost now, and predicted after the change, in ``unit``.
         unit: "s" per update of the parameters, or "bytes" of the fullest rank.
-        why: how the prediction is made.
-        rank: of the rules: 0 comes before 1.
+        rank: priority: 0 precedes 1.
     """
 
     key: str
@@ -60,7 +53,6 @@ class Cause:
 
     @property
     def gain(self) -> float:
-        """Share of `before` that is saved."""
         return 1.0 - self.after / self.before if self.before else 0.0
 
     @property
@@ -72,7 +64,6 @@ class Cause:
 
 
 def show_s(seconds: float) -> str:
-    """Return a time with three digits and its unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("\u00b5s", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -80,28 +71,11 @@ def show_s(seconds: float) -> str:
 
 
 def diagnose(found: Measured, memory_limit: int | None) -> list[Cause]:
-    """Return the causes in a run, the one to begin with first.
-
-    Args:
-        found: the usual step.
-        memory_limit: bytes of one rank, or None if it is not known.
-    """
     causes = [*_not_finite(found), *_memory(found, memory_limit)]
-    if found.has_times:
-        causes += [
-            *_straggler(found),
-            *_threads(found),
-            *_file(found),
-            *_host(found),
-            *_pageable(found),
-            *_link(found),
-            *_small_batch(found),
-            *_outside(found),
-        ]
+    rules = (_straggler, _threads, _file, _host, _pageable, _link, _small_batch, _outside)
+    for rule in rules if found.has_times else ():
+        causes += rule(found)
     return sorted(causes, key=lambda cause: (cause.rank, -cause.gain))
-
-
-# ------------------------------------------------------------------- the rules
 
 
 def _not_finite(found: Measured) -> Iterator[Cause]:
@@ -138,7 +112,6 @@ def _not_finite(found: Measured) -> Iterator[Cause]:
 
 
 def _memory(found: Measured, limit: int | None) -> Iterator[Cause]:
-    """Memory that is nearly used up, and activations that recomputation would free."""
     moment, transient = transient_bytes(found)[1], _activation_bytes(found)
     config = found.run.run.config
     checkpointing = config.get("activation_checkpointing") or {}
@@ -148,8 +121,8 @@ def _memory(found: Measured, limit: int | None) -> Iterator[Cause]:
         return
     if peak < _FULL * limit or transient < _LEAST * peak:
         return
-    # Kept: the inputs of blocks, of which each is about a twelfth of what a block of a transformer
-    # saves, and all of one block.
+    # Recomputation keeps each block's input, about a twelfth of a transformer block's activations,
+    # and all activations of one block.
     saved = transient * (1.0 - 1.0 / num_blocks) * (1.0 - 1.0 / 12.0)
     yield Cause(
         "recomputation",
@@ -166,7 +139,7 @@ def _memory(found: Measured, limit: int | None) -> Iterator[Cause]:
 
 
 def transient_bytes(found: Measured) -> tuple[int, str]:
-    """Return how much a step's tallest moment has above its begin, and the moment's place."""
+    """Return the bytes by which a step's peak exceeds its start, and the place of the peak."""
     best, moment = 0, "a step"
     for rank in found.run.ranks:
         for detail in rank.details[-1:]:
@@ -179,10 +152,10 @@ def transient_bytes(found: Measured) -> tuple[int, str]:
 
 
 def _activation_bytes(found: Measured) -> int:
-    """Return what activations take of a step's memory.
+    """Return an estimate of the bytes of activations in a step.
 
-    It is the growth from one block's forward to the next one's, for all blocks. On a CPU the first
-    step alone shows it: memory that was freed stays resident.
+    The estimate is the growth from one block's forward to the next one's, times the blocks. On a
+    CPU only the first step shows the growth: freed memory stays resident.
     """
     best, num_blocks = 0.0, len(found.run.run.units) - 1
     for rank in found.run.ranks:
@@ -261,11 +234,10 @@ def _offload(found: Measured) -> Mapping[str, Any]:
 
 
 def _file(found: Measured) -> Iterator[Cause]:
-    """Optimizer state on a disk that is slower than the step."""
     wait, on_file = found.wait("update"), found.lane("file wait")
     if _offload(found).get("device") != "nvme" or min(wait, on_file) < _LEAST * found.seconds:
         return
-    # What is left is the update, which begins while the ranks still work.
+    # Without the disk, the part of the update that does not overlap the ranks' work remains.
     busy = found.lane("host")
     left = max(0.0, busy - on_file - max(0.0, busy - wait))
     yield Cause(
@@ -286,9 +258,9 @@ def _host(found: Measured) -> Iterator[Cause]:
     numel = run.shares.get("host", 0)
     if not numel or wait < _LEAST * found.seconds or found.lane("file wait") > wait / 2:
         return
-    if busy < wait / 2:  # it waits itself, for copies
+    if busy < wait / 2:  # the host itself waits for copies
         return
-    # An element that moves takes the host's time away, and adds the device's own.
+    # Moving an element saves the host's time for it, and costs the device's.
     per_host = busy / numel
     per_device = per_host if run.environment.get("device") == "cpu" else per_host / 20.0
     moved = min(wait / (per_host + per_device), numel)
@@ -362,7 +334,7 @@ def _small_batch(found: Measured) -> Iterator[Cause]:
     factor = rank.micro_steps
     if factor < 2 or micro > _SMALL:
         return
-    # What ranks exchange in each micro-step, they exchange once then.
+    # One larger micro-step needs one exchange in place of one per micro-step.
     waits = sum(rank.waits.get(name, 0.0) for name in ("all_gather", "reduce_scatter"))
     saved = waits * (1.0 - 1.0 / factor)
     if saved < _LEAST * found.seconds:

@@ -1,7 +1,7 @@
-"""The page of a report: sections of blocks, rendered to one HTML file that needs nothing else.
+"""Page of a report: sections of blocks, rendered to one self-contained HTML file.
 
-All texts of a run are escaped by Jinja; the data of charts is JSON in a script element of a type
-that no browser runs, without the characters that could end it.
+Jinja escapes all texts of a run. The data of charts is JSON in a script element that browsers do
+not run, with all characters escaped that could end the element.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 from zero_engine.report.charts import Spec
 
 _FIGURE = re.compile(r"[\d.,]+ [^\W\d]{1,2}")
-"""A number with its unit, which stay on one line."""
+"""Number with its unit. The page does not break such a cell."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph."""
+    """Paragraph."""
 
     text: str
 
@@ -35,92 +35,63 @@ class Code:
 
 @dataclass(frozen=True, eq=False)
 class Chart:
-    """A chart."""
+    """Vega-Lite specification of a chart."""
 
     spec: Spec
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts."""
+    """Table of texts."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
-class Move(NamedTuple):
-    """A change that is proposed."""
-
-    change: str
-    gain: str
-    paste: str
-    why: str
-
-
 @dataclass(frozen=True)
 class Moves:
-    """Changes, the one to begin with first."""
+    """Proposed changes in order: mappings with the keys change, gain, paste and why."""
 
-    moves: Sequence[Move]
+    moves: Sequence[Mapping[str, str]]
 
 
 Block = Text | Code | Chart | Table | Moves
-"""Part of a section. The template knows it by the name of its class."""
-
-
-class Fact(NamedTuple):
-    """A figure and its name."""
-
-    name: str
-    value: str
+"""Part of a section. The template selects by class name."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first sentence of a report, and figures below it.
-
-    Attributes:
-        state: "good", "fair" or "poor".
-    """
+    """First sentence of a report, and figures below it. ``state`` is "good", "fair" or "poor"."""
 
     sentence: str
-    facts: Sequence[Fact]
+    facts: Mapping[str, str]
     state: str
 
 
 @dataclass(frozen=True)
-class Section:
-    """Blocks under one heading."""
-
-    title: str
-    blocks: Sequence[Block]
-
-
-@dataclass(frozen=True)
 class Page:
-    """All of a report."""
+    """Contents of a report."""
 
     title: str
     verdict: Verdict
-    sections: Sequence[Section]
+    sections: Mapping[str, Sequence[Block]]
     footer: str = ""
 
 
 def render(page: Page) -> str:
-    """Return the page as HTML. The extra "report" must be installed."""
     import jinja2
     from markupsafe import Markup
     from vl_convert import javascript_bundle
 
-    blocks = [block for section in page.sections for block in section.blocks]
-    charts = [block for block in blocks if isinstance(block, Chart)]
-    # Vega, Vega-Lite and Vega-Embed; the package's types have no default of its argument
+    parts = [block for blocks in page.sections.values() for block in blocks]
+    charts = [block for block in parts if isinstance(block, Chart)]
+    # Vega, Vega-Lite and Vega-Embed. vl_convert's types lack the argument's default.
     library: str = javascript_bundle()  # type: ignore[call-arg]
     assert "</script" not in library.lower(), "it could not stand within a script element"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.tests["figure"] = _FIGURE.fullmatch
     template = environment.from_string(_asset("page.html.j2"))
-    # JSON that can stand within a script element, whatever its texts are
+    # Escape all characters that could end the script element.
     text = json.dumps(
         _rounded([chart.spec for chart in charts]), separators=(",", ":"), allow_nan=False
     )
@@ -137,7 +108,7 @@ def render(page: Page) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Return ``value`` with its floats at seven digits: half of the bytes of a page were those."""
+    """Return ``value`` with floats of seven digits, which halves the size of a page."""
     if isinstance(value, float):
         return float(f"{value:.7g}")
     if isinstance(value, Mapping):

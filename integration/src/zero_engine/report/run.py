@@ -1,11 +1,19 @@
-"""A recorded run as a report reads it: the records of all ranks, from their folder."""
+"""Recorded run as a report reads it: the records of all ranks, and figures of its usual step.
+
+The usual step is the mean of the steps between the quartiles of length, without skipped steps and
+without a warm-up. Its parts add up to its length, and occasional checkpoints or evaluations do not
+count.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from zero_core.config import Config, load_effective
@@ -21,18 +29,21 @@ from zero_core.records import (
 )
 from zero_engine.train.settings import RECORDS, RunFolder
 
+WARMUP = 3
+INSIDE = ("forward", "backward", "step", "outside")
+WAITS = {
+    "all_gather": "gathers of parameters",
+    "reduce_scatter": "reductions of gradients",
+    "ranks": "other ranks",
+    "update": "updates by the host",
+}
+
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's records. A step that was taken again after a restart counts as it was last.
+    """One rank's records. If a step was repeated after a restart, its last record counts.
 
-    Attributes:
-        starts: of the program.
-        run: the last start that took a step, if one did, else the last.
-        config: the configuration in effect in it.
-        steps: by number.
-        details: by step.
-        events: in order.
+    ``run`` is the last of ``starts`` that took a step, and ``config`` is in effect in that start.
     """
 
     starts: Sequence[RunRecord]
@@ -44,12 +55,10 @@ class Rank:
 
     @property
     def last_step(self) -> int:
-        """The last step, or what the run began after."""
         return self.steps[-1].step if self.steps else self.run.first_step
 
     @property
     def end(self) -> EventRecord | None:
-        """End of `run`, or None where none was recorded."""
         since = self.run.started_at
         ends = [e for e in self.events if e.what in ("ended", "failed") and e.at >= since]
         return ends[-1] if ends else None
@@ -57,13 +66,9 @@ class Rank:
 
 @dataclass(frozen=True)
 class Run:
-    """Records of all ranks of a run.
+    """Records of all ranks of a run: ``ranks`` of the last start, and held-out losses by step.
 
-    Attributes:
-        folder: as it was given.
-        ranks: those of the last start, in order.
-        held_out: step and loss, where the run has measured any.
-        given: the configuration as it was written, where the run has kept it.
+    ``given`` is the configuration as the user wrote it, if the run has kept it.
     """
 
     folder: Path
@@ -73,21 +78,21 @@ class Run:
 
     @property
     def run(self) -> RunRecord:
-        """The start of the first rank that the report is about."""
         return self.ranks[0].run
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The configuration in effect without defaults, as a plan takes it."""
+        """Configuration in effect without defaults, as a plan takes it."""
         return self.ranks[0].config.model_dump(
             mode="json", exclude_defaults=True, exclude={"step_records"}
         )
 
     @property
     def failures(self) -> list[str]:
-        """Sentences about ranks that failed, the first one first, and about those without an end.
+        """Sentences about ranks that failed, in time order, and about ranks without an end.
 
-        A rank without an end counts if another one has one: otherwise the run may go on.
+        A rank without an end counts only if another rank has ended: otherwise the run may still go
+        on.
         """
         ends = [(rank, rank.end) for rank in self.ranks]
         failed = [(e.at, rank, e) for rank, e in ends if e is not None and e.what == "failed"]
@@ -105,7 +110,7 @@ class Run:
 
     @property
     def absent(self) -> list[int]:
-        """Ranks of which there are no records."""
+        """Ranks without records."""
         known = {rank.run.rank for rank in self.ranks}
         return [rank for rank in range(self.run.world_size) if rank not in known]
 
@@ -141,7 +146,7 @@ def _read_rank(file: Path) -> Rank | None:
         return None
     by_number: dict[int, StepRecord] = {}
     for record in records:
-        if isinstance(record, RunRecord):  # a restart takes back the steps after its first one
+        if isinstance(record, RunRecord):  # a restart repeats the steps after its first_step
             by_number = {n: step for n, step in by_number.items() if n <= record.first_step}
         elif isinstance(record, StepRecord):
             by_number[record.step] = record
@@ -159,9 +164,9 @@ def _read_rank(file: Path) -> Rank | None:
 
 
 def _resumed(records: Sequence[Record]) -> list[Record]:
-    """Return the records, each start with the step that it went on from.
+    """Return the records, with ``first_step`` of each start set to the step that it resumed after.
 
-    An engine that records as its configuration says begins before it loads a checkpoint.
+    An engine that records by its configuration starts to record before it loads a checkpoint.
     """
     found = list(records)
     start: RunRecord | None = None
@@ -177,7 +182,6 @@ def _resumed(records: Sequence[Record]) -> list[Record]:
 
 
 def _held_out(folder: Path) -> list[tuple[int, float]]:
-    """Return the losses on held-out text that ``zero-engine train`` has logged."""
     from zero_engine.train.metrics import read_metrics
 
     path = RunFolder(folder).metrics
@@ -188,7 +192,6 @@ def _held_out(folder: Path) -> list[tuple[int, float]]:
 
 
 def _given(folder: Path) -> dict[str, Any] | None:
-    """Return the configuration that the user wrote, of ``zero-engine train``."""
     path = RunFolder(folder).resolved_config
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -196,3 +199,133 @@ def _given(folder: Path) -> dict[str, Any] | None:
         return None
     config = found.get("config") if isinstance(found, dict) else None
     return config if isinstance(config, dict) else None
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """Usual step of one rank, in seconds: own work by place, waits by reason, and concurrent lanes.
+
+    ``held_bytes`` is the median after a step. ``samples`` are the rank's in a step.
+    """
+
+    seconds: float
+    places: Mapping[str, float]
+    waits: Mapping[str, float]
+    lanes: Mapping[str, float]
+    held_bytes: int
+    peak_bytes: int
+    samples: int
+    micro_steps: int
+
+    @property
+    def own_s(self) -> float:
+        return sum(self.places.values())
+
+    @property
+    def compute_s(self) -> float:
+        return sum(self.places.get(name, 0.0) for name in ("forward", "backward", "step"))
+
+    @property
+    def outside_s(self) -> float:
+        return self.own_s - self.compute_s
+
+    @property
+    def wait_s(self) -> float:
+        return sum(self.waits.values())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Usual step across ranks, and numbers of steps in the whole run.
+
+    ``skipped_s`` is the median length of the skipped steps, 0 without any.
+    """
+
+    run: Run
+    ranks: Sequence[RankStep]
+    num_skipped: int
+    skipped_s: float
+    num_all: int
+
+    @property
+    def seconds(self) -> float:
+        return max(rank.seconds for rank in self.ranks)
+
+    @property
+    def has_times(self) -> bool:
+        return any(rank.places for rank in self.ranks)
+
+    def lane(self, name: str) -> float:
+        return max((rank.lanes.get(name, 0.0) for rank in self.ranks), default=0.0)
+
+    def wait(self, name: str) -> float:
+        return sum(rank.waits.get(name, 0.0) for rank in self.ranks) / len(self.ranks)
+
+
+def kept_bytes(rank: Rank) -> Counter[str]:
+    if not rank.details:
+        return Counter()
+    last = rank.details[-1]
+    return Counter(last.kinds) + Counter(last.host_kinds)
+
+
+def sent_bytes(rank: Rank) -> list[tuple[str, str, int]]:
+    """Return collective, link and non-zero bytes of a rank's last step that sent data."""
+    found: list[tuple[str, str, int]] = []
+    for collective, content, _, within, between in next(
+        (step.sent for step in reversed(rank.steps) if step.sent), ()
+    ):
+        name = f"{collective}: {content}"
+        found += [(name, "within a node", within), (name, "between nodes", between)]
+    if rank.steps and rank.run.environment.get("device") != "cpu":
+        down, up = rank.steps[-1].copied
+        found += [("copies to the host", "host link", down)]
+        found += [("copies to the device", "host link", up)]
+    return [row for row in found if row[2]]
+
+
+def measure(run: Run) -> Measured:
+    ranks, steps = [_usual(rank) for rank in run.ranks], run.ranks[0].steps
+    skipped = [step.seconds for step in steps if not step.is_taken]
+    return Measured(
+        run, ranks, len(skipped), skipped_s=median(skipped or [0.0]), num_all=len(steps)
+    )
+
+
+def _usual(rank: Rank) -> RankStep:
+    first = rank.run.first_step
+    steps = [step for step in rank.steps if step.step > first]
+    steps = [step for step in steps if step.is_taken] or steps
+    later = [step for step in steps if step.step > first + WARMUP]
+    steps = later if len(later) > WARMUP else steps
+    middle, inner = _middle(steps), _middle([step for step in steps if step.places])
+    held = sorted(step.memory_bytes for step in steps)
+    lanes = _means([step.lanes for step in middle])
+    # Copies are timed in the same steps as places.
+    copies = _means([step.lanes for step in inner]).get("copies")
+    return RankStep(
+        seconds=_mean(step.seconds for step in middle),
+        places=_means([step.places for step in inner]),
+        waits=_means([step.waits for step in inner]),
+        lanes=lanes if copies is None else {**lanes, "copies": copies},
+        held_bytes=held[len(held) // 2] if held else 0,
+        peak_bytes=max((step.peak_bytes for step in steps), default=0),
+        samples=round(_mean(step.samples for step in middle)),
+        micro_steps=round(_mean(step.micro_steps for step in middle)),
+    )
+
+
+def _middle(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    ordered, quarter = sorted(steps, key=lambda step: step.seconds), len(steps) // 4
+    return ordered[quarter : len(ordered) - quarter]
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return math.fsum(found) / len(found) if found else 0.0
+
+
+def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = {name for row in rows for name in row}
+    found = {name: _mean(row.get(name, 0.0) for row in rows) for name in names}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -1,12 +1,9 @@
-"""``zero-engine run``: an unchanged script of DeepSpeed with this engine behind the name.
+"""``zero-engine run``: an unchanged DeepSpeed script with this engine in place of DeepSpeed.
 
-    on_path/        the folder put on PYTHONPATH: metadata, and what starts the hook in a process
-    hook            serves ``deepspeed.*`` as the modules ``zero_engine.deepspeed.*``, and has the
-                    variables by which processes get it
-    mends           changes of accelerate, Lightning and transformers
-    local_rank      which scripts are given --local_rank
+    on_path/        folder for PYTHONPATH and PATH: installs the hook, and has DeepSpeed's launcher
+    hook            imports ``deepspeed.*`` as ``zero_engine.deepspeed.*``, and patches accelerate,
+                    Lightning and transformers
     run             the command
 
-Imported by every Python process that the hook reaches: nothing here imports torch at the top, but
-``run``.
+Every Python process with the hook imports this package. Only ``hook`` imports no torch.
 """

@@ -1,9 +1,12 @@
-"""Options of DeepSpeed's launcher, carried out by torchrun's.
+"""Options of DeepSpeed's launcher, translated to torchrun's.
 
     --num_gpus, --num_nodes, --include, --exclude, --hostfile    ranks and devices of this machine
     --no_ssh, --node_rank, --master_addr, --master_port          this machine's part of several
-    --enable_each_rank_log, --save_pid, --quiet, --log_level     what is written
-    --launcher, --ssh_port, --venv_script, ...                   of ssh, which is not used
+    --enable_each_rank_log, --save_pid, --quiet, --log_level     logs
+    --launcher, --ssh_port, --venv_script, ...                   no effect: ssh is not used
+
+    worker-0 slots=4         a line of a host file: a host and its number of slots, one per rank
+    worker-0@worker-1:0,2    a filter: all slots of worker-0, and the slots 0 and 2 of worker-1
 
 Names may have dashes or underscores. `--module`, `--no_python` and `--no_local_rank` are options of
 torchrun's or of `zero_engine.script.run`.
@@ -12,31 +15,28 @@ torchrun's or of `zero_engine.script.run`.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from zero_core.errors import ConfigError
-from zero_engine.script.hosts import Hosts, filtered, parse_filter, read_host_file
 
+Hosts = Mapping[str, tuple[int, ...]]
+_LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 HOST_FILE = "/job/hostfile"
-"""Where DeepSpeed's launcher looks for a host file if none is named.
-
-Looked at for the program ``deepspeed`` and its options alone: torchrun's have no host file.
-"""
+"""Default host file of DeepSpeed's launcher. Used only with the program ``deepspeed``."""
 LOCAL_HOST = "localhost"
-"""Name of this machine where there is no host file."""
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-"""Variables that choose the devices that a process sees, by type of accelerator."""
 SSH_OPTIONS = ("launcher", "launcher_args", "no_ssh_check", "ssh_port", "venv_script")
 CHOOSING = ("include", "exclude", "num_gpus", "num_nodes")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 TOLD_APART = {"node_rank": 0, "master_addr": "127.0.0.1"}
-"""torchrun's defaults of options that mean something else where they are not given."""
+"""torchrun's defaults of options whose absence must be detectable."""
 _BY_SCHEDULER = {
     "slurm": "srun --ntasks-per-node=SLOTS zero-engine run {program}",
     **dict.fromkeys(
@@ -47,8 +47,6 @@ _BY_SCHEDULER = {
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add DeepSpeed's options to torchrun's ``parser``."""
-
     def add(*names: str, **how: object) -> None:
         flags = [flag for n in names for flag in dict.fromkeys((n, "--" + n[2:].replace("_", "-")))]
         dest = names[0].lstrip("-")
@@ -84,33 +82,36 @@ SHORT = {"hostfile": ("-H",), "include": ("-i",), "exclude": ("-e",), "quiet": (
 
 
 def with_host_file(arguments: Sequence[str]) -> list[str]:
-    """Return arguments of the program ``deepspeed``, with `HOST_FILE`, if there is one."""
-    # One that is named as well comes later, and counts.
+    # If `arguments` have a --hostfile, argparse keeps the later value.
     return [*(["--hostfile", HOST_FILE] if Path(HOST_FILE).is_file() else []), *arguments]
 
 
 def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """Replace DeepSpeed's options in ``parsed`` by torchrun's.
+    """Replace DeepSpeed's options in ``parsed`` by torchrun's, in place.
 
-    Sets the variable of visible devices in this process's environment, if slots are chosen.
-
-    Args:
-        parsed: changed in place.
-        parser: what ``arguments`` were parsed by.
-        arguments: of the command line, for messages.
-
-    Returns:
-        What to print on the first node: options that have no effect.
-
-    Raises:
-        ConfigError: an option that is not served, or that does not fit the others or this machine.
+    If slots are chosen, sets the variable of visible devices in this process's environment. Returns
+    lines to print: options that have no effect. Raises ConfigError for unsupported options.
     """
-    _refuse(parsed)
+    if parsed.autotuning:
+        raise ConfigError(
+            f"--autotuning {parsed.autotuning} is not served: `zero-engine plan` says which "
+            "configurations fit and what each costs"
+        )
+    if parsed.bind_cores_to_rank or parsed.bind_core_list:
+        raise ConfigError(
+            "--bind_cores_to_rank and --bind_core_list are not served: give --numa-binding=node to "
+            "bind ranks to the cores beside their GPU, or start the ranks by numactl"
+        )
+    if parsed.force_multi:
+        raise ConfigError(
+            "--force_multi is not served: ranks are started on this machine alone; give the "
+            "command on the host that is to run it"
+        )
     hosts = _chosen_hosts(parsed, parser)
     if len(hosts) > 1 and not parsed.no_ssh:
         raise ConfigError(_commands_of_nodes(parsed, hosts, arguments))
     if len(hosts) > 1:
-        # Make this machine the node `--node_rank` of `hosts`.
+        # This machine becomes the host with index --node_rank.
         names = ", ".join(hosts)
         if parsed.node_rank is None or not 0 <= parsed.node_rank < len(hosts):
             raise ConfigError(
@@ -140,8 +141,9 @@ def process_number_saved(*, is_asked: bool) -> Iterator[None]:
     path = Path("/tmp", f"{os.getpid()}.deepspeed")
     if is_asked:
         try:
-            path.unlink(missing_ok=True)  # of a process that was killed and had the same number
-            with path.open("x", encoding="utf-8") as file:  # never through somebody else's link
+            path.unlink(missing_ok=True)  # a killed process may have had the same number
+            # "x" does not follow another user's link.
+            with path.open("x", encoding="utf-8") as file:
                 file.write(str(os.getpid()))
         except OSError as error:
             raise ConfigError(
@@ -154,26 +156,7 @@ def process_number_saved(*, is_asked: bool) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _refuse(parsed: Namespace) -> None:
-    if parsed.autotuning:
-        raise ConfigError(
-            f"--autotuning {parsed.autotuning} is not served: `zero-engine plan` says which "
-            "configurations fit and what each costs"
-        )
-    if parsed.bind_cores_to_rank or parsed.bind_core_list:
-        raise ConfigError(
-            "--bind_cores_to_rank and --bind_core_list are not served: give --numa-binding=node to "
-            "bind ranks to the cores beside their GPU, or start the ranks by numactl"
-        )
-    if parsed.force_multi:
-        raise ConfigError(
-            "--force_multi is not served: ranks are started on this machine alone; give the "
-            "command on the host that is to run it"
-        )
-
-
 def _chosen_hosts(parsed: Namespace, parser: ArgumentParser) -> Hosts:
-    """Return the hosts that the options choose, or none where no option is about them."""
     is_asked = [name for name in CHOOSING if getattr(parsed, name) != parser.get_default(name)]
     if parsed.hostfile is None and not is_asked:
         return {}
@@ -223,7 +206,6 @@ def _host_file(parsed: Namespace) -> Hosts:
 
 
 def _slots_here(parsed: Namespace) -> tuple[int, ...]:
-    """Return the slots of this machine: its devices, or on the CPU as many as are asked for."""
     devices = torch.accelerator.device_count()
     if devices:
         return tuple(range(devices))
@@ -233,7 +215,7 @@ def _slots_here(parsed: Namespace) -> tuple[int, ...]:
 
 
 def _commands_of_nodes(parsed: Namespace, hosts: Hosts, arguments: Sequence[str]) -> str:
-    flags = {  # the kind of program, and what it is given
+    flags = {
         "--module": parsed.module,
         "--no-python": parsed.no_python,
         "--no-local-rank": parsed.local_rank is False,
@@ -260,10 +242,10 @@ def _commands_of_nodes(parsed: Namespace, hosts: Hosts, arguments: Sequence[str]
 
 
 def _show_devices(slots: Sequence[int]) -> None:
-    """Let ranks see the devices ``slots``, counted among those that this process sees."""
+    """Hide all devices but ``slots``, indices of this process's visible devices, from ranks."""
     count = torch.accelerator.device_count()
     if not count:
-        return  # a slot is a rank on the CPU
+        return  # without accelerators a slot is just a rank
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     variable = VISIBLE_DEVICES.get(accelerator.type)
@@ -275,7 +257,7 @@ def _show_devices(slots: Sequence[int]) -> None:
             f"they have the numbers 0 to {count - 1}"
         )
     if list(slots) == list(range(len(slots))):
-        return  # ranks take the first devices anyway
+        return  # ranks take the first devices by default
     if variable is None:
         raise ConfigError(
             f"slots cannot be chosen among devices of type {accelerator.type!r}: choose by its "
@@ -283,3 +265,70 @@ def _show_devices(slots: Sequence[int]) -> None:
         )
     devices = shown.split(",") if shown else [str(number) for number in range(count)]
     os.environ[variable] = ",".join(devices[slot] for slot in slots)
+
+
+def read_host_file(path: Path) -> Hosts:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the host file {path}: {error}") from None
+    hosts: dict[str, tuple[int, ...]] = {}
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if not line or line.startswith("#"):
+            continue
+        found = _LINE.match(line)
+        if found is None:
+            raise ConfigError(
+                f"{path}, line {number}: expected 'HOST slots=NUMBER', found {line!r}"
+            )
+        host, slots = found[1], int(found[2])
+        if not slots:
+            raise ConfigError(f"{path}, line {number}: {host} has no slot: leave the line out")
+        if host in hosts:
+            raise ConfigError(f"{path}, line {number}: {host} is there twice: keep one of them")
+        hosts[host] = tuple(range(slots))
+    if not hosts:
+        raise ConfigError(f"{path} names no host: expected lines 'HOST slots=NUMBER'")
+    return hosts
+
+
+def parse_filter(text: str, option: str) -> dict[str, list[int]]:
+    """Return the slots that ``text`` names by host. An empty list means all slots of a host."""
+    found: dict[str, list[int]] = {}
+    for part in text.split("@"):
+        host, colon, slots = part.partition(":")
+        numbers = slots.split(",") if colon else []
+        if not host or not all(number.strip().isdecimal() for number in numbers):
+            raise ConfigError(
+                f"{option} {text!r}: expected HOST[:SLOT,...][@HOST...], as in "
+                f"'worker-0@worker-1:0,2', found {part!r}"
+            )
+        found.setdefault(host, []).extend(map(int, numbers))
+    return found
+
+
+def filtered(hosts: Hosts, *, include: str, exclude: str) -> Hosts:
+    """Return the slots that ``include`` or ``exclude`` leaves. Only one of them may be given."""
+    if include and exclude:
+        raise ConfigError("--include and --exclude exclude each other: give one of them")
+    option = "--include" if include else "--exclude"
+    named = parse_filter(include or exclude, option) if include or exclude else {}
+    for host, asked in named.items():
+        if host not in hosts:
+            raise ConfigError(f"{option}: there is no host {host!r} among {', '.join(hosts)}")
+        missing = sorted(set(asked) - {*hosts[host]})
+        if missing:
+            raise ConfigError(
+                f"{option}: {host} has no slot {missing[0]}: it has {len(hosts[host])}, from 0 on"
+            )
+    if not named:
+        return hosts
+    left: dict[str, tuple[int, ...]] = {}
+    for host, every in hosts.items():
+        chosen = {*(named[host] or every)} if host in named else set()
+        slots = tuple(slot for slot in every if (slot in chosen) == bool(include))
+        if slots:
+            left[host] = slots
+    if not left:
+        raise ConfigError(f"{option} {include or exclude!r} leaves no slot of {', '.join(hosts)}")
+    return left

@@ -1,10 +1,8 @@
-"""Serves ``deepspeed`` and ``deepspeed.*`` as the modules ``zero_engine.deepspeed.*``.
+"""Import hook that serves ``deepspeed`` and ``deepspeed.*`` as ``zero_engine.deepspeed.*``.
 
-    alias    ``deepspeed.x`` is ``zero_engine.deepspeed.x``: one module object under both names
-    mended   a module of another project that is changed once it has been imported
-
-Installed by ``on_path/sitecustomize.py`` in every Python process, long before it is clear whether
-deepspeed will be imported at all: nothing but the standard library is imported here at the top.
+The hook also patches modules of accelerate, Lightning and transformers after their import.
+``on_path/sitecustomize.py`` installs the hook in every Python process, before it is known whether
+the process imports deepspeed. Therefore only the standard library is imported at the top.
 """
 
 from __future__ import annotations
@@ -14,30 +12,45 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
-from zero_engine.script.mends import HOME, MENDS
-from zero_engine.script.sharded_ddp import tell_after
-
+HOME = "zero_engine.deepspeed"
+_TAKEN = ["model", "state_dict", "load_config"]
+_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Without this variable, threads read all weights of a quantized checkpoint ahead."""
 ON_PATH = Path(__file__).parent / "on_path"
 SERVED = "deepspeed"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 WRITER = "ZERO_ENGINE_ERROR_FILE_WRITER"
-"""The process that may write the file, and its path. Programs that it starts inherit both."""
+"""Process number and path of the process that may write the error file. Child processes
+inherit it."""
+SHARDED_DDP = "--sharded_ddp"
+INSTEAD = (
+    "was FairScale's, and transformers has dropped it: give --deepspeed zero.json (in code "
+    'deepspeed="zero.json") instead, a file with {"train_micro_batch_size_per_gpu": "auto", '
+    '"gradient_accumulation_steps": "auto", "fp16": {"enabled": "auto"}, '
+    '"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}} (stage 1 for "simple", 2 for '
+    '"zero_dp_2", 3 for "zero_dp_3"; "offload" is "offload_optimizer": {"device": "cpu"} in '
+    "zero_optimization)"
+)
+"""Advice for users of FairScale's option, which transformers has dropped."""
+
+_ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def hooked(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` with the hook's folders in front of PYTHONPATH and PATH."""
     return {
         **environment,
-        "ZERO_ENGINE_PYTHON": sys.executable,  # of the programs of `ON_PATH`
+        "ZERO_ENGINE_PYTHON": sys.executable,  # Python for the program `deepspeed`
         "PYTHONPATH": _in_front(str(ON_PATH), environment.get("PYTHONPATH", "")),
-        # Its one program is DeepSpeed's launcher.
+        # The folder has the program `deepspeed`, DeepSpeed's launcher.
         "PATH": _in_front(str(ON_PATH / "bin"), environment.get("PATH", os.defpath)),
     }
 
@@ -47,7 +60,7 @@ def _in_front(folder: str, others: str) -> str:
 
 
 def install() -> None:
-    """Serve deepspeed in this process, in place of one that may be installed. Can be repeated."""
+    """Serve deepspeed in this process, even if DeepSpeed is installed. May be called repeatedly."""
     if any(isinstance(finder, _Served) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Served())
@@ -56,9 +69,9 @@ def install() -> None:
 
 
 def record_uncaught() -> None:
-    """Have an exception that ends this process written to the error file, if that is this one's.
+    """Write an uncaught exception to torchrun's error file, unless a parent process does.
 
-    torchrun leaves the file to the script (``@record``).
+    torchrun expects the script to write the file (``@record``).
     """
     path = os.environ.get(ERROR_FILE, "")
     own = f"{os.getpid()} {path}"
@@ -71,8 +84,9 @@ def record_uncaught() -> None:
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         shown(kind, error, trace)
-        if issubclass(kind, Exception) and own == f"{os.getpid()} {path}":  # not of a fork
-            with suppress(ImportError):  # it may be the very error, and has been shown
+        # A forked child keeps the hook, but has another process number.
+        if issubclass(kind, Exception) and own == f"{os.getpid()} {path}":
+            with suppress(ImportError):  # zero_core itself may be missing
                 from zero_core.adapters import write_error_file
 
                 lines = traceback.format_exception(kind, error, trace)
@@ -81,8 +95,21 @@ def record_uncaught() -> None:
     sys.excepthook = show
 
 
+def tell_after(shown: _ExceptHook) -> _ExceptHook:
+    """Return a ``sys.excepthook`` that adds `INSTEAD` if ``sharded_ddp`` is rejected."""
+
+    def show(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        shown(kind, error, traceback)
+        if kind is TypeError and "unexpected keyword argument 'sharded_ddp'" in str(error):
+            print(f"zero-engine: sharded_ddp {INSTEAD}", file=sys.stderr)
+
+    return show
+
+
 class _Served(MetaPathFinder):
-    """Finds aliases, and the modules to mend. Asked before all others."""
+    """Finder of ``deepspeed.*`` and of `MENDS`' modules. Must be first in ``sys.meta_path``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -92,9 +119,14 @@ class _Served(MetaPathFinder):
         if fullname != SERVED and not fullname.startswith(f"{SERVED}."):
             return None
         home = f"{HOME}{fullname.removeprefix(SERVED)}"
-        found = _spec_of(home)
+        try:
+            found = importlib.util.find_spec(home)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{home}.".startswith(f"{error.name}."):
+                raise
+            found = None  # a parent is a module, not a package
         if found is None:
-            # Not None: a finder that is asked next would find the real deepspeed's module.
+            # Raise: on None, Python asks the next finder, which may find an installed DeepSpeed.
             raise ModuleNotFoundError(
                 f"zero-engine stands for deepspeed here, and DeepSpeed 0.19.8 has no {fullname!r}",
                 name=fullname,
@@ -104,7 +136,7 @@ class _Served(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """Loads a module by importing it under its other name."""
+    """Loader of ``deepspeed.x``: imports ``zero_engine.deepspeed.x``."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -116,23 +148,14 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put the alias' there
-
-
-def _spec_of(home: str) -> ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(home)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{home}.".startswith(f"{error.name}."):
-            return None  # the parent is a module, not a package
-        raise
+        module.__spec__ = self._spec  # undo: the import system has set the alias's spec
 
 
 def _mended(
     fullname: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    """Return the module's own spec, whose loader mends the module once it has run."""
-    # foreign: finders of other projects; old ones have no find_spec.
+    """Return the module's own spec, with a loader that mends the module after running it."""
+    # foreign: finders of other projects. Old ones have no find_spec.
     others = (f for f in sys.meta_path if not isinstance(f, _Served) and hasattr(f, "find_spec"))
     found = (finder.find_spec(fullname, path, target) for finder in others)
     spec = next(filter(None, found), None)
@@ -144,7 +167,10 @@ def _mended(
         run(module)
         try:
             MENDS[fullname](module)
-        except (AttributeError, ImportError) as error:  # the program may not use DeepSpeed at all
+        except (
+            AttributeError,
+            ImportError,
+        ) as error:  # the program may not need it
             import logging
 
             logging.getLogger("zero_engine").warning(
@@ -154,6 +180,127 @@ def _mended(
                 error,
             )
 
-    # On this one loader: its class is the interpreter's.
+    # Patch this loader only: its class is the interpreter's.
     spec.loader.exec_module = run_and_mend  # type: ignore[method-assign]
     return spec
+
+
+def mend_accelerate(module: Any) -> None:
+    """Let accelerate see all ranks with DeepSpeed on machines without an accelerator.
+
+    accelerate (1.15, ``PartialState.__init__``) asks ``_prepare_backend`` for the backend. Without
+    an accelerator and with ``cpu=False``, as for DeepSpeed, the answer is None. accelerate then
+    joins the group, but takes every rank for the only process: each would read all data and write
+    every file. Here the answer is gloo.
+    """
+    state = module.PartialState
+    prepare = state._prepare_backend
+
+    def prepare_backend(self: Any, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
+        backend, kind = prepare(self, *args, **kwargs)
+        uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        has_ranks = uses_deepspeed and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if backend is None and not self._cpu and has_ranks:
+            backend = "gloo"
+            if os.environ.get("RANK", "0") == "0":
+                import logging
+
+                logging.getLogger("zero_engine").warning(
+                    "no accelerator: accelerate is told to join %s ranks by gloo, as it would "
+                    "otherwise take every rank for the only one",
+                    os.environ["WORLD_SIZE"],
+                )
+        return backend, kind
+
+    state._prepare_backend = prepare_backend
+
+
+def mend_lightning(module: Any) -> None:
+    """Let Lightning's own DeepSpeed strategies run without an accelerator.
+
+    Lightning (2.6, ``DeepSpeedStrategy.setup_environment`` of the Trainer and of Fabric) accepts
+    only CUDA devices with an index, as DeepSpeed needs them. This engine also computes on CPUs.
+    """
+    cuda = module.CUDAAccelerator
+    cpu = importlib.import_module(cuda.__module__.rpartition(".")[0]).CPUAccelerator
+    validate = module._validate_device_index_selection
+    # The module uses CUDAAccelerator only in isinstance(), which accepts a tuple of classes.
+    module.CUDAAccelerator = (cuda, cpu)
+    module._validate_device_index_selection = lambda devices: validate(
+        [device for device in devices if device.type != "cpu"]
+    )
+
+
+def mend_loading(module: Any) -> None:
+    """Let transformers shard a quantized model while it loads the weights.
+
+    At stage 3 transformers (5.23, ``PreTrainedModel.from_pretrained``) makes a model within
+    ``zero.Init``, unless it is quantized: it then loads the whole model on every rank. With this
+    patch each parameter is sharded when it has its value.
+    """
+    import inspect
+
+    load = module.convert_and_load_state_dict_in_model
+    found = list(inspect.signature(load).parameters)
+    if found[: len(_TAKEN)] != _TAKEN:
+        raise ImportError(f"{load.__name__}() takes {found}, expected {_TAKEN} first")
+
+    @wraps(load)
+    def load_sharded(
+        model: Any, state_dict: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+        with ExitStack() as stack:
+            is_sharded = is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
+            if is_sharded and load_config.hf_quantizer is not None:
+                importlib.import_module(HOME).init_distributed()
+                stack.callback(_set_variable, _SEQUENTIAL, os.environ.get(_SEQUENTIAL))
+                os.environ[_SEQUENTIAL] = "1"
+                loading = importlib.import_module(f"{HOME}.zero.quantized_loading")
+                stack.enter_context(loading.sharded_loading())
+            return load(model, state_dict, load_config, *args, **kwargs)
+
+    module.convert_and_load_state_dict_in_model = load_sharded
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def mend_resizing(module: Any) -> None:
+    """Gather the embeddings of a quantized model before transformers resizes them."""
+    model = module.PreTrainedModel
+    # Models override resize_token_embeddings for further embeddings (Gemma 4), so patch its
+    # helpers.
+    for name in ("_get_resized_embeddings", "_get_resized_lm_head"):
+        setattr(model, name, _gathering(getattr(model, name)))
+
+
+def _gathering(resize: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``resize``, a method of a model, with the module's parameters gathered around it."""
+
+    @wraps(resize)
+    def resize_gathered(self: Any, old: Any, *args: Any, **kwargs: Any) -> Any:
+        if "hf_quantizer" not in vars(self):
+            return resize(self, old, *args, **kwargs)
+        gather = importlib.import_module(HOME).zero.GatheredParameters
+        with gather(old.parameters(), modifier_rank=0):
+            return resize(self, old, *args, **kwargs)
+
+    return resize_gathered
+
+
+MENDS: Mapping[str, Callable[[Any], None]] = {
+    "accelerate.state": mend_accelerate,
+    "lightning.fabric.strategies.deepspeed": mend_lightning,
+    "lightning.pytorch.strategies.deepspeed": mend_lightning,
+    # The package pytorch-lightning has the same modules under other names.
+    "lightning_fabric.strategies.deepspeed": mend_lightning,
+    "pytorch_lightning.strategies.deepspeed": mend_lightning,
+    "transformers.core_model_loading": mend_loading,
+    "transformers.modeling_utils": mend_resizing,
+}

@@ -1,21 +1,29 @@
-"""``zero-engine run``: start ranks of somebody else's script, each with the hook."""
+"""``zero-engine run``: start ranks of an unchanged script, each with the hook.
+
+[Note: local ranks]
+DeepSpeed's launcher puts ``--local_rank=N`` before the arguments of every script. A script that
+does not declare the option fails on it. Here only scripts that declare the option get the argument:
+the script, or a module of its folder that it imports, has the string ``"--local_rank"``, or has a
+dataclass with the field ``local_rank`` and uses `HfArgumentParser`, which makes options of fields.
+Scripts of Hugging Face's Trainer do not declare it: they read their rank from the environment.
+Folders that a script adds to sys.path are not searched. For ``-m`` with an installed module, only
+the module's package is searched.
+"""
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.distributed.elastic.utils.api import macros
-from torch.distributed.run import (
-    determine_local_world_size,
-    get_args_parser,
-    parse_min_max_nnodes,
-)
+from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
 from zero_core.errors import ConfigError
 from zero_engine.launch.ranks import is_under_launcher
@@ -28,13 +36,13 @@ from zero_engine.script.deepspeed_options import (
     process_number_saved,
     with_host_file,
 )
-from zero_engine.script.hook import SERVED, hooked
-from zero_engine.script.local_rank import OPTION, declares, source_of
-from zero_engine.script.sharded_ddp import INSTEAD, SHARDED_DDP
+from zero_engine.script.hook import INSTEAD, SERVED, SHARDED_DDP, hooked
 
+OPTION = "--local_rank"
+PARSER_OF_FIELDS = "HfArgumentParser"
 SHELLS = ("bash", "sh", "zsh")
 LAUNCHERS = ("accelerate", "torchrun", SERVED, *SHELLS)
-"""Programs that start ranks themselves. A script of a shell is one, too."""
+"""Programs that start ranks themselves, and shells, whose scripts may do so."""
 LAUNCHER_MODULES = (
     "accelerate.commands.launch",
     "accelerate.commands.accelerate_cli",
@@ -45,20 +53,19 @@ PROGRAM = (
     *("module", "no_python", "training_script", "training_script_args", "local_rank"),
     *("quiet", "log_level"),
 )
-"""What the parser reads besides the options of torchrun and of DeepSpeed's launcher."""
+"""Parsed names that are no options of torchrun's or of DeepSpeed's launcher."""
 
 
 def run_program(arguments: Sequence[str]) -> int:
     """Run ``[launcher's options] script.py arguments`` with the hook. Returns the exit code.
 
-    Options are torchrun's and those of DeepSpeed's launcher.
-
-    Does not return, but becomes the program, where no ranks are to be started: in a process that
-    is a rank already, or for a launcher, which starts them itself. A process is a rank if it has a
-    launcher's variables, or, without options for torchrun, if srun or mpirun started several.
+    Options are torchrun's and those of DeepSpeed's launcher. Two cases replace this process by the
+    program: this process is a rank already, or the program is a launcher. A process is a rank if it
+    has a launcher's variables, or if srun or mpirun started several processes and no option is
+    given.
 
     Raises:
-        ConfigError: options for torchrun, where no ranks are started; or see `rank_variables`.
+        ConfigError: options are given although no ranks are started, or as `rank_variables`.
     """
     pass_on_warnings()
     parser = _parser()
@@ -71,8 +78,8 @@ def run_program(arguments: Sequence[str]) -> int:
         if name not in PROGRAM and value != parser.get_default(name)
     ]
     is_launcher = _is_launcher(parsed)
-    if not given and not is_launcher:  # with options, a task of SLURM's starts a node's
-        # Adopt the rank that srun or mpirun gave this process, if they started several.
+    if not given and not is_launcher:  # with options, a SLURM task starts the ranks of its node
+        # Adopt the rank of srun or mpirun.
         variables = rank_variables(os.environ)
         os.environ.update(variables)
         if variables.get("MASTER_ADDR") == LOOPBACK:
@@ -81,7 +88,7 @@ def run_program(arguments: Sequence[str]) -> int:
             ranks = variables["WORLD_SIZE"]
             print(f"zero-engine run: srun or mpirun started the {ranks} ranks", file=sys.stderr)
     if is_under_launcher() or is_launcher:
-        if given:  # nothing is started that they could be passed on to
+        if given:  # no torchrun is started that could take the options
             raise ConfigError(
                 f"{given[0]} was given, but 'zero-engine run' starts no ranks here: this process "
                 f"is a rank already, or {parsed.training_script} starts them; give the option there"
@@ -96,9 +103,9 @@ def run_program(arguments: Sequence[str]) -> int:
     for line in carry_out(parsed, parser, arguments):
         _say(parsed, line)
     _check_startable(parsed)
-    _give_local_rank(parsed, macros.local_rank)  # torchrun replaces it by each rank's own
+    _give_local_rank(parsed, macros.local_rank)  # torchrun replaces the macro by each rank's number
     if parsed.nnodes in ("1", "1:1") and has_default["rdzv_endpoint"]:
-        # On this machine alone: with a port that is free, not with torchrun's fixed one.
+        # A single machine uses a free port in place of torchrun's fixed one.
         parsed.standalone = all(has_default.values())
         _set_defaults(local_address_only())
     if parsed.nproc_per_node.isdecimal():
@@ -109,10 +116,10 @@ def run_program(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    """torchrun's parser, whose default is a rank per accelerator, with DeepSpeed's options."""
+    """Return torchrun's parser with DeepSpeed's options. Default: a rank per accelerator."""
     parser: ArgumentParser = get_args_parser()
     parser.prog = "zero-engine run"
-    parser.allow_abbrev = False  # else a script's --save could mean --save_pid or --save-pid
+    parser.allow_abbrev = False  # else --save could mean --save_pid
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(max(1, torch.accelerator.device_count())))
     parser.set_defaults(local_rank=None)
@@ -132,7 +139,6 @@ def _parser() -> ArgumentParser:
 
 
 def _check_startable(parsed: Namespace) -> None:
-    """Refuse numbers of ranks that cannot be started, and a script that is not there."""
     try:
         num_ranks = determine_local_world_size(parsed.nproc_per_node)
         least, most = parse_min_max_nnodes(parsed.nnodes)
@@ -148,18 +154,19 @@ def _check_startable(parsed: Namespace) -> None:
 
 
 def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
-    """Put ``--local_rank=local_rank`` before the script's arguments, if it is to have it."""
+    """Put ``--local_rank=local_rank`` before the script's arguments. See [Note: local ranks]."""
     arguments = parsed.training_script_args
     if any(argument.partition("=")[0] == OPTION for argument in arguments):
         return
     should_give = parsed.local_rank
     if should_give is None:
         script = source_of(parsed.training_script, is_module=parsed.module)
-        is_own = parsed.module and parsed.training_script == "zero_engine"  # has no such option
+        # The program zero_engine has no option --local_rank.
+        is_own = parsed.module and parsed.training_script == "zero_engine"
         if parsed.no_python or script is None or is_own:
             return
         should_give = declares(script, OPTION)
-        # Said once: a script whose option stays at -1 may train on all data alone.
+        # Print the decision: a script whose option stays -1 may train on all data on each rank.
         told = (
             f"declares {OPTION} and is given it; to leave it out: zero-engine run --no-local-rank"
             if should_give
@@ -172,7 +179,6 @@ def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
 
 
 def _say(parsed: Namespace, line: str) -> None:
-    """Print ``line`` on rank 0 of the first node, if the log level asks for it."""
     is_first = os.environ.get("RANK", "0") == "0" and parsed.node_rank in (0, None)
     if is_first and parsed.log_level in ("debug", "info"):
         print(f"zero-engine run: {line}", file=sys.stderr)
@@ -186,17 +192,17 @@ def _is_launcher(parsed: Namespace) -> bool:
     if parsed.module:
         return parsed.training_script in LAUNCHER_MODULES
     if parsed.no_python:
-        return False  # each rank is one
+        return False  # with --no-python each rank runs the program
     program = Path(parsed.training_script)
     return program.suffix == ".sh" or (program.name in LAUNCHERS and not program.is_dir())
 
 
 def _refuse_sharded_ddp(parsed: Namespace) -> None:
-    """Raise for the Trainer's ``--sharded_ddp``, unless the script has an option of that name."""
+    """Raise for the Trainer's ``--sharded_ddp``, unless the script declares that option."""
     words = [w for w in parsed.training_script_args if w.partition("=")[0] == SHARDED_DDP]
     if not words:
         return
-    if _is_launcher(parsed):  # the script is among its arguments
+    if _is_launcher(parsed):  # a launcher's arguments contain the script
         files = [word for word in parsed.training_script_args if word.endswith(".py")]
         script = source_of(files[0], is_module=False) if files else None
     else:
@@ -231,3 +237,89 @@ def _become(parsed: Namespace) -> None:
 def _set_defaults(variables: dict[str, str]) -> None:
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+class Source(NamedTuple):
+    """Location of a program's code."""
+
+    file: Path
+    folder: Path
+    """Folder that Python searches first for the program's imports."""
+    package: str | None = None
+    """Package in ``folder`` that the program belongs to. None: all of ``folder`` is the
+    program's."""
+
+
+def source_of(program: str, *, is_module: bool) -> Source | None:
+    """Return the code that ``python program`` or ``python -m program`` runs, None if not found."""
+    if not is_module:
+        path = Path(program)
+        return Source(path, path.parent) if path.is_file() else None
+    inner = Path(*program.split("."))
+    files = (inner.with_suffix(".py"), inner / "__main__.py")
+    installed = [folder for entry in sys.path if (folder := Path(entry).absolute()) != Path.cwd()]
+    places = [Source(Path.cwd() / file, Path.cwd()) for file in files]
+    places += [Source(f / file, f, inner.parts[0]) for f in installed for file in files]
+    return next((place for place in places if place.file.is_file()), None)
+
+
+def declares(source: Source, option: str) -> bool:
+    """Return whether the program or a module of its folder that it imports declares ``option``."""
+    field = option.lstrip("-")
+    seen: set[Path] = set()
+    left = [source.file]
+    has_field = has_parser_of_fields = False
+    while left:
+        path = left.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue  # Python reports the error when it runs the file
+        nodes = list(ast.walk(tree))
+        has_field |= any(_is_field(node, field) for node in nodes)
+        has_parser_of_fields |= any(
+            (isinstance(node, ast.Attribute) and node.attr == PARSER_OF_FIELDS)
+            or (isinstance(node, ast.Name) and node.id == PARSER_OF_FIELDS)
+            for node in nodes
+        )
+        is_named = any(isinstance(node, ast.Constant) and node.value == option for node in nodes)
+        if is_named or (has_field and has_parser_of_fields):
+            return True
+        for node in nodes:
+            left += _imported(node, path, source)
+    return False
+
+
+def _is_field(node: ast.AST, field: str) -> bool:
+    if not isinstance(node, ast.ClassDef):
+        return False
+    decorators = [ast.unparse(one).partition("(")[0] for one in node.decorator_list]
+    return any(name.endswith("dataclass") for name in decorators) and any(
+        isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == field for one in node.body
+    )
+
+
+def _imported(node: ast.AST, importer: Path, source: Source) -> Iterator[Path]:
+    folder = source.folder
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        module = [node.module] if node.module else []
+        names = [".".join([*module, alias.name]) for alias in node.names]
+    else:
+        return
+    if isinstance(node, ast.ImportFrom) and node.level:
+        # A relative import also runs the __init__.py of the importer's package.
+        folder = next(iter(importer.absolute().parents[node.level - 1 :]), folder)
+        yield folder / "__init__.py"
+    elif source.package is not None:
+        names = [name for name in names if name.partition(".")[0] == source.package]
+    for dotted in names:
+        place = folder
+        for name in dotted.split("."):  # the module may be a file or a package
+            yield place / f"{name}.py"
+            place = place / name
+            yield place / "__init__.py"

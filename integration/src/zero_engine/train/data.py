@@ -1,11 +1,10 @@
 """Text in, batches of token ids out.
 
-The text is cut in two: the last part is **held out**, the rest is trained on. Each part becomes
-**windows** of ``context`` tokens. Rank 0 prepares both once and leaves them in the run's folder;
-every rank maps that file, and so does a resumed run, whatever became of the original text.
+The last part of the text is **held out**, the rest is trained on. Each part is cut into **windows**
+of ``context`` tokens. Rank 0 writes both to the run's folder. Every rank maps that file, as does a
+resumed run, which therefore does not need the original text.
 
-Which windows a rank sees is a pure function of (seed, step, rank): resuming needs no sampler
-state, only the step's number.
+A rank's windows are a pure function of (seed, step, rank): resuming needs only the step's number.
 """
 
 from __future__ import annotations
@@ -28,19 +27,15 @@ from zero_core.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_FRACTION = 0.05
-# What is read and learned from is capped, so that start-up stays in seconds on any machine.
+# Limits on the text keep start-up within seconds.
 MAX_STDLIB_CHARS = 6_000_000
 MAX_BPE_CHARS = 2_000_000
-# Folders of the standard library that are not written like the rest of it.
+# Folders of the standard library with other kinds of text.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 def read_text(path: str | None) -> str:
-    """Return the text to train on: the file at ``path``, or the Python standard library's source.
-
-    Raises:
-        ConfigError: the file is missing, a folder, empty, or not UTF-8.
-    """
+    """Return the text of the file at ``path``. None: the source of Python's standard library."""
     if path is None:
         return _read_stdlib()
     file = Path(path)
@@ -62,14 +57,13 @@ def read_text(path: str | None) -> str:
 
 
 def _read_stdlib() -> str:
-    """Python's own source, in an order that depends on nothing but the file names."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path
         for path in root.rglob("*.py")
         if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
     ]
-    # By a hash of the name: the held-out end is then a mixture of modules, as the rest is.
+    # Sort by a hash of the name, so that the held-out end is a mixture of modules.
     files.sort(key=lambda path: _digest(path.relative_to(root).as_posix()))
     texts: list[str] = []
     num_chars = 0
@@ -84,7 +78,7 @@ def _read_stdlib() -> str:
 
 
 def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE (GPT-2's kind): any text round-trips, no unknown token is needed."""
+    """Train a byte-level BPE as GPT-2's, which needs no unknown token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -101,7 +95,11 @@ def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
 def prepare_corpus(text: str, folder: Path, *, vocab_size: int, context: int) -> None:
     """Train the tokenizer, encode ``text`` and write both to ``folder``. Rank 0 calls it."""
     tokenizer = train_tokenizer(text, vocab_size)
-    tokens = _encode(tokenizer, text)
+    encoded, pieces = [], _pieces(text)
+    while batch := list(islice(pieces, 256)):  # the encoder uses a thread per text of a batch
+        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        encoded += [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in encodings]
+    tokens = torch.cat(encoded)
     num_windows = tokens.numel() // context
     if num_windows < 2:
         raise ConfigError(
@@ -122,21 +120,9 @@ def prepare_corpus(text: str, folder: Path, *, vocab_size: int, context: int) ->
     )
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> Tensor:
-    """Return the token ids of ``text``: int32, 1-D."""
-    encoded, pieces = [], _pieces(text)
-    while batch := list(islice(pieces, 256)):  # the encoder shares a batch among threads
-        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        encoded += [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in encodings]
-    return torch.cat(encoded)
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """The windows of one run.
-
-    ``train`` and ``held_out``: int32, ``[num_windows, context]``, on the CPU.
-    """
+    """Windows of one run: int32, ``[num_windows, context]``, on the CPU."""
 
     train: Tensor
     held_out: Tensor
@@ -146,7 +132,6 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: Path, *, seed: int) -> Corpus:
-        """Map what `prepare_corpus` left in ``folder``."""
         with safe_open(folder / "tokens.safetensors", framework="pt") as file:
             about = file.metadata()
             return cls(
@@ -162,8 +147,8 @@ class Corpus:
     ) -> Tensor:
         """Return the token ids of one micro-batch: int64, ``[micro_batch_size, context]``.
 
-        ``micro_step`` counts micro-batches from the start of the run. Every epoch visits each
-        window once, in an order of its own.
+        ``micro_step`` counts micro-batches from the start of the run. Each epoch visits every
+        window once, in a new order.
         """
         first = (micro_step * world_size + rank) * micro_batch_size
         rows = []
@@ -177,8 +162,8 @@ class Corpus:
     ) -> Iterator[Tensor]:
         """Yield this rank's part of the first ``max_windows`` held-out windows, as int64 batches.
 
-        Every rank gets equally many batches, since each forward is a collective; where the
-        windows do not divide, the last ones are taken twice by going round.
+        Every rank gets the same number of batches, since each forward is a collective. If the
+        windows do not divide evenly, some windows are used twice.
         """
         num_windows = min(max_windows, len(self.held_out))
         num_batches = -(-num_windows // (world_size * micro_batch_size))
@@ -195,7 +180,7 @@ def _permutation(length: int, seed: int, epoch: int) -> Tensor:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield ``text`` in order, in pieces of whole lines, of 20,000 characters or more."""
+    """Yield ``text`` in order, in pieces of whole lines with at least 20,000 characters."""
     piece: list[str] = []
     num_chars = 0
     for line in text.splitlines(keepends=True):

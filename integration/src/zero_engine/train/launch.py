@@ -1,4 +1,4 @@
-"""Start the train program on every rank of this machine, with torchrun."""
+"""Start of the train program on every rank of this machine, with torchrun."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from zero_engine.train.settings import (
 )
 
 CPU_RANKS = 2
-"""Ranks on a machine without a GPU."""
 MAX_CPU_RANKS = 256
 
 
@@ -36,22 +35,17 @@ def default_ranks() -> int:
 
 
 def rank_environment(num_ranks: int) -> dict[str, str]:
-    """Environment variables for the ranks of one machine, for what the user left open."""
     return {
-        # Else every rank starts a thread per core, and they are in each other's way.
+        # Without the limit, every rank starts a thread per core.
         "OMP_NUM_THREADS": str(max(1, available_cores() // num_ranks)),
         **local_address_only(),
-        # Without it, cuBLAS may choose differently from run to run, and a resumed run would too.
+        # Makes cuBLAS deterministic, so that a resumed run repeats the same bits.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
 
 
 def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | None) -> int:
-    """Check the user's request before any rank is started. Returns the number of ranks to start.
-
-    Raises:
-        ConfigError: as the ranks would, in a second where they take ten.
-    """
+    """Check the request before ranks are started. Returns the number of ranks to start."""
     num_gpus = torch.cuda.device_count()
     if num_ranks is not None and 0 < num_gpus < num_ranks:
         raise ConfigError(f"--ranks {num_ranks}: this machine has {num_gpus} GPUs, one per rank")
@@ -88,13 +82,9 @@ def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | Non
 
 
 def launch(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0) -> int:
-    """Run ``zero-engine ARGUMENTS`` on every rank and wait for the end.
+    """Run ``zero-engine ARGUMENTS`` on every rank. Returns the exit code of `run_ranks`.
 
-    After a rank has failed, all are started anew, at most ``max_restarts`` times.
-
-    Returns:
-        The exit code: 0, 128 + signal if the run was asked to stop, else that of the rank that
-        failed first.
+    After a rank has failed, all are restarted, at most ``max_restarts`` times.
     """
     for name, value in rank_environment(num_ranks).items():
         os.environ.setdefault(name, value)

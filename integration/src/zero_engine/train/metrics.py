@@ -1,7 +1,6 @@
 """Output of a run in progress: a progress bar, TensorBoard, and a JSON log.
 
-Rank 0 has a `Reporter`; the other ranks have none. A resumed run cuts both logs off at the step
-it continues from, so that they read as if the run had never stopped.
+Only rank 0 has a `Reporter`. A resumed run first cuts later steps off both logs.
 """
 
 from __future__ import annotations
@@ -15,14 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from zero_core.adapters import OUTSIDE, Place
@@ -31,7 +23,7 @@ from zero_engine.train.settings import RunFolder
 
 MIB = 2**20
 QUIET_S = 60.0
-"""Seconds without a line after which one says what is computed, where there is no terminal."""
+"""Seconds without output after which a line reports the current work, without a terminal."""
 
 
 @dataclass(frozen=True)
@@ -39,38 +31,41 @@ class StepRecord:
     """Values of one optimizer step, over all ranks."""
 
     step: int
-    """Steps completed, this one included."""
     loss: float
     """Mean over ranks and micro-batches, in nats per token."""
     learning_rate: float
-    """The rate that this step was taken with."""
     grad_norm: float | None
-    """Global 2-norm before clipping, where the engine computed it."""
+    """Global 2-norm before clipping, if the engine computed it."""
     loss_scale: float
     tokens_per_s: float
     memory_bytes: Sequence[int]
-    """Held by each rank after the step."""
+    """Bytes that each rank holds after the step."""
 
 
 class Reporter:
     """Writer of records to the screen and to the logs. A context manager.
 
-    On a terminal a bar shows the unit that is computed. Elsewhere a line says it, once a minute
-    while nothing else is said.
+    A terminal shows a bar with the unit being computed. Otherwise a line names the unit, after each
+    minute without output.
     """
 
     def __init__(
         self, folder: RunFolder, settings: RunSettings, *, first_step: int, place: Place
     ) -> None:
-        """``place``: where this rank is within a step."""
-        from torch.utils.tensorboard import SummaryWriter  # a report reads logs without it
+        # Slow, and a report reads logs without it.
+        from torch.utils.tensorboard import SummaryWriter
 
         self._settings = settings
         self._place = place
         self._said_at = time.monotonic()
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._log_place, name="place", daemon=True)
-        _cut_log(folder.metrics, first_step)
+        if folder.metrics.exists():
+            # A run that restarts at step 0 repeats the evaluation before the first step.
+            entries = read_metrics(folder.metrics) if first_step else []
+            kept = [entry for entry in entries if entry["step"] <= first_step]
+            lines = "".join(json.dumps(entry) + "\n" for entry in kept)
+            folder.metrics.write_text(lines, encoding="utf-8")
         self._log = folder.metrics.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder.tensorboard), purge_step=first_step + 1)
         self._console = Console()
@@ -100,7 +95,6 @@ class Reporter:
         self._board.close()
 
     def say(self, text: str) -> None:
-        """Print one line, above the progress bar if there is one."""
         self._said_at = time.monotonic()
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -112,7 +106,6 @@ class Reporter:
                 self.say(f"after step {step}/{self._settings.steps}: {doing}")
 
     def doing(self, what: str) -> None:
-        """Show beside the progress bar, if there is one, what the program does after a step."""
         self._progress.update(self._task, description=what)
 
     def step(self, record: StepRecord) -> None:
@@ -156,18 +149,11 @@ class _PlaceColumn(ProgressColumn):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a JSON log, in order, without a last line that was cut short."""
+    """Return the entries of a JSON log, in order, without an incomplete last line."""
     entries: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entries.append(cast("dict[str, Any]", json.loads(line)))
-        except ValueError:  # the process died while it wrote this line
+        except ValueError:  # the process died while writing this line
             break
     return entries
-
-
-def _cut_log(path: Path, last_step: int) -> None:
-    if path.exists():
-        # What was evaluated before the first step is evaluated again.
-        kept = [entry for entry in read_metrics(path) if entry["step"] <= last_step and last_step]
-        path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")

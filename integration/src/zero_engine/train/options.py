@@ -11,30 +11,28 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from zero_core.errors import ConfigError
 
 MAX_SEED = 2**44
-"""Largest seed whose multiples by epoch torch takes: see `zero_engine.train.data.Corpus.batch`."""
+"""Largest seed that torch accepts after `zero_engine.train.data` multiplies it."""
 _BOUNDS = {
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
 }
-"""This program's words for kinds of pydantic's errors."""
 _Positive = Annotated[int, Field(ge=1)]
 
 
 class Start(StrEnum):
-    """Way in which a run begins: by ``--resume``, ``--resume auto``, ``--overwrite`` or neither."""
+    """Mode of a start: by ``--resume``, ``--resume auto``, ``--overwrite`` or neither."""
 
     NEW = "new"
-    """In a folder that holds no run worth keeping."""
+    """In a folder without a run."""
     OVERWRITE = "overwrite"
-    """In the place of the run that the folder holds, if it holds one."""
+    """In place of the folder's run, if any."""
     RESUME = "resume"
-    """From the newest checkpoint, which must be there."""
+    """From the newest checkpoint, which must exist."""
     AUTO = "auto"
-    """From the newest checkpoint, or as a new run if there is none."""
+    """From the newest checkpoint, or as a new run without one."""
 
 
 def flag_of(name: str) -> str:
-    """Return the option that sets ``name``, a field of `RunSettings`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -84,11 +82,7 @@ class RunSettings(BaseModel):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RunSettings:
-        """Return the settings with ``values``, and the defaults of others.
-
-        Raises:
-            ConfigError: names the option and what it must be.
-        """
+        """Return the settings with ``values``. Raises ConfigError that names a wrong option."""
         try:
             return cls(**values)
         except ValidationError as error:
@@ -96,7 +90,7 @@ class RunSettings(BaseModel):
         said = first["msg"].removeprefix("Value error, ")
         if first["type"] in _BOUNDS:
             said = _BOUNDS[first["type"]].format(**first["ctx"])
-        if first["loc"]:  # an option's own value is wrong, not several together
+        if first["loc"]:  # a single option's value is wrong
             said = f"{flag_of(str(first['loc'][0]))} {first['input']}: {said}"
         raise ConfigError(said)
 
@@ -111,5 +105,5 @@ class RunSettings(BaseModel):
         return self
 
     def is_save_due(self, step: int) -> bool:
-        """Return whether a checkpoint follows a step, in a run that nobody stops."""
+        """Return whether a checkpoint follows a step, in a run without a stop request."""
         return self.save and (step == self.steps or step % self.save_every == 0)

@@ -1,21 +1,19 @@
 """Train a GPT-2 on plain text. Copy this file as the start of your own program.
 
-Everything that concerns ZeRO is in five calls: `zero_core.build`, then ``engine(...)``,
-``engine.train_batch``, ``engine.async_save`` and ``engine.resume``. ``train_batch`` runs backward
-and the update, so that ``accumulation_schedule`` may choose the order of a step's work.
-The model is an ordinary transformers model and knows nothing of it.
+Five calls concern ZeRO: `zero_core.build`, then ``engine(...)``, ``engine.train_batch``,
+``engine.async_save`` and ``engine.resume``. ``train_batch`` runs backward and the update, so that
+``accumulation_schedule`` may choose the order of a step's work. The model is an ordinary
+transformers model.
 
-The ranks, the folder, the text and the logs are a `TrainingRun` of `zero_engine`, which stays
-installed beside a copy.
-
-Start it with ``zero-engine train``, which runs it under torchrun on every rank.
+Ranks, folder, text and logs are a `TrainingRun` of `zero_engine`, which a copy imports.
+``zero-engine train`` runs this program under torchrun on every rank.
 """
 
 from __future__ import annotations
 
 import os
 
-# Nothing is fetched from a model hub: the model is made from a config, the tokenizer from the text.
+# No download from a model hub: the model is made from a config, the tokenizer from the text.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import signal
@@ -33,13 +31,9 @@ from zero_engine.train.training_run import Corpus, RunSettings, Start, TrainingR
 
 
 def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
-    """Run the whole program on this rank, as `open_run` says. Every rank calls it.
+    """Run the whole program on this rank. See `open_run`. Every rank must call it.
 
-    Returns:
-        The exit code: 0, or 128 + signal if a signal ended the run early.
-
-    Raises:
-        ZeroError: a setting, the data or a checkpoint is not usable.
+    Returns the exit code: 0, or 128 + signal if a signal ended the run early.
     """
     with open_run(options, start) as run:
         stop = train_in(run)
@@ -47,12 +41,13 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
 
 
 def train_in(run: TrainingRun) -> signal.Signals | None:
-    """Train, and leave the results. Returns the signal that ended the run early, if one did."""
+    """Train, and write the results. Returns the signal that ended the run early, if any."""
     make_deterministic(run.settings.seed, run.device)
-    with working("making the model"), zero_core.deferred_init():  # never whole on any rank
+    # The whole model is never on one rank.
+    with working("making the model"), zero_core.deferred_init():
         model = build_model(run.settings, run.corpus.vocab_size)
-    engine = zero_core.build(model, run.config)  # shows its own progress
-    engine.should_defer_sigint = False  # the run's stop request handles it, and raises nothing
+    engine = zero_core.build(model, run.config)  # build() shows its own progress
+    engine.should_defer_sigint = False  # the run's stop request handles SIGINT
     client_state = None
     if run.is_resumed or engine.config.memory_checkpoint is not None:
         with working("loading the checkpoint"):
@@ -68,16 +63,10 @@ def train_in(run: TrainingRun) -> signal.Signals | None:
 
 
 def run_steps(engine: zero_core.Engine, run: TrainingRun, step: int) -> signal.Signals | None:
-    """Train from ``step`` to the end or to a stop request, and save a checkpoint there.
+    """Train from ``step`` to the end or to a stop request, and save checkpoints concurrently.
 
-    Without `RunSettings.save` there is none. Checkpoints are written beside the next steps. The
-    last one is there at the end.
-
-    Returns:
-        The signal that ended the run early, if one did.
-
-    Raises:
-        ZeroError: a save failed. It is raised at the next save, or at the end.
+    Returns the signal that ended the run early, if any. A failed save raises ZeroError at the next
+    save, or at the end.
     """
     settings, stop, save = run.settings, None, None
     if step == 0:
@@ -106,9 +95,8 @@ def run_steps(engine: zero_core.Engine, run: TrainingRun, step: int) -> signal.S
 def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> Tensor:
     """Take one optimizer step.
 
-    Returns:
-        The sum of the losses of this rank's micro-batches: 0-dim, float64, on the device, not read
-        yet. It is exact, so that the mean over all ranks does not depend on how many there are.
+    Returns the sum of the losses of this rank's micro-batches: 0-dim, float64, on the device. The
+    sum is exact, so that the mean over all ranks does not depend on the number of ranks.
     """
     losses: list[Tensor] = []
     first = step * engine.gradient_accumulation_steps
@@ -128,14 +116,14 @@ def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> Tensor:
         return loss
 
     engine.train_batch(batches, compute_loss, client_state={"step": step + 1})
-    # "auto" computes a step again horizontally if the model refuses the vertical schedule.
+    # With "auto", a step is recomputed horizontally if the model cannot run the vertical schedule.
     last = losses[-engine.gradient_accumulation_steps :]
     return torch.stack(last).to(torch.float64).sum()
 
 
 @torch.no_grad()
 def evaluate(engine: zero_core.Engine, run: TrainingRun, step: int) -> None:
-    """Log the mean loss on held-out text. Every rank takes a part of it."""
+    """Log the mean loss on held-out text. Every rank must call it."""
     engine.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for ids in run.corpus.held_out_batches(
@@ -159,7 +147,7 @@ def build_model(settings: RunSettings, vocab_size: int) -> GPT2LMHeadModel:
         n_embd=settings.width,
         n_layer=settings.layers,
         n_head=settings.heads,
-        resid_pdrop=0.0,  # a short run sees each text once: there is nothing to overfit
+        resid_pdrop=0.0,  # a short run sees each text once, so it cannot overfit
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         bos_token_id=0,
@@ -168,16 +156,16 @@ def build_model(settings: RunSettings, vocab_size: int) -> GPT2LMHeadModel:
         architectures=[GPT2LMHeadModel.__name__],
     )
     model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
+    model.loss_type = "ForCausalLM"  # avoids a warning: transformers falls back to this value
     return model
 
 
 def make_deterministic(seed: int, device: torch.device) -> None:
-    """Let equal runs give equal bits: what a resumed run is held to."""
-    torch.manual_seed(seed)  # on every rank, so that all start from the same weights
+    """Make equal runs give equal bits, so that a resumed run can be compared."""
+    torch.manual_seed(seed)  # every rank must start from the same weights
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # Deterministic mode fills new memory with NaN: that costs time and changes nothing here.
+        # Deterministic mode fills new memory with NaN, which takes time and has no effect here.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

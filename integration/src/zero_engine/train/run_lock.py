@@ -1,9 +1,9 @@
 """Lock of a run's folder, and the launch that a run belongs to.
 
-torchrun starts the ranks anew when one has failed (``--max-restarts``) or when nodes come and go
-(``--nnodes 1:2``), each time with the first start's command line. So the folder keeps the numbers
-of the launch that began the run: for ranks of the same launch there is a run to be continued,
-whatever that command line says.
+torchrun restarts the ranks if one has failed (``--max-restarts``) or if nodes join or leave
+(``--nnodes 1:2``), each time with the first start's command line. The folder therefore keeps the
+numbers of the launch that began the run. Ranks of the same launch continue the run, whatever their
+command line says.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from zero_core.checkpoint import find_launcher, started_at, write_synced
 from zero_core.errors import ConfigError
-from zero_engine.launch.orphans import GRACE_PERIOD_S
+from zero_engine.launch.started_ranks import GRACE_PERIOD_S
 from zero_engine.train.options import Start
 from zero_engine.train.settings import RunFolder
 
 
 def longest_wait_s(start: Start) -> float:
-    """Return how many seconds a start waits for another program in its folder to end.
+    """Return the seconds that a start waits for another program in its folder to end.
 
-    A run that is continued waits for as long as ranks may save after their launcher was killed. A
-    new run waits only for a process that is already exiting.
+    A resumed run also waits for ranks that save after their launcher was killed.
     """
     return GRACE_PERIOD_S if start in (Start.RESUME, Start.AUTO) else 10.0
 
@@ -47,13 +46,14 @@ class RunLock:
         self._lock: BaseFileLock | None = None
 
     def acquire(self, *, wait_s: float) -> None:
-        """Take the lock, and if it is held say so and wait for at most ``wait_s`` seconds."""
+        """Take the lock. If it is held, print a message and wait for at most ``wait_s`` seconds."""
         folder = self._path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(self._path) if _has_flock(folder) else SoftFileLock(self._path)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # of a soft lock: it is named below
+                # `_advice` replaces filelock's warning of a soft lock.
+                warnings.simplefilter("ignore", UserWarning)
                 try:
                     self._lock.acquire(timeout=0)
                 except Timeout:
@@ -75,7 +75,6 @@ class RunLock:
         self._who.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
 
     def _advice(self, separator: str) -> str:
-        """Return what to do where a lock outlives its program, after ``separator``."""
         if not isinstance(self._lock, SoftFileLock):
             return ""
         return (
@@ -89,7 +88,7 @@ class RunLock:
 
     @property
     def _who(self) -> Path:
-        # A file of its own: a network's file system may keep a locked one from being read.
+        # A separate file: on a network file system a locked file may be unreadable.
         return self._path.with_name(f"{self._path.name}.holder")
 
     def _holder(self) -> str:
@@ -100,7 +99,7 @@ class RunLock:
 
 
 def _has_flock(folder: Path) -> bool:
-    """Whether files in ``folder`` can be locked by the system. Lustre needs an option for it."""
+    """Return whether files in ``folder`` can be locked. Lustre needs an option for that."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         try:
             fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,7 +113,7 @@ def _has_flock(folder: Path) -> bool:
 def launch_numbers(device: torch.device) -> list[int]:
     """Return a number for each launcher process of this job. Every rank must call it.
 
-    Empty without torchrun: other launchers do not start ranks anew.
+    Empty without torchrun: other launchers do not restart ranks.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return []
@@ -128,7 +127,7 @@ def launch_numbers(device: torch.device) -> list[int]:
 
 
 def belongs_to(folder: RunFolder, numbers: list[int]) -> bool:
-    """Whether one of the launchers ``numbers`` began the run in ``folder``, or went on with it."""
+    """Return whether one of the launchers ``numbers`` began or continued the run in ``folder``."""
     try:
         known = json.loads(folder.launchers.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -137,7 +136,6 @@ def belongs_to(folder: RunFolder, numbers: list[int]) -> bool:
 
 
 def note_launch(folder: RunFolder, numbers: list[int]) -> None:
-    """Write down that the launchers ``numbers`` train in ``folder``."""
     aside = folder.launchers.with_name(f"{folder.launchers.name}.tmp")
     write_synced(aside, json.dumps(numbers).encode())
     aside.replace(folder.launchers)

@@ -1,7 +1,4 @@
-"""The settings of a new or resumed run, and the paths of its results.
-
-The settings are written to ``config.resolved.json``, and a resumed run reads them from there.
-"""
+"""Settings of a run, kept in ``config.resolved.json``, and the paths of its results."""
 
 from __future__ import annotations
 
@@ -20,31 +17,19 @@ from zero_engine.train.options import RunSettings, Start, flag_of
 
 AUTO = "auto"
 RECORDS = "records"
-"""Folder of the records of steps in that of a run."""
 CHANGEABLE = (
     *("output", "steps", "save", "save_every", "keep_last"),
     *("log_every", "sample_tokens", "export"),
 )
-"""Settings that a resumed run may have others of."""
+"""Settings that may change when a run is resumed."""
 
 
 class RunFolder:
     """Paths of one run's results.
 
-    Attributes:
-        root: the folder.
-        resolved_config: settings of the run and of the engine, defaults spelled out.
-        data: the tokenizer and the encoded text.
-        metrics: JSON log of what TensorBoard's log holds, one object per line.
-        records: a line per step and rank, which ``zero-engine report`` reads.
-        tensorboard: TensorBoard's event files.
-        checkpoint: what ``--resume`` continues from. It may be elsewhere, also at a URL.
-        hf: model and tokenizer for ``AutoModelForCausalLM`` and ``AutoTokenizer``.
-        loss_plot: training and held-out loss over steps.
-        memory_plot: memory of each rank over steps.
-        sample: text written by the trained model.
-        lock: locked while a program trains here.
-        launchers: numbers of the launchers whose ranks train here: see `run_lock`.
+    ``records`` is read by ``zero-engine report``, ``hf`` by transformers' ``from_pretrained``.
+    ``metrics`` has the values of TensorBoard's log, and ``resolved_config`` all settings with
+    defaults. ``checkpoint`` may be elsewhere, or a URL.
     """
 
     def __init__(self, root: Path, checkpoints: str | None = None) -> None:
@@ -64,43 +49,35 @@ class RunFolder:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> RunFolder:
-        """Return the folder that options name. Its checkpoints are those of the run in it, unless
-        options say where they are.
-
-        Raises:
-            ConfigError: ``checkpoints`` is a URL that cannot be opened, or ``output`` is a URL.
-        """
+        """Return the folder that options name, with the checkpoints of its run by default."""
         output, checkpoints = options.get("output") or RunSettings().output, None
         try:
             folder = cls(local_path(output, "a run"))
         except CheckpointError as error:
             raise ConfigError(f"--output: {error}; give one for --checkpoints") from None
         if folder.resolved_config.is_file():
-            with suppress(ConfigError):  # not ours: refused later, for what it is
+            with suppress(ConfigError):  # another program's file is refused later
                 checkpoints = read_resolved(folder)["run"].get("checkpoints")
         return cls(folder.root, options.get("checkpoints") or checkpoints)
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether there is something to continue from."""
         return holds_checkpoint(self.checkpoint)
 
     @property
     def has_ended(self) -> bool:
-        """Whether a run has ended here, complete or stopped: it draws its losses last."""
+        """Whether a run has ended here, complete or stopped. A run draws its losses last."""
         return self.loss_plot.is_file()
 
     @property
     def has_run(self) -> bool:
-        """Whether a run has begun in this folder. Its checkpoints may be elsewhere."""
         return self.resolved_config.is_file()
 
 
 def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
     """Return the settings of a new run: ``options`` that are not None, over the defaults.
 
-    With `Start.AUTO` they may also be those of a run whose checkpoints alone are there: a machine
-    was replaced.
+    With `Start.AUTO` a new folder may have checkpoints elsewhere, as on a replaced machine.
     """
     given = {k: _canonical(k, v) for k, v in options.items() if v is not None}
     _check_saving(given)
@@ -109,7 +86,7 @@ def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
     try:
         places = (folder.root, *folder.root.absolute().parents)
         there = next(place for place in places if place.exists())
-    except (OSError, ValueError) as error:  # a name too long, or a zero character in it
+    except (OSError, ValueError) as error:  # the name is too long or has a zero character
         raise ConfigError(f"--output {str(folder.root)!r}: {error}") from None
     if not there.is_dir():
         raise ConfigError(f"--output {folder.root}: there is a file of the name {there}")
@@ -141,10 +118,7 @@ def _check_saving(given: Mapping[str, Any]) -> None:
 
 
 def resumed_run(options: Mapping[str, Any]) -> RunSettings:
-    """Return the settings that the run in ``options["output"]`` was started with.
-
-    Only `CHANGEABLE` settings may be changed; ``data`` and ``config`` are not read again.
-    """
+    """Return the settings of the run in ``options["output"]``, with the `CHANGEABLE` options."""
     given = {k: v for k, v in options.items() if v is not None}
     _check_saving(given)
     folder = RunFolder.of(given)
@@ -165,17 +139,11 @@ def resumed_run(options: Mapping[str, Any]) -> RunSettings:
 
 
 def engine_config(path: str | None) -> dict[str, Any]:
-    """Return the configuration at ``path``, or the default one, with its "auto" values.
-
-    Raises:
-        ConfigError: the file cannot be read or is no JSON object.
-    """
     text = default_config_text() if path is None else read_config_text(Path(path), "--config")
     return parse_json(text, f"--config {path}")
 
 
 def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return ``config`` with the schedule's "auto" values taken from the number of steps."""
     scheduler = config.get("scheduler")
     params = scheduler.get("params") if isinstance(scheduler, dict) else None
     if not isinstance(scheduler, dict) or not isinstance(params, dict):
@@ -186,7 +154,6 @@ def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def write_resolved(folder: RunFolder, settings: RunSettings, **parts: Any) -> None:
-    """Write ``config.resolved.json``: the run's settings and ``parts``, each plain builtins."""
     text = json.dumps({"run": settings.model_dump(), **parts}, indent=2) + "\n"
     aside = folder.resolved_config.with_name(".config.resolved.tmp")
     try:
@@ -198,15 +165,14 @@ def write_resolved(folder: RunFolder, settings: RunSettings, **parts: Any) -> No
 
 
 def read_resolved(folder: RunFolder) -> dict[str, Any]:
-    """Return the content that `write_resolved` wrote."""
     try:
         content = json.loads(folder.resolved_config.read_text(encoding="utf-8"))
-        # Null is a default: of a setting, too, that later versions do not have.
+        # Null means a default. Later versions may lack a setting that is null here.
         content["run"] = {k: v for k, v in content["run"].items() if v is not None}
         RunSettings(**content["run"])
         return dict(content)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass  # one message for every way of not being ours
+        pass  # all errors give the same message
     raise ConfigError(f"{folder.resolved_config} is missing or was not written by this version")
 
 

@@ -1,6 +1,6 @@
-"""A run around its training loop: ranks, folder, text, stop requests, logs and results.
+"""Run around its training loop: ranks, folder, text, stop requests, logs and results.
 
-`program` has the loop. Every rank calls all that is here; rank 0 writes the logs and the results.
+`program` has the loop. Every rank must call all functions here. Rank 0 writes logs and results.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 from transformers.models.gpt2 import GPT2LMHeadModel
 
 import zero_core
-from zero_core.checkpoint import newest_step
+from zero_core.checkpoint import LATEST, discard, list_checkpoints, newest_step
 from zero_engine.launch.ranks import (
     StopRequest,
     from_first_rank,
@@ -32,9 +35,8 @@ from zero_engine.launch.ranks import (
 )
 from zero_engine.machine import memory_limit_bytes, used_bytes
 from zero_engine.progress import working
-from zero_engine.train.artifacts import clear_run, export_for_transformers, plot_run, write_sample
-from zero_engine.train.data import Corpus, prepare_corpus, read_text
-from zero_engine.train.metrics import Reporter, StepRecord, read_metrics
+from zero_engine.train.data import END_OF_TEXT, Corpus, prepare_corpus, read_text
+from zero_engine.train.metrics import MIB, Reporter, StepRecord, read_metrics
 from zero_engine.train.options import RunSettings, Start
 from zero_engine.train.run_lock import (
     RunLock,
@@ -56,21 +58,14 @@ from zero_engine.train.settings import (
 __all__ = ["Corpus", "RunSettings", "Start", "TrainingRun", "open_corpus", "open_run"]
 
 COPY_SHARE = 1 / 8
-"""Share of the host's memory that copies of states in a save may take. A step that needs more waits
-for the writer."""
+"""Largest share of the host's memory for copies of states during a save."""
 
 
 class TrainingRun:
-    """A run that is prepared in its folder.
+    """Run that is prepared in its folder.
 
-    Attributes:
-        settings: of the run.
-        device: of this rank.
-        corpus: the text.
-        config: the engine's configuration, with its "auto" values filled in.
-        checkpoints: folder or URL.
-        is_resumed: whether it goes on from a checkpoint that is there.
-        max_copy_bytes: that a rank's save may copy beside the next steps; None if unknown.
+    ``config`` is the engine's, without "auto" values. ``checkpoints`` is a folder or URL.
+    ``max_copy_bytes`` limits the copy of a rank's states for a save. None: no limit is known.
     """
 
     def __init__(
@@ -83,7 +78,6 @@ class TrainingRun:
         *,
         is_resumed: bool,
     ) -> None:
-        """``config``: as the user wrote it."""
         self.settings = settings
         self.device = device
         self.corpus = open_corpus(folder.data, settings.seed, device)
@@ -101,7 +95,7 @@ class TrainingRun:
 
     @property
     def last_finished_step(self) -> int:
-        """The last step after which all was done that the run is to leave of it."""
+        """Last step whose evaluation and checkpoint, if due, are complete."""
         path, settings = self._folder.metrics, self.settings
         entries = read_metrics(path) if path.exists() else []
         step = max((entry["step"] for entry in entries if "loss" in entry), default=0)
@@ -112,15 +106,10 @@ class TrainingRun:
         return step - 1 if lacks_evaluation or lacks_save else step
 
     def client_state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the run."""
         return {"step": step, "sha256_of_text": self.corpus.sha256_of_text}
 
     def first_step(self, client_state: Mapping[str, Any] | None) -> int:
-        """Return the steps that the run has taken, by the state of its checkpoint if there is one.
-
-        Raises:
-            ConfigError: the checkpoint is of another text, or of a later step than the last.
-        """
+        """Return the number of steps taken, according to the checkpoint's state, if any."""
         if client_state is None:
             return 0
         if client_state.get("sha256_of_text") not in (None, self.corpus.sha256_of_text):
@@ -139,7 +128,7 @@ class TrainingRun:
     def logged(
         self, engine: zero_core.Engine, model: GPT2LMHeadModel, first_step: int
     ) -> Iterator[None]:
-        """Log the steps that are taken within, and write down all settings."""
+        """Log the steps within the context, and write all settings."""
         with ExitStack() as stack:
             stack.enter_context(engine.record(self._folder.records))
             if engine.rank == 0:
@@ -169,15 +158,11 @@ class TrainingRun:
     def end_step(
         self, engine: zero_core.Engine, step: int, loss: Tensor, learning_rate: float
     ) -> signal.Signals | None:
-        """Log a step. Returns the signal that asks the run to stop before its end, if one does.
+        """Log a step. Returns the signal that asks the run to stop before its end, if any.
 
-        Args:
-            engine: of the run.
-            step: steps taken, with this one.
-            loss: sum of this rank's micro-batches: 0-dim, float64, on the device.
-            learning_rate: that the step was taken with.
+        ``loss`` is the sum of this rank's micro-batches: 0-dim, float64, on the device.
         """
-        # One small sum carries all that ranks exchange after a step. Here the host reads it.
+        # One small all-reduce has all values that ranks exchange after a step.
         held = [0.0] * engine.world_size
         held[engine.rank] = float(used_bytes(engine.device))
         shared = [0.0, *self._request.as_flags(), *held]
@@ -205,18 +190,15 @@ class TrainingRun:
         return StopRequest.from_flags(flags_and_memory[: len(StopRequest.HANDLED)])
 
     def log_held_out(self, step: int, sums: Tensor) -> None:
-        """Log the loss on held-out text. ``sums``: of this rank's batches, and their number."""
         loss, num_batches = sum_over_ranks(sums).tolist()
         if self._reporter:
             self._reporter.held_out(step, loss / num_batches)
 
     def doing(self, what: str) -> None:
-        """Show what the program does after a step."""
         if self._reporter:
             self._reporter.doing(what)
 
     def export(self, engine: zero_core.Engine, model: GPT2LMHeadModel) -> None:
-        """Write the model for transformers and its text sample, as the settings ask for them."""
         if self.settings.export:
             self.doing("exporting the model")
             export_for_transformers(engine, model, self._folder)
@@ -224,7 +206,6 @@ class TrainingRun:
             write_sample(engine, model, self.corpus, self._folder, self.settings.sample_tokens)
 
     def say_farewell(self, stop: signal.Signals | None) -> None:
-        """Draw the logs, and print where the results are or how to continue."""
         if self._reporter is None:
             return
         plot_run(self._folder)
@@ -243,17 +224,10 @@ class TrainingRun:
 
 @contextmanager
 def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
-    """Join the ranks and prepare the run that ``options`` ask for.
+    """Join the ranks and prepare the run. ``options`` are fields of `RunSettings`.
 
-    Ranks that their launcher has started anew go on from the newest checkpoint, or from the copies
-    in memory that ``memory_checkpoint`` keeps, whatever ``start`` is.
-
-    Args:
-        options: fields of `RunSettings`; None, or left out, means the default.
-        start: how the run begins.
-
-    Raises:
-        ZeroError: a setting or the data is not usable.
+    Restarted ranks continue from the newest checkpoint, or from the copies in memory of
+    ``memory_checkpoint``, whatever ``start`` is.
     """
     device = join_ranks()
     folder = RunFolder.of(options)
@@ -266,11 +240,11 @@ def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
         has_checkpoint = folder.has_checkpoint and (is_again or start is Start.AUTO)
         if (has_checkpoint and folder.has_run) or (start is Start.RESUME and not is_again):
             agreed.update(run=resumed_run(options).model_dump(), is_resumed=True)
-        elif not is_again:  # otherwise all is prepared, and the states may be in memory
+        elif not is_again:  # else the folder is prepared, and states may be in memory
             settings = fresh_run(options, start)
             config, text = engine_config(settings.config), read_text(settings.data)
             clear_run(folder, keeps_checkpoints=has_checkpoint)
-            agreed["is_resumed"] = has_checkpoint  # of a machine that was replaced
+            agreed["is_resumed"] = has_checkpoint  # a new machine resumes the old one's checkpoints
             write_resolved(folder, settings, config=config)
             sizes = {"vocab_size": settings.vocab, "context": settings.context}
             with working("preparing the text"):
@@ -280,25 +254,21 @@ def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
         agreed.update(config=resolved["config"], run=agreed.get("run", resolved["run"]))
 
     on_first_rank(prepare, device)
-    request = StopRequest()  # from now on a signal waits for the next step's end
-    # Rank 0 alone has looked: another machine may see the folder as it was before.
+    request = StopRequest()  # from now on a signal takes effect at the next step's end
+    # Other machines may still see an old state of the folder, so use rank 0's result.
     agreed = json.loads(from_first_rank(json.dumps(agreed), device))
     settings = RunSettings(**agreed["run"])
     folder = RunFolder(folder.root, settings.checkpoints)
     yield TrainingRun(
         folder, settings, agreed["config"], device, request, is_resumed=agreed["is_resumed"]
     )
-    # Not after an error: ranks that still wait for each other must not be waited for.
+    # Not in a `finally`: after an error, leave_ranks() could wait for ranks that hang.
     leave_ranks()
     lock.release()
 
 
 def open_corpus(folder: Path, seed: int, device: torch.device) -> Corpus:
-    """Open the text that rank 0 has prepared.
-
-    Raises:
-        ConfigError: on all ranks, if one of them finds no text or another one than rank 0.
-    """
+    """Open the text that rank 0 has prepared. Fails on all ranks if it differs on one of them."""
     corpus: Corpus | None = None
     with suppress(FileNotFoundError):
         corpus = Corpus.open(folder, seed=seed)
@@ -311,3 +281,106 @@ def open_corpus(folder: Path, seed: int, device: torch.device) -> Corpus:
             "ranks the same folder"
         )
     return corpus
+
+
+def clear_run(folder: RunFolder, *, keeps_checkpoints: bool = False) -> None:
+    """Remove an earlier run's files in ``folder``, and no others."""
+    if not keeps_checkpoints and folder.has_checkpoint:  # the folder may have other files
+        (folder.checkpoint / LATEST).unlink()
+        for tag in list_checkpoints(folder.checkpoint):
+            discard(folder.checkpoint / tag)
+    for path in (
+        folder.data,
+        folder.records,
+        folder.tensorboard,
+        folder.root / "checkpoint",
+        folder.hf,
+    ):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in (folder.metrics, folder.sample, folder.loss_plot, folder.memory_plot):
+        path.unlink(missing_ok=True)
+
+
+def export_for_transformers(
+    engine: zero_core.Engine, model: GPT2LMHeadModel, folder: RunFolder
+) -> None:
+    """Write a folder for ``from_pretrained`` of models and tokenizers. Every rank must call it."""
+    engine.export_safetensors(folder.hf)
+    if engine.rank == 0:
+        model.config.save_pretrained(folder.hf)
+        tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=_tokenizer(folder.data),
+            bos_token=END_OF_TEXT,
+            eos_token=END_OF_TEXT,
+            pad_token=END_OF_TEXT,
+            model_max_length=model.config.n_positions,
+        )
+        tokenizer.save_pretrained(folder.hf)
+
+
+def write_sample(
+    engine: zero_core.Engine,
+    model: GPT2LMHeadModel,
+    corpus: Corpus,
+    folder: RunFolder,
+    num_tokens: int | None = None,
+) -> None:
+    """Let the model continue the first quarter of a held-out window. Every rank must call it."""
+    window = corpus.held_out[:1].long().to(engine.device)
+    context = window.shape[1]
+    prompt = window[:, : max(1, context // 4)]
+    engine.eval()
+    with engine.gathered(), torch.random.fork_rng():
+        torch.manual_seed(corpus.seed)
+        tokens = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=True,
+            top_k=40,
+            temperature=0.8,
+            max_new_tokens=context - prompt.shape[1] if num_tokens is None else num_tokens,
+        )
+    engine.train()
+    if engine.rank == 0:
+        tokenizer = _tokenizer(folder.data)
+        given = tokenizer.decode(prompt[0].tolist())
+        written = tokenizer.decode(tokens[0, prompt.shape[1] :].tolist())
+        text = f"--- given ---\n{given}\n--- written by the model ---\n{written}\n"
+        folder.sample.write_text(text, encoding="utf-8")
+
+
+def plot_run(folder: RunFolder) -> None:
+    from matplotlib.figure import Figure  # only rank 0 draws, so other ranks need no matplotlib
+
+    entries = read_metrics(folder.metrics)
+    losses = {
+        name: [(entry["step"], entry[key]) for entry in entries if key in entry]
+        for name, key in (("training", "loss"), ("held out", "held_out_loss"))
+    }
+    memory: dict[str, list[tuple[int, float]]] = {}
+    for entry in entries:
+        for rank, held in enumerate(entry.get("memory_bytes", ())):
+            memory.setdefault(f"rank {rank}", []).append((entry["step"], held / MIB))
+    for path, title, lines in (
+        (folder.loss_plot, "loss (nats per token)", losses),
+        (folder.memory_plot, "memory (MiB)", memory),
+    ):
+        # Unlike pyplot, a Figure needs no display and leaves no global state.
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_xlabel("step")
+        axes.set_ylabel(title)
+        axes.grid(visible=True, alpha=0.3)
+        for name, points in lines.items():
+            style = "o-" if name == "held out" else "-"
+            steps, values = zip(*points, strict=True) if points else ((), ())
+            axes.plot(steps, values, style, label=name, markersize=4)
+        if lines is memory:
+            axes.set_ylim(bottom=0)
+        if lines:
+            axes.legend()
+        figure.savefig(path, dpi=120)
+
+
+def _tokenizer(data: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(data / "tokenizer.json"))

@@ -8,7 +8,7 @@ from importlib.metadata import version as _version
 from zero_offload.errors import OffloadError, StorageCorruptError, StorageError
 from zero_offload.optimizer import OffloadedOptimizer
 from zero_offload.param_tier import create_param_tier
-from zero_offload.rules.elementwise import ELEMENTWISE
+from zero_offload.rules.resolve import ELEMENTWISE
 from zero_offload.tier import create_tier
 
 __all__ = [

@@ -1,20 +1,20 @@
-"""Errors of this package that a caller may want to catch."""
+"""Exceptions of this package."""
 
 
 class OffloadError(RuntimeError):
-    """A step or a migration of state failed midway, mostly in the background.
+    """An optimizer step or a migration of optimizer state failed midway.
 
-    The cause is chained. Master weights and state are then partly updated. The tier raises on every
-    later call, so that such weights are never saved by mistake.
+    ``__cause__`` is the original exception. Master weights and states are then partly updated.
+    Every later call of the tier raises this error, so that a checkpoint never contains them.
     """
 
 
 class StorageError(OSError):
-    """A block of a file could not be read or written, because the disk is full or fails.
+    """A block of the state file could not be read or written.
 
     Attributes:
-        errno: of the call that failed.
-        path: the name that the file had.
+        errno: error number of the failed system call.
+        path: path at which the file was created.
     """
 
     def __init__(self, code: int | None, message: str, path: str) -> None:
@@ -23,4 +23,4 @@ class StorageError(OSError):
 
 
 class StorageCorruptError(StorageError):
-    """The disk returned other bytes of a block than were written."""
+    """A block that was read from the disk has another checksum than when it was written."""

@@ -1,49 +1,44 @@
-"""Closed forms of the memory that offloaded state and parameters take, for plans.
+"""Predicted memory of offloaded state and parameters, computed without allocating any.
 
-Entry points ``state_tier`` and ``param_tier`` of the group ``zero_core.footprints``.
-`zero_offload.create_tier` and `zero_offload.create_param_tier` serve the same configuration for
-real. Nothing is allocated: parameter shards are given on the meta device.
+The entry points ``state_tier`` and ``param_tier`` of ``zero_core.footprints`` predict the memory of
+`zero_offload.create_tier` and `zero_offload.create_param_tier` for the same configuration.
 
 [Note: planned bytes]
-host part     the elements at one end: master weights and states in host memory or on NVMe, copies
-              of offered gradients, and buffers through which new parameters reach the device
-device part   the rest. On a CPU it is this package's own tier. On an accelerator the engine's tier
-              holds its state: then only copies of gradients count
-split master  a bf16 parameter whose fp32 master weight is kept as the parameter and its lower half
+host part     elements at one end of the flat space. It has master weights and states in host memory
+              or on NVMe, copies of gradients, and buffers for copies of new parameters to the
+              device.
+device part   all other elements. On an accelerator the engine's tier holds and counts their state.
+              Only the copies of gradients are counted here.
+split master  fp32 master weight of a bf16 parameter, kept as the parameter and its lower half.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry
-from zero_offload.flat.intervals import Intervals
-from zero_offload.memory.block_pipeline import longest_parts
+from zero_offload.flat.geometry import Geometry, Intervals
 from zero_offload.memory.host_memory import packed
 from zero_offload.param_tier import NUM_WRITE_BUFFERS, ParamSettings, num_in_host_memory
 from zero_offload.protocols import Groups, OptimizerClass
 from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
 from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER
 from zero_offload.settings import OffloadSettings
-from zero_offload.steppers.file_stepper import BLOCK_NUMEL
+from zero_offload.steppers.file_stepper import BLOCK_NUMEL, longest_parts
 from zero_offload.steppers.memory_stepper import undo_capacity
-from zero_offload.steppers.rule_stepper import BlockLayout
+from zero_offload.steppers.stepper import BlockLayout
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
-from zero_offload.tiers.accumulation import num_layers
-from zero_offload.tiers.share import end_share, is_chosen, state_bytes, within_budget
-from zero_offload.transfers.differences import NUM_BUFFERS, SHORTEST_NBYTES, part_numel
+from zero_offload.tiers.shares import end_share, is_chosen, state_bytes, within_budget
+from zero_offload.transfers.mover import NUM_BUFFERS, SHORTEST_NBYTES, num_layers, part_numel
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Elements ``[start, stop)`` of one parameter shard, on the device or off it."""
-
     start: int
     stop: int
     dtype: torch.dtype
@@ -62,20 +57,18 @@ class _Span:
 class TierFootprint:
     """Bytes of the tier that `zero_offload.create_tier` makes on one rank, for any ratio.
 
-    See [Note: planned bytes].
-
     Args:
-        numel, pieces, optimizer_class, groups, config: as of `create_tier`.
+        numel, pieces, optimizer_class, groups, config: as for `create_tier`.
         params: ``(start, tensor)``: 1-D parameter shards on the meta device.
-        grad_dtypes: dtype of the gradients offered for each of ``params``.
-        num_added: gradients of each element that the tier adds up in a step, 1 for none.
+        grad_dtypes: gradient dtype of each of ``params``.
+        num_added: number of gradients per element that the tier adds in a step, 1 for none.
         resting: indices of the offloaded shards.
-        is_accelerated: whether the compute device is another one than the host.
+        is_accelerated: whether the compute device is not the host's CPU.
         has_kernel: whether a host kernel computes the update.
-        is_speculative: whether steps begin before their decision, with an undo log.
+        is_speculative: whether updates start before their step is confirmed, with an undo log.
 
     Raises:
-        ValueError: a setting or an optimizer that the tier cannot serve, by name.
+        ValueError: a setting or an optimizer is not supported. The message names it.
     """
 
     def __init__(
@@ -103,7 +96,7 @@ class TierFootprint:
         self._settings = OffloadSettings.from_config(config)
         self._is_accelerated = is_accelerated
         self._state_bytes = state_bytes(optimizer_class, groups, geometry.master_dtype)
-        # What a rule keeps depends neither on its kernel nor on the kind of weight decay.
+        # The sizes of a rule's buffers do not depend on its kernel or on the kind of weight decay.
         compact = {"int8": EightBitAdamRule, "bfloat16": Bf16AdamRule}
         kind = compact.get(self._settings.state_dtype)
         self._rule = None if kind is None else kind(cast(Any, None), is_decoupled=True)
@@ -123,10 +116,7 @@ class TierFootprint:
             self._alignment = usual if self._rule is None else self._rule.block
 
     def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
-        """Return the share of the elements that the settings give to the host.
-
-        ``"auto"`` counts as 1, where its search begins. With ``parameters`` it is the share of
-        their elements, as if they lay at the host's end.
+        """Return the share of the elements that the settings give to the host, 1 for ``"auto"``.
 
         Args:
             params: name and number of elements of each trainable parameter of the whole model.
@@ -161,7 +151,7 @@ class TierFootprint:
     def host_bytes(self, ratio: float) -> dict[str, int]:
         start, stop = self._host_span(ratio)
         part = self._clipped(start, stop)
-        # Where the device is the host, full-precision shards are their own master weights.
+        # On a CPU, fp32 shards are their own master weights and need no copy.
         masters = self._masters(part, needs_copy=self._is_accelerated)
         kept = {"master weights": masters, "optimizer states": self._states(start, stop)}
         if self._settings.nvme_path is not None:
@@ -176,11 +166,7 @@ class TierFootprint:
         }
 
     def _nvme_buffer_bytes(self, ratio: float) -> int:
-        """Return the host memory through which states on NVMe pass.
-
-        Each buffer has room for the longest block. With fp32 states this is computed from the mean
-        block, which is close where blocks are alike.
-        """
+        """Return the bytes of host buffers for states on NVMe. For fp32 they are an estimate."""
         start, stop = self._host_span(ratio)
         part, buffer_count = self._clipped(start, stop), self._settings.buffer_count
         if self._rule is not None and part:
@@ -195,7 +181,7 @@ class TierFootprint:
         return -(-whole // max(_numel(part), 1))
 
     def _undo_bytes(self, ratio: float) -> tuple[int, int]:
-        """Return the bytes of the undo log, and those of one for all of the host's elements."""
+        """Return the bytes of the undo log, and its bytes without ``undo_buffer_size``."""
         start, stop = self._host_span(ratio)
         if not self._has_undo or start == stop:
             return 0, 0
@@ -208,7 +194,6 @@ class TierFootprint:
         return capacity if most is None else min(capacity, most), capacity
 
     def undo_share(self, ratio: float) -> float:
-        """Return the share of the host's elements for which the undo log has room."""
         nbytes, capacity = self._undo_bytes(ratio)
         return nbytes / capacity if capacity else 0.0
 
@@ -218,17 +203,18 @@ class TierFootprint:
         part = self._clipped(start, stop)
         grad_dtypes = {span.grad_dtype for span in part}
         if part and self._num_added > 1:
-            grad_dtypes = {self._geometry.master_dtype}  # the sum
+            # Micro-steps are added in the master weights' dtype.
+            grad_dtypes = {self._geometry.master_dtype}
         found = {"gradient copies": sum((stop - start) * d.itemsize for d in grad_dtypes)}
         if room := self._difference_room(self._clipped(*self._host_span(ratio))):
-            found["differences"] = room + room // 32  # and what decoding takes
+            found["differences"] = room + room // 32  # decoding needs 1/32 more
         if not self._is_accelerated:
             found["master weights"] = self._masters(part, needs_copy=False)
             found["optimizer states"] = self._states(start, stop)
         return found
 
     def link_bytes(self, ratio: float) -> tuple[int, int]:
-        """Return the bytes per step to the host (gradients, resting parameters) and back."""
+        """Return the bytes copied per step from device to host and from host to device."""
         part = self._clipped(*self._host_span(ratio))
         rest = self._clipped(*self.device_span(ratio))
         down = self._num_added * sum(span.numel * span.grad_dtype.itemsize for span in part)
@@ -236,7 +222,6 @@ class TierFootprint:
         return down, sum(span.nbytes for span in part if not span.is_offloaded)
 
     def uploaded_numel(self, ratio: float) -> dict[torch.dtype, int]:
-        """Return the parameters that go from the host to the device in a step, by dtype."""
         found: Counter[torch.dtype] = Counter()
         for span in self._clipped(*self._host_span(ratio)):
             if not span.is_offloaded:
@@ -244,7 +229,7 @@ class TierFootprint:
         return dict(found)
 
     def file_bytes(self, ratio: float) -> int:
-        """Return the bytes of master weights and states in files, each read and written a step."""
+        """Return the bytes of master weights and states in files. A step reads and writes all."""
         if self._settings.nvme_path is None:
             return 0
         start, stop = self._host_span(ratio)
@@ -255,14 +240,10 @@ class TierFootprint:
         return masters * self._geometry.master_dtype.itemsize + states
 
     def _clipped(self, start: int, stop: int) -> list[_Span]:
-        return [
-            _Span(max(s.start, start), min(s.stop, stop), s.dtype, s.grad_dtype, s.is_offloaded)
-            for s in self._spans
-            if max(s.start, start) < min(s.stop, stop)
-        ]
+        found = [replace(s, start=max(s.start, start), stop=min(s.stop, stop)) for s in self._spans]
+        return [span for span in found if span.numel > 0]
 
     def _kept(self, start: int, stop: int) -> Iterator[tuple[str, int]]:
-        """Yield name and bytes of each buffer that compact state in a range takes."""
         assert self._rule is not None, "only compact state has a rule"
         geometry = self._geometry
         for piece, shard in zip(geometry.pieces, geometry.piece_shards, strict=True):
@@ -279,7 +260,7 @@ class TierFootprint:
         return sum(nbytes for name, nbytes in self._kept(start, stop) if name not in halves)
 
     def _masters(self, part: Sequence[_Span], *, needs_copy: bool) -> int:
-        """Return the bytes of master weights beside the parameters. All spans have one dtype."""
+        """Return the bytes of master weights that are not parameter memory. All have one dtype."""
         whole = self._whole(part)
         width = self._geometry.master_dtype.itemsize
         needs_copy |= any(s.dtype.itemsize != width or s.is_offloaded for s in whole)
@@ -290,14 +271,12 @@ class TierFootprint:
         return lower + (_numel(whole) * width if needs_copy else 0)
 
     def _whole(self, part: Sequence[_Span]) -> list[_Span]:
-        """Return the spans whose master weights are not split."""
         rule = self._rule
         if rule is None:
             return list(part)
         return [span for span in part if not rule.for_params(span.dtype).is_master_split]
 
     def _grad_bytes(self, part: Sequence[_Span], numel: int) -> int:
-        """Return the bytes of gradient staging: layers over the whole part for each dtype."""
         wide = self._geometry.master_dtype
         dtypes = {s.grad_dtype if s.grad_dtype in KERNEL_DTYPES else wide for s in part}
         layers = {dtype: num_layers(self._num_added, dtype) for dtype in dtypes}
@@ -306,10 +285,11 @@ class TierFootprint:
         return total + (numel * wide.itemsize if has_sum else 0)
 
     def _staging_bytes(self, part: Sequence[_Span]) -> int:
-        """Return the bytes through which new parameters go: staging, or all of a split master."""
+        """Return the bytes of host buffers from which new parameters are copied to the device."""
         if not self._is_accelerated:
             return 0
-        part = [span for span in part if not span.is_offloaded]  # those are written in place
+        # Offloaded shards are written in place and need no buffer.
+        part = [span for span in part if not span.is_offloaded]
         whole = self._whole(part)
         longest = self._geometry.published_numel
         largest = min(max((span.numel for span in whole), default=0), longest)
@@ -332,14 +312,14 @@ class TierFootprint:
         ]
 
     def _difference_room(self, part: Sequence[_Span]) -> int:
-        """Return the bytes of a buffer of one difference, with what a codec adds to values."""
+        """Return the bytes of a buffer for one difference, with the codec's overhead."""
         longest = part_numel(self._geometry.published_numel)
         sent = self._sent_as_differences(part)
         most = max((min(s.numel, longest) * s.dtype.itemsize for s in sent), default=0)
         return most + most // 128
 
     def _pinned(self, nbytes: int) -> int:
-        """Return the bytes that torch page-locks for ``nbytes``: a power of two."""
+        """Return the bytes that torch page-locks for ``nbytes``: the next power of two."""
         is_rounded = self._settings.pin_memory and nbytes > 0
         return 1 << (nbytes - 1).bit_length() if is_rounded else nbytes
 
@@ -349,20 +329,20 @@ def _numel(spans: Sequence[_Span]) -> int:
 
 
 tier_footprint = TierFootprint
-"""The entry point."""
+"""Entry point ``state_tier``."""
 
 
 def param_footprint(
     *, shards: Sequence[tuple[int, int, torch.dtype]], config: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Return the host bytes by kind of offloaded parameter shards.
+    """Return the host bytes of offloaded parameter shards, by kind.
 
     Args:
-        shards: ``(segment, numel, dtype)`` of each, in the order in which they are used.
+        shards: ``(segment, numel, dtype)`` of each shard, in order of use.
         config: the resolved ``zero_optimization`` block.
 
     Raises:
-        ValueError: a setting that the tier cannot serve, by name.
+        ValueError: a setting is not supported. The message names it.
     """
     settings = ParamSettings.from_config(config)
     num_host = num_in_host_memory(shards, settings)

@@ -1,91 +1,234 @@
-"""`OffloadedOptimizer`: an elementwise torch optimizer with part of its state on the host.
+"""`OffloadedOptimizer`: an elementwise torch optimizer with optimizer state on the host.
 
-It serves any torch loop without an engine: on one device, under DDP, under FSDP2. The parameters in
-the order of their groups form one flat space, with the local parts of DTensors. A `TwinTier` over
-that space does the work.
+It needs no engine and works on one device, under DDP and under FSDP2. The local parts of all
+parameters, in the order of their groups, form one flat space, which a `TwinTier` updates.
 
 [Note: the state dictionary]
-State lives in the tier alone. ``optimizer.state`` has, for each parameter that was updated, the
-names of its state with None as values. So ``torch.distributed.checkpoint`` finds which state there
-is, and nothing is kept twice.
+Only the tier holds state. In ``optimizer.state`` each updated parameter has the names of its states
+with None as values, because ``torch.distributed.checkpoint`` reads the names there.
 
 [Note: changed parameters]
-Other code writes into parameters too: ``load_state_dict``, DDP's first broadcast, a clamp after
-each step. torch's optimizers update the current values, so the master weights have to follow here.
-A write increments the version counter that autograd keeps of a tensor. Where it has changed,
-elements that are not their master's rounded value become the new master weight. The others keep all
-bits.
+Other code may write to parameters (``load_state_dict``, DDP's first broadcast, a clamp after each
+step), which increments autograd's version counter. An element that then differs from its rounded
+master weight becomes the new master weight. All other master weights stay unchanged.
+
+[Note: DTensors]
+Under FSDP2's ``fully_shard`` the update reads and writes the local part of a DTensor in place,
+because FSDP2 never moves it. Gradients and loaded states are redistributed to the parameter's
+placements. Returned states are DTensors with the same placements.
+
+[Note: empty parts]
+On ranks without an element of a DTensor the part has one zero element in the flat space, so that
+every rank counts steps and has the same names in a checkpoint.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry
-from zero_offload.flat.intervals import Intervals
-from zero_offload.local_parts import check_not_replicated, common_device, lay_out
+from zero_offload.flat.geometry import Geometry, Intervals
 from zero_offload.protocols import AdamKernel, Groups, OptimizerClass, UploadCodec
 from zero_offload.rules.resolve import resolve_update
 from zero_offload.rules.rule import MASTER
 from zero_offload.settings import HostShare, OffloadSettings
 from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.tiers.factory import OffloadTiers
-from zero_offload.tiers.share import check_patterns, host_share
+from zero_offload.tiers.shares import check_patterns, host_share
 from zero_offload.tiers.twin import TwinTier
-from zero_offload.transfers.differences import resolve_upload_codec
+from zero_offload.transfers.mover import resolve_upload_codec
+
+
+class LocalPart:
+    """The local part of one parameter, with its range ``[start, stop)`` in the flat space.
+
+    ``shard`` is a 1-D view of the parameter's memory. A parameter with gaps in its memory raises
+    ValueError.
+    """
+
+    def __init__(self, param: Tensor, start: int) -> None:
+        local = _local_of(param)
+        self.param = param
+        self.start = start
+        self._is_empty = local.numel() == 0  # see [Note: empty parts]
+        self._home = local.data_ptr()
+        self.shard = local.new_zeros(1) if self._is_empty else _flat(local)
+        self.stop = start + self.shard.numel()
+
+    def check_home(self, index: int) -> None:
+        if not self._is_empty and _local_of(self.param).data_ptr() != self._home:
+            raise RuntimeError(
+                f"parameter {index} of shape {tuple(self.param.shape)} lies in other memory than "
+                f"at construction; move, cast or shard a model before its optimizer is made"
+            )
+
+    def version(self) -> tuple[int, int]:
+        """Return autograd's write counters. Writes through ``data`` do not count."""
+        return self.param._version, self.shard._version
+
+    def flatten(self, values: Tensor) -> Tensor:
+        """Return the local part of ``values`` as 1-D elements in the parameter's memory order.
+
+        ``values`` has the parameter's shape. The result shares its memory if no reordering is
+        needed. Values with other placements are redistributed, which is a collective.
+        """
+        if values.is_sparse:
+            raise ValueError("sparse gradients cannot be offloaded")
+        local, found = _local_of(self.param), self._localize(values)
+        if self._is_empty:
+            return found.new_zeros(1)
+        if found.shape == local.shape and found.stride() == local.stride():
+            return _flat(found)
+        ordered = torch.empty_strided(
+            local.size(), local.stride(), dtype=found.dtype, device=found.device
+        )
+        return _flat(ordered.copy_(found))
+
+    def _localize(self, values: Tensor) -> Tensor:
+        param: Any = self.param
+        if _is_dtensor(values) and _is_dtensor(param):
+            placed: Any = values
+            if placed.placements != param.placements:
+                placed = placed.redistribute(placements=param.placements)
+            found = _local_of(placed)
+        else:
+            found = values.detach()
+        local_shape = tuple(_local_of(param).shape)
+        if found.shape != local_shape or _is_dtensor(found):
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)}, of which {local_shape} is on this "
+                f"rank, cannot take a {type(values).__name__} of shape {tuple(values.shape)}; "
+                f"torch.distributed.checkpoint.state_dict.set_optimizer_state_dict brings state "
+                f"into the right placements"
+            )
+        return found
+
+    def shape(self, values: Tensor) -> Tensor:
+        """Return 1-D CPU values in the parameter's shape and placements. Inverts `flatten`."""
+        local = _local_of(self.param)
+        kept = values[: local.numel()].as_strided(local.size(), local.stride())
+        if not _is_dtensor(self.param):
+            return kept
+        # DTensor.from_local would copy the CPU values to the mesh's device.
+        placed: Any = torch.empty_like(self.param.detach(), dtype=values.dtype, device="cpu")
+        _local_of(placed).copy_(kept)
+        return placed  # type: ignore[no-any-return]
+
+
+def lay_out(groups: Sequence[dict[str, Any]]) -> tuple[list[LocalPart], list[tuple[int, int, int]]]:
+    """Return the local parts of all nonempty parameters in order, and a piece for each."""
+    parts: list[LocalPart] = []
+    pieces: list[tuple[int, int, int]] = []
+    for g, group in enumerate(groups):
+        for param in group["params"]:
+            if param.numel():
+                part = LocalPart(param, parts[-1].stop if parts else 0)
+                parts.append(part)
+                pieces.append((part.start, part.stop, g))
+    return parts, pieces
+
+
+def common_device(parts: Sequence[LocalPart]) -> torch.device:
+    devices = sorted({str(part.shard.device) for part in parts})
+    if len(devices) > 1:
+        raise ValueError(f"the parameters must be on one device, they are on {devices}")
+    return parts[0].shard.device if parts else torch.device("cpu")
+
+
+def check_not_replicated(parts: Sequence[LocalPart]) -> None:
+    """Raise ValueError if several ranks hold the same elements. Each would choose its own ratio.
+
+    The update kernels of host and accelerator agree only to a few ulps, so replicas would diverge.
+    """
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    for part in parts:
+        placed: Any = part.param
+        if not _is_dtensor(placed) or any(p.is_replicate() for p in placed.placements):
+            raise ValueError(
+                'ratio="auto" on an accelerator needs parameters that no two ranks share (FSDP2 '
+                "without replicas): with DDP or HSDP each rank would choose its own ratio, and the "
+                "replicas would drift apart; give a ratio"
+            )
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    # If the module is not imported, the process has no DTensor. Importing it takes time.
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _local_of(tensor: Tensor) -> Tensor:
+    if not _is_dtensor(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        placed: Any = tensor
+        local: Tensor = placed.to_local()
+    return local.detach()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return a 1-D view of the tensor's elements in memory order."""
+    dense = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != dense:
+            raise ValueError(
+                f"a parameter must fill its memory without gaps; one of shape "
+                f"{tuple(tensor.shape)} has strides {tensor.stride()}"
+            )
+        dense *= size
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Optimizer with a share of its state in host memory: all of it, by default.
+    """Optimizer that keeps all or a part of its state in host memory.
 
     Parameters stay on their device, in any floating dtype. The fp32 master weights and optimizer
-    state of some elements live on the host, those of the rest on the parameters' device. Host and
-    device update at the same time (ZeRO-Offload, arXiv 2101.06840; Twin-Flow, DeepSpeed
-    ZeRO-Offload++). ``step`` returns with all parameters updated. ``param_groups`` are the real
-    ones, so schedulers work. Under FSDP2 each rank updates the local part of its DTensors, and
-    ``state_dict`` returns DTensors in the same placements. ``GradScaler`` leaves unscaling, and
-    skipping after an overflow, to this class. One of ``ratio``, ``parameters`` and
-    ``device_budget`` selects the host's elements.
+    state are on the host for some elements (by default all) and on the parameters' device for the
+    others. Host and device update at the same time (ZeRO-Offload, arXiv 2101.06840; Twin-Flow,
+    DeepSpeed ZeRO-Offload++). ``step`` returns with all parameters updated. Learning rate
+    schedulers may change ``param_groups``. Under FSDP2 each rank updates the local parts of its
+    DTensors. ``GradScaler`` leaves unscaling, and skipping after an overflow, to this class. At
+    most one of ``ratio``, ``parameters`` and ``device_budget`` selects the host's elements.
 
     Args:
-        optimizer_class: an elementwise torch optimizer, see `zero_offload.ELEMENTWISE`; or an Adam
-            kernel's own class, as ``cpu_adam.CPUAdam``, whose kernel is then used.
-        params: parameters, named parameters or groups of them, as for any torch optimizer; dense,
-            on one device.
-        ratio: the host has the last ``round(ratio * numel)`` of this process's elements, in the
-            order of the groups; "auto" measures which ratio is the fastest that fits, see
-            `zero_offload.tiers.auto_ratio`.
-        parameters: the host has these parameters: a collection of them, or of patterns of names
-            (`fnmatch`), for which ``params`` must be named.
-        device_budget: the host has the elements beyond this many bytes of master weights, states
-            and gradients on the device.
-        host_share: ``"first"`` gives the host the first elements instead, of a ratio or a budget.
-        pin_memory: page-lock transfer buffers when the parameters are on an accelerator.
-        pin_memory_bytes: most bytes to lock; None for no limit. The rest is pageable.
-        adam_kernel: a host kernel for Adam, AdamW and, where it has the functions, Adagrad, SGD and
-            Lion: an object with ``adam_step``, the name of an installed one, ``"auto"`` for one if
-            installed, or None for torch's own update.
-        state_dtype: of Adam's moments on the host: ``"float32"``, ``"bfloat16"`` or
-            ``"int8"``; the last two need an ``adam_kernel`` and, for bf16 parameters, keep the
-            master weight as the parameter and an int16 remainder.
+        optimizer_class: an elementwise torch optimizer, see `zero_offload.ELEMENTWISE`, or an
+            optimizer class with its own Adam kernel, such as ``cpu_adam.CPUAdam``.
+        params: parameters, named parameters or groups, as for any torch optimizer. They must be
+            dense and on one device.
+        ratio: gives the host the last ``round(ratio * numel)`` of this process's elements, in the
+            order of the groups. "auto" measures which ratio that fits is the fastest.
+        parameters: gives the host these parameters: tensors, or patterns of names (`fnmatch`) if
+            ``params`` are named.
+        device_budget: gives the host the elements whose master weights, states and gradients exceed
+            this many bytes on the device.
+        host_share: ``"first"`` gives the host the first elements of a ratio or a budget instead.
+        pin_memory: page-lock transfer buffers if the parameters are on an accelerator.
+        pin_memory_bytes: maximum bytes to page-lock, None for no limit.
+        adam_kernel: a host kernel for Adam, AdamW and, if it has the functions, Adagrad, SGD and
+            Lion: an object with ``adam_step``, the name of an installed kernel, ``"auto"`` for any
+            installed kernel, or None for torch's own update.
+        state_dtype: dtype of Adam's moments on the host: ``"float32"``, ``"bfloat16"`` or
+            ``"int8"``. The last two need an ``adam_kernel``. With them, the master weight of a bf16
+            parameter is the parameter and an int16 remainder.
         upload_codec: sends new parameters to an accelerator as lossless differences: a codec, or
-            ``"lossless"`` for zero-comm's. It keeps what was sent last: 2 bytes of host memory per
-            16-bit parameter.
-        **optimizer_kwargs: passed on to ``optimizer_class``.
+            ``"lossless"`` for zero-comm's. It needs another host copy of the parameters.
+        **optimizer_kwargs: arguments of ``optimizer_class``.
 
     Attributes:
-        tier: the `TwinTier`, with ``bytes_d2h`` and ``bytes_h2d``.
+        tier: the `TwinTier`, with the counters ``bytes_d2h`` and ``bytes_h2d``.
 
     Raises:
-        ValueError: an optimizer, a parameter or a setting that cannot be served.
+        ValueError: an optimizer, a parameter or a setting is not supported.
     """
 
-    # Read by torch.amp.GradScaler: it sets `grad_scale` and `found_inf` before it calls `step`.
+    # torch.amp.GradScaler reads this flag. It then sets grad_scale and found_inf before step.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -149,11 +292,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parameters: Collection[str] | Collection[Tensor] | None,
         geometry: Geometry,
     ) -> tuple[OffloadSettings, Intervals | None]:
-        """The settings and the host's elements, None if measurements choose."""
+        """Return the settings and the host's elements, which are None for ratio "auto"."""
         chosen = {id(p) for p in parameters or () if isinstance(p, Tensor)}
         if chosen:
             found = [i for i, part in enumerate(self._parts) if id(part.param) in chosen]
-            settings = OffloadSettings.check({**asked, "parameters": ["*"]})  # refuses a second key
+            # check() raises if another key selects elements too.
+            settings = OffloadSettings.check({**asked, "parameters": ["*"]})
             if not chosen <= {id(p) for group in self.param_groups for p in group["params"]}:
                 raise ValueError("parameters holds what is not among the optimizer's parameters")
             return settings, geometry.padded_spans(found)
@@ -179,7 +323,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._update.groups(self.param_groups, is_host_alone=self._is_host_alone)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, in the constructor only: the flat space is laid out once."""
+        """Add a group, in the constructor only: the layout of the flat space is fixed."""
         if hasattr(self, "tier"):
             raise ValueError(
                 "an OffloadedOptimizer cannot grow; make a new one and load the state_dict"
@@ -196,9 +340,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient. All new values are in place on return.
 
-        With ``grad_scale`` and ``found_inf`` set on this object, as ``torch.amp.GradScaler`` does,
-        gradients are divided by ``grad_scale``, and nothing is updated if ``found_inf`` is not
-        zero.
+        If ``grad_scale`` and ``found_inf`` are set on this object, as by ``torch.amp.GradScaler``,
+        gradients are divided by ``grad_scale``, and a nonzero ``found_inf`` skips the update.
 
         Raises:
             RuntimeError: a parameter's memory was replaced since construction.
@@ -216,11 +359,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if part.param.grad is not None:
                 part.check_home(i)
                 flat = part.flatten(part.param.grad)
-                release = self.tier.offer_grad(part.start, flat) or release  # of the last
+                # Copies to the host are in order, so the last release covers all of them.
+                release = self.tier.offer_grad(part.start, flat) or release
                 active.append(i)
         grad_scale = 1.0 if scale is None else 1.0 / float(scale)
         self.tier.step(self._tier_groups(), active, grad_scale=grad_scale)
-        if release is not None:  # gradients may be overwritten as soon as this returns
+        if release is not None:  # The caller may overwrite gradients once step() returns.
             release()
         self.tier.wait_params(0, self.tier.geometry.numel)
         self._note_state(active)
@@ -232,7 +376,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _follow_params(self) -> None:
-        """Update masters of parameters that were written to. See [Note: changed parameters]."""
+        """Update the master weights of parameters that changed. See [Note: changed parameters]."""
         for part, version in zip(self._parts, self._versions, strict=True):
             if part.version() != version:
                 values = part.shard.to("cpu", copy=True)
@@ -243,7 +387,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._note_versions()
 
     def _note_state(self, indices: Iterable[int]) -> None:
-        """Note the names of the parts' state. See [Note: the state dictionary]."""
+        """Record the state names of parts. See [Note: the state dictionary]."""
         for i in indices:
             if not self.state.get(self._parts[i].param):
                 names = (*self.tier.state_names(), *self.tier.read_scalars(i))
@@ -265,12 +409,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.tier.write_state(MASTER, part.start, part.shard.clone())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dictionary of torch's form.
+        """Return a dictionary in torch's format, which does not depend on the ratio.
 
-        ``state`` holds for each parameter its fp32 ``master_weight``, its moments in the
-        parameter's shape, on the CPU, and its scalars with ``num_steps``. Those of a DTensor are
-        DTensors in its placements, with CPU memory for their local parts. The contents do not
-        depend on the ratio.
+        For each parameter ``state`` has CPU tensors in the parameter's shape, the fp32
+        ``master_weight`` and the moments, and scalars with ``num_steps``. States of a DTensor are
+        DTensors with its placements and CPU memory.
         """
         self._follow_params()
         noted = self.state
@@ -279,7 +422,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         try:
             return super().state_dict()
         finally:
-            self.state = noted  # the tier is the only home of the state
+            self.state = noted  # Only the tier keeps state.
 
     def _entry(self, index: int) -> dict[str, Any]:
         scalars = self.tier.read_scalars(index)
@@ -292,13 +435,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict` at any ratio, or that of a plain ``optimizer_class``.
+        """Load the result of `state_dict` at any ratio, or a plain ``optimizer_class`` state_dict.
 
-        A plain one has no master weights. The parameters' values are used, so load the model first.
-        Where it counts no steps, as that of SGD, the count starts at 1.
+        A plain one has no master weights. The parameters' values replace them, so load the model
+        first. If it has no step counts, as for SGD, ``num_steps`` becomes 1.
 
         Raises:
-            ValueError: it has other groups, or another optimizer's state.
+            ValueError: the state_dict has other groups, or the state of another optimizer.
         """
         super().load_state_dict({**state_dict, "state": {}})
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -310,7 +453,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._note_versions()
 
     def _load_entry(self, index: int, entry: Mapping[str, Any]) -> bool:
-        """Load one entry. Returns whether its parameter has been updated before."""
+        """Load one parameter's entry. Return whether the parameter has been updated before."""
         part = self._parts[index]
         found = {k: v for k, v in entry.items() if v is not None}
         names = [name for name in self.tier.state_names() if name in found]
@@ -326,7 +469,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return bool(scalars["num_steps"])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to be copied or pickled: the state is not in this object alone."""
         raise TypeError("an OffloadedOptimizer is not copied or pickled; use its state_dict")
 
 
@@ -337,6 +479,5 @@ def _number(name: str, value: Any) -> float:
 
 
 def _named(group: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """A group's parameters with their names. None if they were passed without."""
     names = group.get("param_names")
     return [] if names is None else list(zip(names, group["params"], strict=True))

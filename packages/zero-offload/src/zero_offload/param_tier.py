@@ -1,26 +1,23 @@
-"""Factory of parameter tiers: the entry point ``host`` of ``zero_core.param_tiers``.
+"""Entry point ``host`` of ``zero_core.param_tiers``: memory of offloaded parameter shards.
 
-ZeRO-Infinity (arXiv 2104.07857), section 5.1: a parameter shard is on the device only while its
-unit is computed. Host memory holds the first ``max_in_cpu`` elements in the order of use, and a
-file the rest.
+As in ZeRO-Infinity (arXiv 2104.07857, section 5.1) a parameter shard is on the device only while
+its unit is computed. The first ``max_in_cpu`` elements in order of use are in host memory, the
+others in a file.
 
 [Note: buffers of the file]
-read buffers   hold shards that are expected next, and fetched ones. A fetched shard keeps its
-               buffer until another shard needs it: backward and the next micro-batch return to the
-               shards fetched last. A read takes the buffer of the least recently fetched shard,
-               unless that is expected sooner. So a shard that is not written is read again only if
-               at least as many others were fetched since as there are buffers, regardless of the
-               timing of reads and writes, if what is expected is what is fetched next.
-write buffers  collect new values, which arrive piece by piece in ascending order. There are two:
-               one is filled while the other is written to the file. An update does not write
-               padding and what it leaves out. Their values are kept in memory if they are few, or
-               the shard would be read each time before it is written.
+read buffers   hold shards that are read ahead, and fetched shards. A fetched shard keeps its
+               buffer, because backward and the next micro-batch fetch the latest shards again. A
+               read evicts the least recently fetched shard that is not expected sooner.
+write buffers  collect new values, which arrive in ascending order. One of the two buffers is filled
+               while the other is written to the file. An update skips padding and inactive
+               parameters. The skipped values are kept in memory if they are few. Otherwise the
+               shard is read before each write.
 
 [Note: threads]
-The thread that computes calls `FileShards.expect` and `FileShards.fetch`, the thread that updates
-calls `FileShards.write`. One lock orders them. A shard is in at most one of three states: being
-read, being collected, being written. New values drop what was read ahead of the shard. What was
-fetched becomes stale: it keeps its place in the order of fetches, and is read again.
+The compute thread calls `FileShards.expect` and `FileShards.fetch`, the update thread
+`FileShards.write`. One lock orders the calls. A shard has at most one pending operation: read,
+collection or write. New values discard a read-ahead of their shard and make a fetched copy stale. A
+stale copy keeps its position in the order of fetches and is read again.
 """
 
 from __future__ import annotations
@@ -29,13 +26,14 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_offload.errors import StorageError
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Intervals
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.storage import BlockFile, Transfer
 from zero_offload.memory.streams import Copy, start_copy
@@ -43,19 +41,16 @@ from zero_offload.protocols import Work
 
 _BLOCK = "offload_param"
 NUM_WRITE_BUFFERS = 2
-"""Buffers in which new values of a shard are collected and sent to the file."""
+"""Buffers that collect new values of a shard and are written to the file."""
 _MAX_KEPT = 4096
-"""Elements of a shard that may be kept in memory because an update does not write them."""
+"""Maximum elements of a shard's gaps that are kept in memory. See [Note: buffers of the file]."""
 
 Shards = Sequence[tuple[int, int, torch.dtype]]
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSettings:
-    """Settings of the block ``offload_param``. Without ``nvme_path`` all is in host memory.
-
-    ``max_in_cpu`` and ``buffer_size`` are elements.
-    """
+    """Settings of the block ``offload_param``. ``max_in_cpu`` and ``buffer_size`` are elements."""
 
     nvme_path: str | None = None
     max_in_cpu: int = 1_000_000_000
@@ -87,15 +82,15 @@ class ParamSettings:
 def create_param_tier(
     *, shards: Shards, device: torch.device, config: Mapping[str, Any]
 ) -> OffloadedParams:
-    """Create the memory of offloaded parameter shards.
+    """Create the memory for offloaded parameter shards.
 
     Args:
-        shards: ``(segment, numel, dtype)`` of each, in the order in which they are used.
+        shards: ``(segment, numel, dtype)`` of each shard, in order of use.
         device: the compute device.
         config: the resolved ``zero_optimization`` block.
 
     Raises:
-        ValueError: a setting that it cannot serve, by name.
+        ValueError: a setting is not supported. The message names it.
     """
     settings = ParamSettings.from_config(config)
     num_host = num_in_host_memory(shards, settings)
@@ -116,33 +111,21 @@ def create_param_tier(
 
 
 def num_in_host_memory(shards: Shards, settings: ParamSettings) -> int:
-    """Return how many of the first shards are in host memory. The others are in the file."""
     if settings.nvme_path is None:
         return len(shards)
-    total = 0
-    for count, (_, numel, _) in enumerate(shards):
-        total += numel
-        if total > settings.max_in_cpu:
-            largest = max(numel for _, numel, _ in shards[count:])
-            if largest > settings.buffer_size:
-                raise ValueError(
-                    f"{_BLOCK}.buffer_size = {settings.buffer_size} elements, but the largest "
-                    f"shard that is kept in the file has {largest}: raise it to that"
-                )
-            return count
-    return len(shards)
+    totals = accumulate(numel for _, numel, _ in shards)
+    count = sum(total <= settings.max_in_cpu for total in totals)
+    largest = max((numel for _, numel, _ in shards[count:]), default=0)
+    if largest > settings.buffer_size:
+        raise ValueError(
+            f"{_BLOCK}.buffer_size = {settings.buffer_size} elements, but the largest shard that "
+            f"is kept in the file has {largest}: raise it to that"
+        )
+    return count
 
 
 class OffloadedParams:
-    """Parameter shards off the device, each in host memory or in a file.
-
-    Args:
-        host: the shards in host memory by segment, which a state tier may write itself.
-        file: the shards in the file, if there is one.
-
-    Attributes:
-        bytes_fetched: bytes of shards copied to their buffers so far.
-    """
+    """Offloaded parameter shards, in host memory (``host``, by segment) or in ``file``."""
 
     def __init__(self, host: Mapping[int, Tensor], file: FileShards | None) -> None:
         self.bytes_fetched = 0
@@ -150,15 +133,15 @@ class OffloadedParams:
         self._host = host
 
     def expect(self, segments: Sequence[int]) -> None:
-        """Announce the shards that are fetched next. Those in the file are read ahead."""
+        """Announce the next segments to be fetched. Their shards in the file are read ahead."""
         if self.file is not None:
             self.file.expect([s for s in segments if s not in self._host])
 
     def fetch(self, segment: int, out: Tensor) -> Work:
-        """Start to copy a shard to ``out`` (1-D, of its length and dtype) on the current stream.
+        """Start to copy a shard to ``out`` (1-D, same length and dtype) on the current stream.
 
         Raises:
-            StorageError: it could not be read from the file, or was not written to it.
+            StorageError: the shard could not be read from the file, or an earlier write failed.
         """
         self.bytes_fetched += out.numel() * out.element_size()
         if segment in self._host:
@@ -167,7 +150,7 @@ class OffloadedParams:
         return self.file.fetch(segment, out)
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Overwrite elements from ``start`` on. ``values`` may be reused when it returns."""
+        """Overwrite elements from ``start`` on. The caller may reuse ``values`` after the call."""
         if segment in self._host:
             self._host[segment][start : start + values.numel()].copy_(values)
         else:
@@ -175,18 +158,14 @@ class OffloadedParams:
             self.file.write(segment, start, values)
 
     def home(self, segment: int) -> Tensor | None:
-        """Return the shard's host memory, or None if it is in the file."""
+        """Return the shard's host memory, or None if the shard is in the file."""
         return self._host.get(segment)
 
     def file_traffic(self) -> tuple[int, int]:
-        """Return the bytes of shards read from and written to the file so far.
-
-        Waits for transfers under way. See `BlockFile.traffic`.
-        """
+        """Wait for pending transfers. Return the bytes read from and written to the file."""
         return (0, 0) if self.file is None else self.file.blocks.traffic()
 
     def report(self) -> Mapping[str, int]:
-        """Return the bytes off the device by kind. Those in the file are on the disk."""
         found = {"host parameters": sum(t.nbytes for t in self._host.values())}
         if self.file is not None:
             found["host buffers of parameters"] = self.file.num_buffer_bytes
@@ -196,14 +175,13 @@ class OffloadedParams:
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """Host memory, uint8, and its pending users."""
+    """Host memory (uint8) with its pending copy to the device and transfer to the file."""
 
     memory: Tensor
-    copy: Copy | None = None  # to the device; earlier ones end before it
-    transfer: Transfer | None = None  # to the file
+    copy: Copy | None = None  # the last copy to the device
+    transfer: Transfer | None = None
 
     def free(self) -> Tensor:
-        """Return the memory once it may be overwritten."""
         copy, self.copy = self.copy, None
         transfer, self.transfer = self.transfer, None
         if copy is not None:
@@ -215,7 +193,7 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Collected:
-    """New values of a shard so far."""
+    """New values of one shard that were written so far, before they go to the file."""
 
     segment: int
     buffer: _Buffer
@@ -223,15 +201,12 @@ class _Collected:
 
 
 _Kept = tuple[Intervals, list[Tensor]]
-"""Values of a shard that were not new when it was written last, as those of padding."""
+"""Gaps that the last update of a shard did not write, and their values."""
 _NOTHING_KEPT: _Kept = Intervals(), []
 
 
 class FileShards:
-    """Parameter shards ``(segment, numel, dtype)`` in a `BlockFile`, one block each.
-
-    ``num_buffers`` of them are read ahead, or kept after they were fetched.
-    """
+    """Parameter shards in a `BlockFile`, one per block. See [Note: buffers of the file]."""
 
     def __init__(
         self,
@@ -243,8 +218,7 @@ class FileShards:
     ) -> None:
         sizes = [numel * dtype.itemsize for _, numel, dtype in shards]
         self._block = {segment: index for index, (segment, _, _) in enumerate(shards)}
-        self._numel = {segment: numel for segment, numel, _ in shards}
-        self._dtype = {segment: dtype for segment, _, dtype in shards}
+        self._shards = {segment: (numel, dtype) for segment, numel, dtype in shards}
         self._memory = HostMemory(should_pin=pin_memory)
         self._pageable = HostMemory(should_pin=False)
         self.blocks = BlockFile(folder, sizes, name="parameters")
@@ -252,30 +226,30 @@ class FileShards:
         self._largest = max(sizes)
         self._num_unmade = min(num_buffers, len(shards))
         self._free: list[_Buffer] = []
-        self._read: dict[int, tuple[_Buffer, Transfer]] = {}  # ahead
-        self._fetched: dict[int, _Buffer] = {}  # most recent last
-        self._stale: set[int] = set()  # written since they were read
+        # shards read ahead and not fetched yet
+        self._read: dict[int, tuple[_Buffer, Transfer]] = {}
+        self._fetched: dict[int, _Buffer] = {}  # fetched shards, most recent last
+        self._stale: set[int] = set()  # shards whose fetched copy is outdated
         self._collected: _Collected | None = None
-        self._idle = [self._new(self._pageable) for _ in range(NUM_WRITE_BUFFERS)]
-        self._written: dict[int, Transfer] = {}  # on their way to the file
+        self._idle = [
+            _Buffer(self._pageable.buffer(self._largest)) for _ in range(NUM_WRITE_BUFFERS)
+        ]
+        self._written: dict[int, Transfer] = {}  # pending writes
         self._kept: dict[int, _Kept] = {}
 
     @property
     def num_buffer_bytes(self) -> int:
-        """Bytes of host memory of all buffers."""
         return self._memory.num_bytes + self._pageable.num_bytes
 
     @property
     def read_ahead(self) -> list[int]:
-        """Shards that are read and not fetched yet, in the order of their reads."""
         return list(self._read)
 
     def block_of(self, segment: int) -> int:
-        """Return the index of a shard's block in `blocks`."""
         return self._block[segment]
 
     def expect(self, segments: Sequence[int]) -> None:
-        """Read these shards ahead, in order, up to the first that is being written."""
+        """Read these shards ahead, in order, up to the first that has a pending write."""
         with self._lock:
             sooner: set[int] = set()
             for segment in segments:
@@ -304,7 +278,8 @@ class FileShards:
             else:
                 if segment not in self._read:
                     free = self._buffer_for(segment)
-                    if free is None:  # that of what is expected last
+                    # Every buffer holds a shard that was read ahead: evict the last of them.
+                    if free is None:
                         self._forget_read(list(self._read)[-1])
                         free = self._free.pop()
                     self._start_read(segment, free)
@@ -312,12 +287,12 @@ class FileShards:
         is_whole = False
         try:
             if transfer is not None:
-                transfer.wait()  # without the lock: an update may go on meanwhile
+                transfer.wait()  # no lock: the update thread may continue
             is_on_device = out.device.type != "cpu"
             if is_on_device and buffer.copy is not None:
                 buffer.copy.wait()
             copy = start_copy(out, self._view(segment, buffer))
-            if is_on_device:  # else it is complete
+            if is_on_device:  # a copy on a CPU is already complete
                 buffer.copy = copy
             is_whole = True
         finally:
@@ -331,7 +306,7 @@ class FileShards:
         return copy
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Collect new values of a part of a shard, to be written to the file later."""
+        """Collect new values of a part of a shard, and start the file write once it is complete."""
         with self._lock:
             if self._collected is not None and self._collected.segment != segment:
                 self._send()
@@ -339,22 +314,20 @@ class FileShards:
                 self._complete_write(segment)
                 self._forget_read(segment)
                 self._stale.add(segment)
-                self._idle[0].free()  # raises if its write failed, and is still there then
+                # If the buffer's last write failed, free() raises and the buffer stays in the list.
+                self._idle[0].free()
                 self._collected = _Collected(segment, self._idle.pop(0))
             collected = self._collected
             stop = start + values.numel()
             self._view(segment, collected.buffer)[start:stop].copy_(values)
             collected.spans = collected.spans.union(Intervals([(start, stop)]))
-            gaps = collected.spans.complement(self._numel[segment])
+            gaps = collected.spans.complement(self._shards[segment][0])
             if not gaps or self._kept.get(segment, _NOTHING_KEPT)[0] == gaps:
                 self._send()
 
-    def _new(self, memory: HostMemory) -> _Buffer:
-        return _Buffer(memory.buffer(self._largest))
-
     def _view(self, segment: int, buffer: _Buffer) -> Tensor:
-        dtype = self._dtype[segment]
-        return buffer.memory[: self._numel[segment] * dtype.itemsize].view(dtype)
+        numel, dtype = self._shards[segment]
+        return buffer.memory[: numel * dtype.itemsize].view(dtype)
 
     def _start_read(self, segment: int, buffer: _Buffer) -> None:
         buffer.free()
@@ -363,29 +336,23 @@ class FileShards:
         self._stale.discard(segment)
 
     def _is_kept(self, segment: int) -> bool:
-        """Whether a buffer has the current values of a shard that was fetched."""
         return segment in self._fetched and segment not in self._stale
 
     def _buffer_for(self, segment: int, sooner: Collection[int] = ()) -> _Buffer | None:
-        """Return a read buffer for a shard, or None if there is none.
-
-        It is the shard's own if its values are stale, else one that holds nothing, else that of the
-        least recently fetched shard that is not in ``sooner``.
-        """
+        """Return the shard's stale buffer, a free one or the least recent one not in ``sooner``."""
         if segment in self._fetched:
             return self._fetched.pop(segment)
         if self._free:
             return self._free.pop(0)
         if self._num_unmade:
             self._num_unmade -= 1
-            return self._new(self._memory)
+            return _Buffer(self._memory.buffer(self._largest))
         for fetched in self._fetched:
             if fetched not in sooner:
                 return self._fetched.pop(fetched)
         return None
 
     def _forget_read(self, segment: int) -> None:
-        """Drop what was read ahead of a shard."""
         if segment in self._read:
             buffer, transfer = self._read.pop(segment)
             with suppress(StorageError):
@@ -400,12 +367,12 @@ class FileShards:
             transfer.wait()
 
     def _send(self) -> None:
-        """Start to write the collected values, completed by old values in their gaps."""
+        """Complete the collected values by old values and start to write the shard."""
         collected, self._collected = self._collected, None
         assert collected is not None
         segment, buffer = collected.segment, collected.buffer
         self._idle.append(buffer)
-        gaps = collected.spans.complement(self._numel[segment])
+        gaps = collected.spans.complement(self._shards[segment][0])
         if gaps:
             self._fill(segment, gaps, self._view(segment, buffer))
         else:
@@ -414,13 +381,12 @@ class FileShards:
         buffer.transfer = self._written[segment] = transfer
 
     def _fill(self, segment: int, gaps: Intervals, values: Tensor) -> None:
-        """Complete new values by the old ones. Those of small gaps are kept for the next time."""
         kept_gaps, kept = self._kept.pop(segment, _NOTHING_KEPT)
         if kept_gaps == gaps:
             for (start, stop), old in zip(gaps.spans, kept, strict=True):
                 values[start:stop].copy_(old)
         else:
-            whole = torch.empty(self._numel[segment], dtype=self._dtype[segment], device="cpu")
+            whole = torch.empty_like(values)
             self.blocks.read(self._block[segment], whole).wait()
             for start, stop in gaps.spans:
                 values[start:stop].copy_(whole[start:stop])

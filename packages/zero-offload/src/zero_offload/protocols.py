@@ -1,7 +1,7 @@
-"""Protocols of the objects that this package receives and returns.
+"""Structural protocols of the objects that this package receives and returns.
 
-They are structural: an object with these methods satisfies them without importing this module. They
-repeat the part of the engine's protocols that is used here, under the same names.
+They repeat those engine protocols that this package uses, under the same names, so that neither
+package imports the other.
 """
 
 from __future__ import annotations
@@ -18,58 +18,54 @@ OptimizerClass = type[torch.optim.Optimizer]
 
 
 class Work(Protocol):
-    """Handle of a copy under way."""
+    """Handle of an asynchronous copy."""
 
     def wait(self) -> object:
-        """Make the caller's current stream wait for it, or on a CPU block until it is done."""
+        """Make the current stream wait for the copy. On a CPU, block until the copy is done."""
 
 
 @runtime_checkable
 class ParamStore(Protocol):
-    """Writer of new values to parameter shards that a tier cannot write itself."""
+    """Writer of new values to parameter shards that are not in memory."""
 
     def write(self, start: int, values: Tensor) -> None:
-        """Store ``[start, start + values.numel())`` of the flat space.
+        """Store ``values`` at ``[start, start + values.numel())`` of the flat space.
 
-        It is called from any thread, one at a time. ``values`` is 1-D, in the shard's dtype, within
-        one shard, and may be reused when it returns.
+        Any thread may call it, one at a time. ``values`` is 1-D, in the shard's dtype, within one
+        shard, and may be reused after the call.
         """
 
 
 @runtime_checkable
 class UploadCodec(Protocol):
-    """Lossless differences of parameters on their way from host memory to a device.
-
-    Tensors are 1-D and contiguous.
-    """
+    """Codec for lossless differences between old and new parameters: 1-D, contiguous tensors."""
 
     def max_nbytes(self, numel: int, itemsize: int) -> int:
-        """Return the most bytes of a difference, or 0 if such elements have none."""
+        """Return the maximum bytes of a difference, or 0 if this item size is not supported."""
 
     def checksum(self, values: Tensor) -> Tensor:
-        """Return a checksum of the bytes of ``values``, without waiting for their device.
+        """Return a checksum of the bytes of ``values``, without synchronizing with their device.
 
-        It is int64, without dimensions, on that device, and the same on every device.
+        The result is an int64 scalar tensor on that device. Its value is the same on every device.
         """
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
-        """Write the difference from ``old`` to ``new``, of one dtype, in host memory.
+        """Write the difference from ``old`` to ``new`` to ``out`` and return its length in bytes.
 
-        ``out`` is uint8, `max_nbytes` long, at an even address, and undefined past the result,
-        which is how many bytes were written.
+        All tensors are in host memory. ``out`` is uint8, `max_nbytes` long and at an even address.
         """
 
     def decode(self, difference: Tensor, values: Tensor) -> None:
-        """Change ``values`` from the old to the new ones, on their device's current stream.
+        """Change ``values`` from ``old`` to ``new`` in place, on their device's current stream.
 
         ``difference`` is uint8, exactly the bytes that `encode` wrote, at an even address.
         """
 
 
 class PassOptions(TypedDict, total=False):
-    """Keywords that every update of a kernel has.
+    """Keyword arguments that every kernel function accepts.
 
-    The gradient is multiplied by ``grad_scale`` (1) first. ``out`` (None; fp32, bf16 or fp16)
+    The gradient is multiplied by ``grad_scale`` (default 1). ``out`` (fp32, bf16 or fp16, or None)
     receives the rounded weights. ``num_threads`` is None for the kernel's default.
     """
 
@@ -79,7 +75,7 @@ class PassOptions(TypedDict, total=False):
 
 
 class AdamHyper(PassOptions):
-    """Keywords of an Adam update. ``step`` counts it, from 1. The last two are True if left out."""
+    """Keyword arguments of an Adam update. ``step`` starts at 1. The last two default to True."""
 
     step: int
     lr: float
@@ -93,10 +89,9 @@ class AdamHyper(PassOptions):
 
 @runtime_checkable
 class AdamKernel(Protocol):
-    """Adam in one pass over flat host memory.
+    """Kernel that updates flat host memory by Adam in one pass.
 
-    It is all that a kernel needs. The protocols below are functions that it may have as well.
-    Without one, torch's own update computes that optimizer.
+    The other kernel protocols are optional. Torch computes the optimizers that a kernel lacks.
     """
 
     def adam_step(
@@ -104,16 +99,16 @@ class AdamKernel(Protocol):
     ) -> None:
         """Apply one Adam update in place.
 
-        ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32, 1-D and contiguous and are updated;
+        ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32, 1-D and contiguous, and are updated.
         ``grad`` is fp32, bf16 or fp16.
         """
 
 
 @runtime_checkable
 class SummingKernel(Protocol):
-    """A kernel whose functions take a list of gradients in the place of one, if ``sums_grads``.
+    """Kernel whose functions accept a list of gradients as ``grad`` if ``sums_grads`` is True.
 
-    They add them in fp32, in order, in the same pass. Without it torch adds them before the pass.
+    The kernel adds them in fp32, in order, in the same pass. Otherwise torch adds them beforehand.
     """
 
     sums_grads: bool
@@ -121,12 +116,12 @@ class SummingKernel(Protocol):
     def grad_norm_sq(
         self, grad: Any, *, grad_scale: float = 1.0, num_threads: int | None = None
     ) -> tuple[float, bool]:
-        """Return the sum of the squares, in double precision, and whether it is finite."""
+        """Return the sum of squares in double precision, and whether it is finite."""
 
 
 @runtime_checkable
 class CopyingKernel(Protocol):
-    """A kernel whose updates all take ``copies``, if ``copies_first``. Else torch copies before."""
+    """Kernel whose update functions accept ``copies`` if ``copies_first`` is True."""
 
     copies_first: bool
 
@@ -140,16 +135,16 @@ class CopyingKernel(Protocol):
         copies: Sequence[tuple[Any, Any]] = (),
         **hyper: Unpack[AdamHyper],
     ) -> None:
-        """Do as `AdamKernel.adam_step`.
+        """Apply one Adam update in place, see `AdamKernel.adam_step`.
 
-        ``copies`` are sources and targets, each as long as ``master``. Elements of a source are
-        copied to its target just before the update of the same elements.
+        ``copies`` are pairs of source and target, each as long as ``master``. The kernel copies
+        each element from source to target just before it updates that element.
         """
 
 
 @runtime_checkable
 class EightBitAdamKernel(Protocol):
-    """An Adam kernel that keeps both moments in 8 bits."""
+    """Adam kernel with both moments in 8 bits."""
 
     def adam_step_8bit(
         self,
@@ -166,15 +161,15 @@ class EightBitAdamKernel(Protocol):
         """Apply one Adam update in place.
 
         ``exp_avg`` (int8), ``exp_avg_sq`` (uint8) and their fp32 scales, one per 128 elements, are
-        the codes of [Note: 8-bit codes] in `zero_offload.rules.codes`. ``param`` is fp32 without
-        ``remainder``, or bf16 with an int16 one: see [Note: split master] there; ``out`` goes with
-        an fp32 ``param`` alone.
+        encoded as in [Note: 8-bit codes] of `zero_offload.rules.compact`. ``param`` is fp32, or
+        bf16 with an int16 ``remainder``: see [Note: split master] there. ``out`` is allowed for an
+        fp32 ``param`` only.
         """
 
 
 @runtime_checkable
 class Bf16AdamKernel(Protocol):
-    """An Adam kernel that keeps both moments in bf16."""
+    """Adam kernel with both moments in bf16."""
 
     def adam_step_bf16(
         self,
@@ -189,14 +184,14 @@ class Bf16AdamKernel(Protocol):
     ) -> None:
         """Apply one Adam update in place, with stochastically rounded bf16 moments.
 
-        The other arguments are those of `EightBitAdamKernel.adam_step_8bit`. The random numbers are
-        a function of ``seed``, the step and an element's place.
+        The other arguments are those of `EightBitAdamKernel.adam_step_8bit`. The random numbers
+        depend only on ``seed``, ``step`` and the element's index.
         """
 
 
 @runtime_checkable
 class AdagradKernel(Protocol):
-    """A kernel with a function for Adagrad."""
+    """Kernel with a function for Adagrad."""
 
     def adagrad_step(
         self,
@@ -211,12 +206,12 @@ class AdagradKernel(Protocol):
         weight_decay: float = 0.0,
         **options: Unpack[PassOptions],
     ) -> None:
-        """Apply one update in place, as torch.optim.Adagrad, with arguments as in `AdamKernel`."""
+        """Apply one update of torch.optim.Adagrad in place. Tensors are as in `AdamKernel`."""
 
 
 @runtime_checkable
 class SgdKernel(Protocol):
-    """A kernel with a function for stochastic gradient descent."""
+    """Kernel with a function for stochastic gradient descent."""
 
     def sgd_step(
         self,
@@ -232,15 +227,15 @@ class SgdKernel(Protocol):
         nesterov: bool = False,
         **options: Unpack[PassOptions],
     ) -> None:
-        """Apply one update in place, as torch.optim.SGD, with arguments as in `AdamKernel`.
+        """Apply one update of torch.optim.SGD in place. Tensors are as in `AdamKernel`.
 
-        ``momentum_buffer`` is None without momentum; step 1 fills it with the gradient.
+        ``momentum_buffer`` is None without momentum. At step 1 it is overwritten by the gradient.
         """
 
 
 @runtime_checkable
 class LionKernel(Protocol):
-    """A kernel with a function for Lion (Chen et al., 2023, arXiv 2302.06675)."""
+    """Kernel with a function for Lion (Chen et al., 2023, arXiv 2302.06675)."""
 
     def lion_step(
         self,
@@ -254,22 +249,22 @@ class LionKernel(Protocol):
         weight_decay: float = 0.0,
         **options: Unpack[PassOptions],
     ) -> None:
-        """Apply one update in place with decoupled weight decay, arguments as in `AdamKernel`."""
+        """Apply one update with decoupled weight decay in place. Tensors are as in `AdamKernel`."""
 
 
 @runtime_checkable
 class ElementwiseOptimizer(Protocol):
-    """An optimizer class whose update of an element depends on that element alone."""
+    """Optimizer class that declares its update elementwise: see `check_elementwise`."""
 
     is_elementwise: bool
 
 
 @runtime_checkable
 class RuledOptimizer(Protocol):
-    """An optimizer class that declares its update rule.
+    """Optimizer class that declares its update rule.
 
-    ``update_rule`` is "adam", "adagrad", "sgd" or "lion", and the ``param_groups`` have the
-    settings of that optimizer.
+    ``update_rule`` is "adam", "adagrad", "sgd" or "lion". The ``param_groups`` have the settings of
+    torch's optimizer of that name.
     """
 
     update_rule: str
@@ -277,7 +272,7 @@ class RuledOptimizer(Protocol):
 
 @runtime_checkable
 class HostKernelOptimizer(Protocol):
-    """An optimizer class over an Adam kernel that declares the kernel, as ``cpu_adam.CPUAdam``.
+    """Optimizer class that wraps an Adam kernel and declares it, such as ``cpu_adam.CPUAdam``.
 
     Its ``param_groups`` have the settings ``lr``, ``betas``, ``eps``, ``weight_decay``,
     ``adamw_mode`` and ``bias_correction``.
@@ -290,18 +285,18 @@ class HostKernelOptimizer(Protocol):
 class StateTier(Protocol):
     """Master weights and optimizer state of one flat space, and their update.
 
-    Offsets are elements of the local flat space ``[0, numel)``; a piece is the part of one
-    parameter that lies in it.
+    Offsets are elements of the local flat space ``[0, numel)``. A piece is the range of one
+    parameter in the flat space.
     """
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
         """Accept the final gradient of ``[start, start + grad.numel())``."""
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        """Return a copy of the gradient offered for ``[start, stop)``, 1-D, on the CPU."""
+        """Return a 1-D CPU copy of the gradient offered for ``[start, stop)``."""
 
     def discard_grads(self) -> None:
-        """Discard the gradients that no step has used."""
+        """Discard all gradients that no step has used."""
 
     def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
         """Update the pieces listed in ``active``, possibly in the background."""
@@ -310,66 +305,63 @@ class StateTier(Protocol):
         """Return once the parameter shards within ``[start, stop)`` hold their new values."""
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        """Return whether `wait_params` returns at once and makes no stream wait.
-
-        False after an update that failed.
-        """
+        """Return whether `wait_params` would return at once. False after a failed update."""
 
     def state_names(self) -> Sequence[str]:
         """Return the names of the elementwise states, ``master_weight`` first."""
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy of one state over ``[start, stop)``, 1-D, on the CPU."""
+        """Return a 1-D CPU copy of one state over ``[start, stop)``."""
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite one state over ``[start, start + values.numel())``."""
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        """Return the scalars of a piece, with ``num_steps``."""
+        """Return the scalar states of a piece, with ``num_steps``."""
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         """Restore the result of `read_scalars`."""
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Refuse states ``names``, or ``scalars`` of each piece, that could not be written."""
+        """Raise unless the states ``names`` and each piece's ``scalars`` could be written."""
 
 
 class ChangeWatcher(Protocol):
-    """Reads states before they change."""
+    """Observer that reads states before they change."""
 
     def before_change(self, start: int, stop: int) -> None:
-        """Called before states of ``[start, stop)`` change, by the thread that changes them."""
+        """Called before the states of ``[start, stop)`` change, by the thread that changes them."""
 
 
 @runtime_checkable
 class SnapshotTier(StateTier, Protocol):
-    """A state tier whose states of one moment can be read while training goes on."""
+    """State tier whose states can be read at one point in time while training continues."""
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
-        """Call ``watcher`` before every change of states from now on."""
+        """Call ``watcher`` before every later change of states."""
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Do as `read_state`, without waiting, for a range that no thread is changing."""
+        """Return what `read_state` does, without waiting. No thread may be changing the range."""
 
 
 @runtime_checkable
 class ReservingTier(StateTier, Protocol):
-    """A state tier that can allocate all of its memory before its first gradient."""
+    """State tier that can allocate all of its memory before its first gradient."""
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
-        """Allocate what gradients are copied to, or widened in, and what copies pass through.
+        """Allocate the memory for gradients, for their conversion, and for copies of parameters.
 
-        Called once on an accelerator, before the first gradient. It decides on memory alone.
-        ``grads`` are ``(start, stop, dtype)`` of what is going to be offered or added.
+        Called once on an accelerator, before the first gradient. ``grads`` are ``(start, stop,
+        dtype)`` of the gradients that will be offered or added.
         """
 
 
 @runtime_checkable
 class DeviceMemory(Protocol):
-    """A tier whose device memory may be emptied for a while, between two steps."""
+    """Tier that can list its device memory, which may be released between two steps."""
 
     def device_tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """Return all long-lived tensors on the device, by the part of the engine's states."""
+        """Return all long-lived tensors on the device, by kind of engine state."""
 
 
 class DeviceTierFactory(Protocol):
@@ -386,4 +378,4 @@ class DeviceTierFactory(Protocol):
         groups: Groups,
         param_store: ParamStore | None = None,
     ) -> StateTier:
-        """Create a tier for ``[0, numel)``, with ``pieces`` and ``params`` in its coordinates."""
+        """Create a tier for ``[0, numel)``, to which ``pieces`` and ``params`` refer."""

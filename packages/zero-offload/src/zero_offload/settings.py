@@ -1,11 +1,10 @@
-"""Settings of the block ``offload_optimizer`` of a DeepSpeed-style config.
+"""Settings of the block ``offload_optimizer`` in a DeepSpeed-style config.
 
-Keys that only concern NVMe (``buffer_count``, ``nvme_path``) are accepted without effect on
-``"device": "cpu"``, as in DeepSpeed. The engine serves ``update_in_backward``. Four more of
-DeepSpeed's keys have no effect: ``pipeline_read`` and ``pipeline_write``, because reads and writes
-always overlap with the update, ``fast_init``, because states that start at zero are never written
-before their first update, and ``cpuadam_cores_perc``, which belongs to ``super_offload``. A key
-that is switched on and not served is refused.
+As in DeepSpeed, keys for NVMe have no effect with ``"device": "cpu"``. ``update_in_backward`` is
+read by the engine. Four more of DeepSpeed's keys have no effect. ``pipeline_read`` and
+``pipeline_write``: reads and writes always overlap with the update. ``fast_init``: states that
+start at zero are never written before their first update. ``cpuadam_cores_perc`` belongs to
+``super_offload``. Any other key with a true value raises ValueError.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 STATE_DTYPES = ("float32", "bfloat16", "int8")
-"""What ``offload_optimizer.state_dtype`` may be."""
+"""Allowed values of ``offload_optimizer.state_dtype``."""
 
 HostShare = Literal["last", "first"]
-"""The end of the flat space at which the host's share lies, if it is no set of parameters.
+"""End of the flat space at which the host's elements are, unless parameter names select them.
 
-``last``: the last blocks, whose gradients come first in backward and whose new values forward needs
-last. ``first``: the first elements, as in DeepSpeed.
+``last``: the last elements. Backward produces their gradients first, and forward needs their new
+values last. ``first``: the first elements, as in DeepSpeed.
 """
 
 _BLOCK = "offload_optimizer"
 
 
 def check_state_dtype(value: Any, name: str = "state_dtype") -> str:
-    """Return ``value`` if it is one of `STATE_DTYPES`, or raise ValueError."""
+    """Return ``value`` if it is one of `STATE_DTYPES`, else raise ValueError."""
     if value not in STATE_DTYPES:
         raise ValueError(f"{name} must be one of {STATE_DTYPES}, got {value!r}")
     return str(value)
@@ -46,11 +45,9 @@ def _ratio(value: Any, name: str) -> float | Literal["auto"]:
 
 
 def _host_share(value: Any, name: str) -> HostShare:
-    if value == "last":
-        return "last"
-    if value == "first":
-        return "first"
-    raise ValueError(f'{name} must be "last" or "first", got {value!r}')
+    if value not in ("last", "first"):
+        raise ValueError(f'{name} must be "last" or "first", got {value!r}')
+    return value  # type: ignore[no-any-return]
 
 
 def _boolean(value: Any, name: str) -> bool:
@@ -59,14 +56,10 @@ def _boolean(value: Any, name: str) -> bool:
     return value
 
 
-def _whole(value: Any, name: str, kind: str, *, least: int) -> int:
+def _whole(value: Any, name: str, kind: str = "number of bytes", *, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole {kind}, got {value!r}")
     return value
-
-
-def _num_bytes(value: Any, name: str) -> int:
-    return _whole(value, name, "number of bytes", least=0)
 
 
 def _patterns(value: Any, name: str) -> tuple[str, ...]:
@@ -79,36 +72,34 @@ def _patterns(value: Any, name: str) -> tuple[str, ...]:
 _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "ratio": _ratio,
     "parameters": _patterns,
-    "device_budget": _num_bytes,
+    "device_budget": _whole,
     "host_share": _host_share,
     "pin_memory": _boolean,
-    "pin_memory_bytes": _num_bytes,
+    "pin_memory_bytes": _whole,
     "state_dtype": check_state_dtype,
-    "undo_buffer_size": _num_bytes,
+    "undo_buffer_size": _whole,
     "lossless_upload": _boolean,
 }
-"""Fields of `OffloadSettings` that are keys, and the check of each, called with value and name."""
+"""Validator of each key of the config that is a field of `OffloadSettings`."""
 _SHARES = ("ratio", "parameters", "device_budget")
 _KNOWN = {
     *("device", "nvme_path", "buffer_count", "update_in_backward", *_CHECKS),
-    # without effect
+    # These keys have no effect.
     *("cpuadam_cores_perc", "fast_init", "pipeline", "pipeline_read", "pipeline_write"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadSettings:
-    """Settings of the host's part, with at most one of the keys that select its elements.
-
-    They are named as the arguments of `OffloadedOptimizer` and the keys of ``offload_optimizer``.
+    """Settings of optimizer offload, named like the arguments of `OffloadedOptimizer`.
 
     Attributes:
-        ratio: 1 where another key says which elements.
-        nvme_path: None keeps the state in host memory.
-        buffer_count: blocks of the file in host memory at once; 3 or more read, update and write
-            together.
-        undo_buffer_size: most bytes of the undo log of updates ahead of a step's decision; None for
-            room for all of them.
+        ratio: 1 if ``parameters`` or ``device_budget`` selects the host's elements.
+        nvme_path: folder of the state file; None keeps optimizer state in host memory.
+        buffer_count: blocks of the file in host memory; 3 or more let read, update and write
+            overlap.
+        undo_buffer_size: maximum bytes of the undo log, see `HostTier.speculate`; None for no
+            limit.
     """
 
     ratio: float | Literal["auto"] = 1.0
@@ -127,8 +118,7 @@ class OffloadSettings:
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
         """Read the block from a resolved ``zero_optimization`` config, or raise ValueError.
 
-        The caller has chosen this tier, so a missing block means the defaults. So does ``"device":
-        "none"``, to which configs without the block resolve.
+        A missing block means the defaults. Its resolved form is ``"device": "none"``.
         """
         block = config.get(_BLOCK) or {}
         if not isinstance(block, Mapping):
@@ -155,7 +145,7 @@ class OffloadSettings:
 
     @classmethod
     def check(cls, keys: Mapping[str, Any], prefix: str = "") -> OffloadSettings:
-        """Return the settings that keys give, or raise ValueError. None counts as a missing key."""
+        """Validate keys, or raise ValueError. A key whose value is None is ignored."""
         given = {key: value for key, value in keys.items() if value is not None}
         shares = [f"{prefix}{key}" for key in _SHARES if key in given]
         if len(shares) > 1:

@@ -1,4 +1,4 @@
-"""Number of threads of the host's kernels."""
+"""Number of threads for optimizer kernels on the host."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ _log = logging.getLogger(__name__)
 
 
 def num_kernel_threads() -> int:
-    """Return how many threads a kernel on the host takes: as many as torch, as a rule.
+    """Return the number of threads for a host kernel: torch's number if it is above 1.
 
-    torchrun sets ``OMP_NUM_THREADS`` to 1 where it starts several ranks and the user has set
-    nothing, so torch has one thread. Then it is `share_under_torchrun`, and the log says so. The
-    bits of a kernel's result do not depend on it; torch's own operators keep one thread.
+    torchrun sets ``OMP_NUM_THREADS`` to 1 by default, which leaves torch one thread. Kernels then
+    use `share_under_torchrun` threads. The number of threads never changes a kernel's result.
     """
     number = torch.get_num_threads()
     return number if number > 1 else share_under_torchrun()
@@ -24,11 +23,10 @@ def num_kernel_threads() -> int:
 
 @functools.cache
 def share_under_torchrun() -> int:
-    """Return this rank's share of the cores that torchrun was given. 1 without torchrun.
+    """Return this rank's share of torchrun's CPU cores, or 1 without torchrun.
 
-    Ranks may be bound to cores of their own (``torchrun --numa-binding``, numactl), or several to
-    the same. torchrun itself is bound to none of those, so the ranks share its cores equally, and
-    no rank takes more than it may run on.
+    The cores that the torchrun process may use are divided equally among its ranks. A rank that is
+    bound to fewer cores (``torchrun --numa-binding``, numactl) uses at most those.
     """
     found = os.environ
     is_torchruns = "TORCHELASTIC_RUN_ID" in found and found.get("OMP_NUM_THREADS") == "1"

@@ -1,4 +1,4 @@
-"""Factory of state tiers from a config: the entry point ``host`` of ``zero_core.state_tiers``."""
+"""Entry point ``host`` of ``zero_core.state_tiers``, which creates a state tier from a config."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry, freeze_groups
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Geometry, Intervals, freeze_groups
 from zero_offload.protocols import (
     AdamKernel,
     DeviceTierFactory,
@@ -23,7 +22,7 @@ from zero_offload.steppers.torch_stepper import TorchStepper
 from zero_offload.tiers.auto_tier import AutoTier
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import DeviceTier
-from zero_offload.tiers.share import device_bytes, host_share, state_bytes
+from zero_offload.tiers.shares import device_bytes, host_share, state_bytes
 from zero_offload.tiers.twin import BudgetTier, TwinTier
 from zero_offload.transfers.mover import Mover
 
@@ -43,39 +42,39 @@ def create_tier(
     param_store: ParamStore | None = None,
     upload_codec: UploadCodec | None = None,
 ) -> TwinTier:
-    """Create a tier with a share of its state on the host: all of it, unless the config says less.
+    """Create a tier that keeps all or a part of the optimizer state on the host.
 
-    ZeRO-Offload (arXiv 2101.06840) with the Twin-Flow of ZeRO-Offload++. In the block
-    ``offload_optimizer`` one key says which elements are kept and updated on the host; the rest is
-    on ``device``. On a CPU both parts use the same update, and a split point moves down to the next
-    place in a parameter at which a split changes no bit (see `OffloadTiers.alignment`), so that
-    none of them changes the result.
+    The tier implements ZeRO-Offload (arXiv 2101.06840) and the Twin-Flow of ZeRO-Offload++. One key
+    of the block ``offload_optimizer`` selects the elements that are kept and updated on the host,
+    by default all of them. The others are kept and updated on ``device``.
 
     - ``ratio``, 0 to 1: the last ``round(ratio * numel)`` elements.
-    - ``"ratio": "auto"``: as many as an `AutoTier` finds fastest.
-    - ``parameters``: those of the parameters whose names match one of these patterns.
-    - ``device_budget``: all but the first ones whose state fits in so many bytes on the device.
+    - ``"ratio": "auto"``: the number of last elements that an `AutoTier` measures to be fastest.
+    - ``parameters``: the parameters whose names match one of these patterns.
+    - ``device_budget``: all but the first elements whose state fits in this many device bytes.
 
-    With ``"host_share": "first"`` the elements of a ratio or a budget are the first ones instead.
+    With ``"host_share": "first"`` a ratio or a budget gives the host the first elements instead. If
+    ``device`` is a CPU, none of these keys changes the result: host and device use the same update,
+    and a split inside a parameter is aligned (see `OffloadTiers.alignment`).
 
     Args:
         numel: length of the local flat space in elements, padding included.
-        pieces: ``(start, stop, group)`` of each parameter's part, sorted and disjoint.
-        params: ``(start, tensor)``: 1-D parameter shards that new values go to: on ``device``; or
-            on the host, where they are kept; or on the meta device, for ``param_store`` to take.
+        pieces: ``(start, stop, group)`` of each parameter's elements, sorted and disjoint.
+        params: ``(start, tensor)``: 1-D parameter shards to update. An offloaded shard is on the
+            CPU, or on the meta device if ``param_store`` writes it. All others are on ``device``.
         device: the compute device.
         optimizer_class: an elementwise torch optimizer.
         groups: its ``param_groups`` without ``params``, every default filled in.
         config: the resolved ``zero_optimization`` block.
-        adam_kernel: host kernel for Adam, AdamW and whatever else it has functions for (see
-            `zero_offload.rules`), or None for torch's own update.
-        device_tier: makes the device's part on an accelerator.
-        names: of the parameters, one per piece; needed for ``parameters`` alone.
-        param_store: takes new values of shards on the meta device.
-        upload_codec: of the differences that ``lossless_upload`` sends.
+        adam_kernel: host kernel for Adam, AdamW and the other optimizers that it has functions for,
+            or None for torch's own update.
+        device_tier: factory of the device's tier on an accelerator.
+        names: names of the parameters, one per piece. Only ``parameters`` needs them.
+        param_store: writes new values of shards on the meta device.
+        upload_codec: codec of the differences that ``lossless_upload`` sends.
 
     Raises:
-        ValueError: a setting or an optimizer that it cannot serve, by name.
+        ValueError: a setting or an optimizer is not supported. The message names it.
     """
     settings = OffloadSettings.from_config(config)
     if settings.lossless_upload and upload_codec is None and device.type != "cpu":
@@ -85,7 +84,7 @@ def create_tier(
         )
     geometry = Geometry(numel, pieces, params, len(groups))
     dtypes = {tensor.dtype for _, tensor in params}
-    if torch.float64 in dtypes and len(dtypes) > 1:  # all master weights here have one dtype
+    if torch.float64 in dtypes and len(dtypes) > 1:  # All master weights of a tier have one dtype.
         others = sorted(str(dtype) for dtype in dtypes - {torch.float64})
         raise ValueError(
             f"offload_optimizer does not serve torch.float64 parameters beside {others}: its "
@@ -114,16 +113,15 @@ def create_tier(
 def make_twin(
     geometry: Geometry, host: Intervals | None, groups: Groups, tiers: OffloadTiers
 ) -> TwinTier:
-    """Create a tier with the share ``host`` on the host, or for None an `AutoTier`.
+    """Create a tier with the elements ``host`` on the host, or an `AutoTier` for None.
 
-    With a `device_budget` it is a `BudgetTier`.
+    With ``device_budget`` it is a `BudgetTier`, whose `expect_micro_steps` may change the elements.
     """
     frozen = freeze_groups(groups)
-    if host is not None and tiers.device_budget is None:
-        return TwinTier(geometry, frozen, host, tiers)
-    per_element = state_bytes(tiers.optimizer_class, groups, geometry.master_dtype)
     if host is not None:
-        return BudgetTier(geometry, frozen, host, tiers, element_state_bytes=per_element)
+        tier_class = TwinTier if tiers.device_budget is None else BudgetTier
+        return tier_class(geometry, frozen, host, tiers)
+    per_element = state_bytes(tiers.optimizer_class, groups, geometry.master_dtype)
     everything, is_accelerated = Intervals([(0, geometry.numel)]), tiers.device.type != "cpu"
     whole = device_bytes(geometry, everything, per_element, is_accelerated=is_accelerated)
     element_bytes = -(-whole // max(geometry.numel, 1))
@@ -140,7 +138,7 @@ def make_device_tier(
     groups: Groups,
     param_store: ParamStore | None = None,
 ) -> DeviceTier:
-    """Create a device tier for use without an engine: torch on flat slices."""
+    """Create a tier that updates ``params`` on ``device`` with torch, for use without an engine."""
     geometry = Geometry(numel, pieces, params, len(groups))
     frozen = freeze_groups(groups)
     stepper = TorchStepper(geometry, device, optimizer_class, frozen, is_in_place=True)

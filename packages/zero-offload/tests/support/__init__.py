@@ -1,1 +1,1 @@
-"""Shared by the tests: reference kernels, flat spaces and their tiers, late streams, gloo ranks."""
+"""Test support: reference kernels, flat spaces and their tiers, late streams, gloo ranks."""

@@ -1,4 +1,4 @@
-"""Reference kernels in torch operations, and an optimizer of a user's own."""
+"""Reference kernels in torch operations, and a user-defined optimizer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import optim
 
-from zero_offload.rules import codes
+from zero_offload.rules import compact
 
 TIMEOUT_S = 120.0
 
 
 class ReferenceAdam:
-    """Adam in single torch operations that are each correctly rounded.
+    """Adam in single torch operations, each of which is correctly rounded.
 
-    An element's bits do not depend on its position. Calls and the elements they cover are counted.
+    The bits of an element do not depend on its position. The kernel records the number of elements
+    of each call.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class ReferenceAdam:
 
 
 class ReferenceKernel(ReferenceAdam):
-    """The other rules in the order of torch.optim's for-loop, and Adam with compact moments."""
+    """`ReferenceAdam` with the update rules of other optimizers, and Adam with compact moments."""
 
     def sgd_step(
         self, master: Any, grad: Any, momentum_buffer: Any = None, *, out: Any = None, **hyper: Any
@@ -94,10 +95,10 @@ class ReferenceKernel(ReferenceAdam):
 
     def adam_step_8bit(self, param: Any, grad: Any, *stored: Any, **hyper: Any) -> None:
         exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = stored
-        first = codes.decode_exp_avg(exp_avg, exp_avg_scale)
-        second = codes.decode_exp_avg_sq(exp_avg_sq, exp_avg_sq_scale)
+        first = compact.decode_exp_avg(exp_avg, exp_avg_scale)
+        second = compact.decode_exp_avg_sq(exp_avg_sq, exp_avg_sq_scale)
         self._compact_step(param, grad, first, second, **hyper)
-        values = *codes.encode_exp_avg(first), *codes.encode_exp_avg_sq(second)
+        values = *compact.encode_exp_avg(first), *compact.encode_exp_avg_sq(second)
         targets = exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale
         for target, value in zip(targets, values, strict=True):
             target.copy_(value)
@@ -105,9 +106,10 @@ class ReferenceKernel(ReferenceAdam):
     def adam_step_bf16(
         self, param: Any, grad: Any, *moments: Any, seed: int = 0, **hyper: Any
     ) -> None:
-        """Update bf16 moments, rounded by position instead of stochastically.
+        """Update bf16 moments with rounding by position instead of stochastic rounding.
 
-        Odd elements are truncated and the others rounded to nearest, so a shifted range shows.
+        Odd elements are truncated and even ones rounded to nearest, so a shifted range gives other
+        bits.
         """
         values = [moment.float() for moment in moments]
         self._compact_step(param, grad, *values, **hyper)
@@ -123,9 +125,9 @@ class ReferenceKernel(ReferenceAdam):
             self.adam_step(param, grad, *moments, **hyper)
             return
         assert hyper.pop("out", None) is None
-        master = codes.join_master(param, remainder)
+        master = compact.join_master(param, remainder)
         self.adam_step(master, grad, *moments, **hyper)
-        upper, lower = codes.split_master(master)
+        upper, lower = compact.split_master(master)
         param.copy_(upper)
         remainder.copy_(lower)
 
@@ -159,14 +161,14 @@ class GatedAdam(ReferenceAdam):
 
 
 def cpu_adam() -> Any:
-    """Return the module cpu-adam, or skip the test if that optional package is not installed."""
+    """Return the module cpu-adam, or skip the test if it is not installed."""
     if importlib.util.find_spec("cpu_adam") is None:
         pytest.skip("the optional cpu-adam is not installed")
     return importlib.import_module("cpu_adam")
 
 
 class Lion(optim.Optimizer):
-    """A user's own elementwise optimizer (Chen et al. 2023), with the vouching attribute."""
+    """User-defined optimizer (Chen et al. 2023) with the attribute ``is_elementwise``."""
 
     is_elementwise = True
 
@@ -189,6 +191,6 @@ class Lion(optim.Optimizer):
 
 
 class NamedLion(Lion):
-    """The same optimizer with the name of its rule, so that a kernel may compute it."""
+    """`Lion` with the name of its update rule, so that a kernel may compute it."""
 
     update_rule = "lion"

@@ -1,4 +1,4 @@
-"""A model and a loop over it, alone or on ranks."""
+"""A model and a training loop, on one process or on ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Create a model whose layer sizes no world size divides.
+    """Create a model whose layer sizes are not divisible by any world size.
 
-    The last layer leaves ranks without an element.
+    Under FSDP2 some ranks have no element of the last layer.
     """
     torch.manual_seed(5)
     layers = [nn.Linear(7, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 5), nn.Linear(5, 1)]
@@ -20,7 +20,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Return parameter groups with decay for matrices and none for vectors."""
+    """Return parameter groups with weight decay for matrices only."""
     params = list(model.parameters())
     return [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
@@ -35,7 +35,7 @@ def loop(
     steps: range = range(5),
     max_norm: float = 0.0,
 ) -> list[float]:
-    """Return losses and gradient norms of a few steps with a schedule, on this rank's batches."""
+    """Train a few steps on this rank's batches. Return losses and gradient norms."""
     schedule = optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     found: list[float] = []
     for step in steps:
@@ -53,10 +53,10 @@ def loop(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor, on every rank."""
+    """Return all elements of a tensor, which may be a DTensor. A collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def weights(model: nn.Module) -> Tensor:
-    """Return all weights as one fp32 vector."""
+    """Return all weights as one fp32 vector. A collective for DTensors."""
     return torch.cat([whole(p.detach()).flatten().float() for p in model.parameters()])

@@ -1,4 +1,4 @@
-"""Gloo ranks on one machine: processes that are started once for all tests."""
+"""Gloo ranks on one machine: processes that all tests share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-# The first torch optimizer imports it. Imported while a process group exists, it keeps the group
-# alive past destroy_process_group, whose threads may then abort the process at exit.
+# The first torch optimizer imports this module. If a process group exists at that time, the module
+# keeps it alive past destroy_process_group, and its threads may abort the process at exit.
 import torch._dynamo
 import torch.distributed as dist
 
@@ -31,7 +31,7 @@ PRELOADED = [
 
 
 class _Rank:
-    """A process that runs one job after another, so that torch is imported once for all tests."""
+    """Process that runs one job after another, so that torch is imported only once."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -46,9 +46,9 @@ _POOL: list[_Rank] = []
 
 
 def spawn(worker: Callable[..., None], world_size: int, *args: Any) -> None:
-    """Run ``worker(rank, world_size, *args)`` on gloo ranks and raise if one of them does.
+    """Run ``worker(rank, world_size, *args)`` on gloo ranks, and raise if a rank fails.
 
-    The ranks meet over a file. ``worker`` is a module-level function.
+    The ranks use a file as store. ``worker`` is a module-level function.
     """
     _POOL.extend(_Rank() for _ in range(world_size - len(_POOL)))
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ def spawn(worker: Callable[..., None], world_size: int, *args: Any) -> None:
                 message = pipe.recv()  # type: ignore[union-attr]
                 failed += [f"rank {rank}: {message}"] if message else []
             if failed:
-                for rank_process in _POOL:  # the others may wait for it for ever
+                for rank_process in _POOL:  # the other ranks may hang
                     rank_process.process.terminate()
                 _POOL.clear()
                 raise AssertionError("\n".join(failed))
@@ -73,7 +73,7 @@ def spawn(worker: Callable[..., None], world_size: int, *args: Any) -> None:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # the collector need not look at what the server has imported
+    gc.freeze()  # excludes imported modules from collection
     while True:
         rank, worker, world_size, store, args = pipe.recv()
         message, keys = "", {"rank": rank, "world_size": world_size}
@@ -82,7 +82,7 @@ def _serve(pipe: Connection) -> None:
             worker(rank, world_size, *args)
         except BaseException:
             message = traceback.format_exc()
-        gc.collect()  # an object that still holds the group would end its threads only at exit
+        gc.collect()  # Garbage may hold the group, whose threads would then run until exit.
         if dist.is_initialized():
             dist.destroy_process_group()
         pipe.send(message)

@@ -1,6 +1,6 @@
-"""A device whose copies run late in threads of their own, as an accelerator's may.
+"""A device whose copies run late in their own threads, like an accelerator's.
 
-No accelerator is needed. A missing wait reads or overwrites the wrong numbers here too.
+Without an accelerator, a missing wait then also reads or overwrites wrong numbers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from zero_offload.protocols import UploadCodec
 
 
 class Fired(threading.Event):
-    """An event of such a stream."""
+    """Event of a `_Stream`."""
 
     def query(self) -> bool:
         return self.is_set()
 
 
 class _Stream(ThreadPoolExecutor):
-    """One thread that runs its items in order, each a little late."""
+    """One thread that runs its items in order, each after a short delay."""
 
     def __init__(self, delay_s: float = 0.002) -> None:
         super().__init__(max_workers=1)
@@ -46,7 +46,8 @@ class _Stream(ThreadPoolExecutor):
 class LateStreams(HostStreams):
     """Streams whose copies run late, in one queue per direction.
 
-    The caller's stream is the caller itself. Each upload is late by ``up_s`` seconds.
+    The caller's thread is the caller's stream. Each copy to the device is delayed by ``up_s``
+    seconds.
     """
 
     def __init__(self, up_s: float = 0.002) -> None:

@@ -1,4 +1,4 @@
-"""A small flat space, tiers over it, a loop that trains them, and plain torch beside it."""
+"""A small flat space, tiers for it, and a loop that trains them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _PASSED = ("names", "param_store", "upload_codec")
 
 
 class Space:
-    """A flat space of two shards (units) with padding, several pieces, and gradients by step.
+    """A flat space of two shards with padding, several pieces, and gradients by step.
 
-    The first shard holds pieces that are adjacent, the second has a gap; both end in padding.
+    The first shard has adjacent pieces, the second a gap. Both end in padding.
     """
 
     numel = 360
@@ -52,7 +52,7 @@ class Space:
 
     @property
     def every(self) -> range:
-        """The indices of all pieces."""
+        """Indices of all pieces."""
         return range(len(self.pieces))
 
     def grad(self, step: int) -> Tensor:
@@ -73,7 +73,7 @@ class Space:
 
 
 def group_of(cls: type[torch.optim.Optimizer], **settings: Any) -> dict[str, Any]:
-    """Return the optimizer's settings with every default filled in."""
+    """Return the optimizer's settings with all defaults."""
     return dict(cls([nn.Parameter(torch.zeros(1))], **settings).defaults)
 
 
@@ -91,7 +91,7 @@ def make_tier(
     micro_steps: int = 0,
     **options: Any,
 ) -> TwinTier:
-    """Create a tier with the space's values. Options are `create_tier`'s, or keys of its block."""
+    """Create a tier with the space's values. Options are arguments of `create_tier` or keys."""
     passed = {name: options.pop(name) for name in _PASSED if name in options}
     tier = create_tier(
         numel=space.numel,
@@ -114,7 +114,7 @@ def make_tier(
 def offload_tiers(
     geometry: Geometry, kernel: Any, cls: Any = optim.AdamW, groups: Any = ADAM
 ) -> OffloadTiers:
-    """Return the factory that makes the parts of a tier."""
+    """Return the factory of a tier's parts."""
     return OffloadTiers(
         geometry,
         OffloadSettings(),
@@ -141,10 +141,7 @@ def host_tier(
     memory: HostMemory | None = None,
     **mover_keys: Any,
 ) -> tuple[HostTier, HostMover]:
-    """Create a host tier alone and its mover.
-
-    Without a kernel torch computes the updates.
-    """
+    """Create a `HostTier` and its mover. Without a kernel torch computes the updates."""
     geometry = space.geometry(published_numel=published_numel)
     mover = mover_class(geometry, device, memory or HostMemory(should_pin=False), **mover_keys)
     is_in_place = not mover_keys.get("is_staged", False)
@@ -161,7 +158,7 @@ def host_tier(
 
 
 def offer(tier: StateTier, space: Space, step: int) -> None:
-    """Offer a step's gradient in two segments, the last first, as backward does."""
+    """Offer a step's gradient in two ranges, the last first, as backward does."""
     grad = space.grad(step)
     for start, shard in reversed(space.params):
         release = tier.offer_grad(start, grad[start : start + shard.numel()].clone())
@@ -185,9 +182,9 @@ def train(
 
 
 def snapshot(tier: StateTier, space: Space, *, padding: bool = True) -> dict[str, Tensor]:
-    """Return every number that the tier holds, and the parameters.
+    """Return all states and scalars of the tier, and the parameters.
 
-    ``padding=False`` leaves the padding out.
+    ``padding=False`` excludes the padding.
     """
     found = {name: tier.read_state(name, 0, space.numel) for name in tier.state_names()}
     found["params"] = space.flat_params().clone()
@@ -243,12 +240,11 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def workers() -> set[threading.Thread]:
-    """Return the live threads of host tiers."""
+    """Return the running threads of host tiers."""
     return {t for t in threading.enumerate() if t.name.startswith("zero-offload")}
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    """Wait until ``condition`` holds, and fail after ``timeout_s`` seconds."""
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"

@@ -44,7 +44,7 @@ from zero_engine.deepspeed.config.keys import (
     modernise,
     without_auto,
 )
-from zero_engine.monitoring.settings import (
+from zero_engine.monitoring.monitors import (
     COLLECTIVES,
     CommsLoggerSettings,
     FlopsProfilerSettings,

@@ -1,6 +1,6 @@
-"""Run by Python at its start, as this folder is on PYTHONPATH: installs the hook for deepspeed.
+"""Install the hook for deepspeed. Python runs this file at start, as its folder is on PYTHONPATH.
 
-It hides the ``sitecustomize`` that the environment may have, and so runs that one afterwards.
+The file hides the environment's own ``sitecustomize``, and runs it afterwards.
 """
 
 import importlib.util
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def _install_hook() -> None:
-    # An interpreter of another environment inherits PYTHONPATH too, and has no zero_engine.
+    # A Python of another environment inherits PYTHONPATH, but may lack zero_engine.
     if importlib.util.find_spec("zero_engine") is not None:
         from zero_engine.script.hook import install
 

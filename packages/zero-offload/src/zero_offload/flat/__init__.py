@@ -1,1 +1,1 @@
-"""The flat space: intervals, pieces and shards, and the gradients offered for it."""
+"""The flat space: layout of pieces and shards, and gradients by element range."""

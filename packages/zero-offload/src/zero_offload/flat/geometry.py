@@ -1,34 +1,162 @@
-"""Layout of pieces and parameter shards in the local flat space. Pure arithmetic.
+"""Layout of parameters in the local flat space. Pure arithmetic.
 
 [Note: terms]
-flat space   the elements ``[0, numel)`` whose optimizer state this process owns, padding included.
-piece        the part of one parameter in the flat space; pieces are sorted and disjoint.
-shard        a 1-D tensor of the compute dtype over ``[start, start + tensor.numel())``, which the
-             new values of its pieces are written to. Every piece lies inside one shard.
-run          a contiguous range of active pieces in one shard, updated and published at once. A
-             unit of the model is one shard (per dtype), so that a run never makes the first unit
-             wait for the second.
-part         a set of elements (`Intervals`) that one tier holds. Compacted, it is a flat space of
-             its own. Pieces and shards that the set splits become several there.
-split point  the element at which the host's share begins (or ends, where it is the first part).
+flat space   elements ``[0, numel)`` whose optimizer state this process owns, padding included.
+piece        range of one parameter in the flat space. Pieces are sorted and disjoint.
+shard        1-D tensor in the parameters' dtype over ``[start, start + tensor.numel())``, to which
+             new values are written. A model unit has one shard per dtype. Each piece is inside one
+             shard.
+run          contiguous range of active pieces in one shard, updated and published at once.
+part         set of elements (`Intervals`) that one tier holds. Its elements without gaps are a flat
+             space too. A piece or shard that the set splits becomes several there.
+split point  element at which the host's elements begin or end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from zero_offload.flat.intervals import Intervals, SpanMap
 from zero_offload.protocols import Groups
 
+T = TypeVar("T")
+
+
+class SpanMap(Generic[T]):
+    """Values over sorted, disjoint spans ``[start, stop)``, found by element or by range."""
+
+    __slots__ = ("_items", "_starts")
+
+    def __init__(self, items: Iterable[tuple[int, int, T]] = ()) -> None:
+        self._items = list(items)
+        self._starts = [start for start, _, _ in self._items]
+
+    def last_from(self, element: int) -> tuple[int, int, T] | None:
+        """Return the last span that starts at or before ``element``, or None."""
+        index = bisect_right(self._starts, element) - 1
+        return self._items[index] if index >= 0 else None
+
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, T]]:
+        """Yield ``(a, b, value)``: the parts of ``[start, stop)`` that spans cover, in order."""
+        for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self._items)):
+            low, high, value = self._items[index]
+            if low >= stop:
+                return
+            a, b = max(start, low), min(stop, high)
+            if a < b:
+                yield a, b, value
+
+    def divide(self, start: int, stop: int) -> Iterator[tuple[int, int, T | None]]:
+        """Yield ``(a, b, value)`` parts that cover ``[start, stop)``, in order: None in a gap."""
+        for a, b, value in self.overlaps(start, stop):
+            if start < a:
+                yield start, a, None
+            yield a, b, value
+            start = b
+        if start < stop:
+            yield start, stop, None
+
+    def put(self, start: int, stop: int, value: T) -> None:
+        if start < stop:
+            self.discard(start, stop)
+            index = bisect_left(self._starts, start)
+            self._items.insert(index, (start, stop, value))
+            self._starts.insert(index, start)
+
+    def discard(self, start: int, stop: int) -> None:
+        """Remove ``[start, stop)``. A span that extends beyond it keeps its other elements."""
+        low = max(bisect_right(self._starts, start) - 1, 0)
+        high = bisect_left(self._starts, stop)
+        kept = []
+        for a, b, value in self._items[low:high]:
+            kept += [(a, min(b, start), value)] if a < start else []
+            kept += [(max(a, stop), b, value)] if b > stop else []
+        self._items[low:high] = kept
+        self._starts[low:high] = [a for a, _, _ in kept]
+
+
+class Intervals:
+    """Immutable set of elements. ``spans`` are its sorted, disjoint ``[a, b)`` pairs."""
+
+    __slots__ = ("_bases", "_elements", "numel", "spans")
+
+    def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
+        spans: list[tuple[int, int]] = []
+        for start, stop in sorted(pairs):
+            if not 0 <= start <= stop:
+                raise ValueError(f"[{start}, {stop}) is no interval of a flat space")
+            if spans and start <= spans[-1][1]:
+                spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
+            elif start < stop:
+                spans.append((start, stop))
+        self.spans = tuple(spans)
+        self.numel = 0
+        bases = []
+        for start, stop in self.spans:
+            bases.append((start, stop, self.numel))
+            self.numel += stop - start
+        self._bases = SpanMap(bases)
+        self._elements = SpanMap((base, base + b - a, a) for a, b, base in bases)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Intervals) and self.spans == other.spans
+
+    def __hash__(self) -> int:
+        return hash(self.spans)
+
+    def __bool__(self) -> bool:
+        return bool(self.spans)
+
+    def __repr__(self) -> str:
+        return f"Intervals({list(self.spans)})"
+
+    def local(self, element: int) -> int:
+        """Return the number of set elements below ``element``: its offset without the gaps."""
+        found = self._bases.last_from(element)
+        if found is None:
+            return 0
+        start, stop, base = found
+        return base + min(element, stop) - start
+
+    def element(self, local: int) -> int:
+        """Return the element at offset ``local``, the inverse of `local`."""
+        found = self._elements.last_from(local)
+        assert found is not None, "an empty set has no elements"
+        base, _, start = found
+        return start + local - base
+
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the spans ``(a, b)`` of ``[start, stop)`` that are in the set, in order."""
+        return ((a, b) for a, b, _ in self._bases.overlaps(start, stop))
+
+    def divide(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+        """Yield ``(a, b, is_in_set)`` parts that cover ``[start, stop)``, in order."""
+        return ((a, b, base is not None) for a, b, base in self._bases.divide(start, stop))
+
+    def complement(self, numel: int) -> Intervals:
+        ends = [0, *(stop for _, stop in self.spans)]
+        starts = [*(min(start, numel) for start, _ in self.spans), numel]
+        return Intervals((a, b) for a, b in zip(ends, starts, strict=True) if a < b)
+
+    def intersection(self, other: Intervals) -> Intervals:
+        return Intervals(pair for span in other.spans for pair in self.overlaps(*span))
+
+    def union(self, other: Intervals) -> Intervals:
+        return Intervals((*self.spans, *other.spans))
+
+    def difference(self, other: Intervals) -> Intervals:
+        end = self.spans[-1][1] if self.spans else 0
+        return self.intersection(other.complement(end))
+
+
 PUBLISHED_NUMEL = 1 << 24
-"""Default of the most elements that are published at once. Large enough to cost nothing, small
-enough that the update, the copy to the device and the wait for it overlap."""
+"""Default maximum elements published at once. This is small enough for overlap with copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +184,9 @@ class Geometry:
     Args:
         pieces: ``(start, stop, group)``, sorted, disjoint, each inside one shard.
         params: ``(start, tensor)``, sorted, disjoint, 1-D and contiguous.
-        master_dtype: of the master weights. By default float64 when a shard is, so that nothing is
-            lost, and float32 otherwise. A part has the dtype of the whole, because the split must
-            not change a bit.
-        published_numel: most elements of a run that are published at once; `PUBLISHED_NUMEL` by
-            default.
-
-    Raises:
-        ValueError: when one of these does not hold, with the offending index.
+        master_dtype: dtype of the master weights, by default float64 if a shard is float64 and
+            float32 otherwise. A part has the dtype of the whole, so that a split changes no bit.
+        published_numel: maximum elements that are published at once, by default `PUBLISHED_NUMEL`.
     """
 
     def __init__(
@@ -83,12 +206,6 @@ class Geometry:
         self._num_groups = num_groups
         is_wide = any(tensor.dtype == torch.float64 for _, tensor in self.shards)
         self.master_dtype = master_dtype or (torch.float64 if is_wide else torch.float32)
-        self._check_shards()
-        self._shards = SpanMap((a, a + t.numel(), i) for i, (a, t) in enumerate(self.shards))
-        self._pieces = SpanMap((p.start, p.stop, i) for i, p in enumerate(self.pieces))
-        self.piece_shards = tuple(self._check_piece(i, num_groups) for i in range(len(self.pieces)))
-
-    def _check_shards(self) -> None:
         end = 0
         for i, (start, tensor) in enumerate(self.shards):
             if tensor.dim() != 1 or not tensor.is_contiguous():
@@ -101,6 +218,9 @@ class Geometry:
                     f"one before or leaves the flat space [0, {self.numel})"
                 )
             end = start + tensor.numel()
+        self._shards = SpanMap((a, a + t.numel(), i) for i, (a, t) in enumerate(self.shards))
+        self._pieces = SpanMap((p.start, p.stop, i) for i, p in enumerate(self.pieces))
+        self.piece_shards = tuple(self._check_piece(i, num_groups) for i in range(len(self.pieces)))
 
     def _check_piece(self, index: int, num_groups: int) -> int:
         piece = self.pieces[index]
@@ -116,12 +236,11 @@ class Geometry:
         return shard
 
     def check_range(self, start: int, stop: int) -> None:
-        """Raise ValueError unless ``[start, stop)`` is within the flat space."""
         if not 0 <= start <= stop <= self.numel:
             raise ValueError(f"[{start}, {stop}) is not within the flat space [0, {self.numel})")
 
     def align(self, share: Intervals, alignment: int) -> Intervals:
-        """Move split points within a piece down to a multiple of ``alignment`` from its start."""
+        """Move split points inside a piece down to a multiple of ``alignment`` from its start."""
         return Intervals(
             (self._align_down(start, alignment), self._align_down(stop, alignment))
             for start, stop in share.spans
@@ -135,13 +254,13 @@ class Geometry:
         return start + (split - start) // alignment * alignment
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield the parts ``(a, b, view of the shard)`` of ``[start, stop)`` that shards cover."""
+        """Yield ``(a, b, view of the shard)`` for each part of ``[start, stop)`` in a shard."""
         for a, b, index in self._shards.overlaps(start, stop):
             base, tensor = self.shards[index]
             yield a, b, tensor[a - base : b - base]
 
     def shard_at(self, start: int) -> int:
-        """Return the index of the shard that covers element ``start``, or -1."""
+        """Return the index of the shard at element ``start``, or -1."""
         found = self._shards.last_from(start)
         return -1 if found is None else found[2]
 
@@ -158,10 +277,7 @@ class Geometry:
         return Intervals((self.pieces[i].start, ends[i]) for i in indices)
 
     def part(self, share: Intervals) -> tuple[Geometry, dict[int, tuple[int, ...]]]:
-        """Return a part as a flat space of its own, and its piece indices by those of this one.
-
-        Offsets there are `Intervals.local`; its shards are views of these.
-        """
+        """Return a part's geometry, with views of these shards, and its pieces by piece index."""
         pieces: list[tuple[int, int, int]] = []
         local: dict[int, tuple[int, ...]] = {}
         for i, piece in enumerate(self.pieces):
@@ -187,7 +303,7 @@ class Geometry:
 
 
 def split_runs(runs: Sequence[Run], numel: int) -> list[Run]:
-    """Split runs into runs of at most ``numel`` elements, each with the pieces of its whole."""
+    """Split runs into runs of at most ``numel`` elements, each with all pieces of its run."""
     return [
         Run(low, min(low + numel, run.stop), run.pieces, run.key)
         for run in runs
@@ -198,7 +314,7 @@ def split_runs(runs: Sequence[Run], numel: int) -> list[Run]:
 def plan_runs(
     geometry: Geometry, active: Sequence[int], keys: Mapping[int, Hashable] | None = None
 ) -> list[Run]:
-    """Merge adjacent active pieces of one shard (and of one key) into runs, in order."""
+    """Merge adjacent active pieces of one shard and one key into runs, in order."""
     runs: list[Run] = []
     for i in active:
         piece, key = geometry.pieces[i], None if keys is None else keys[i]
@@ -226,7 +342,7 @@ def check_active(geometry: Geometry, active: Sequence[int]) -> tuple[int, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the number in a one-element tensor. Tuples and lists by element."""
+    """Replace one-element tensors by numbers, also inside tuples and lists."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):
@@ -235,6 +351,6 @@ def _plain(value: Any) -> Any:
 
 
 def freeze_groups(groups: Groups) -> list[dict[str, Any]]:
-    """Return copies that a scheduler cannot change: no parameters, and numbers for tensors."""
+    """Return copies of groups that a scheduler cannot change, without parameters and tensors."""
     left_out = ("params", "param_names")
     return [{k: _plain(v) for k, v in group.items() if k not in left_out} for group in groups]

@@ -1,68 +1,56 @@
-"""Gradients offered for the next step, and the memory of each.
+"""Gradients offered for the next step, by range of the flat space.
 
-On the host all gradients of one dtype share one flat buffer, so that adjacent offers are one span
-of memory. On the device each offer is a tensor of the caller's.
+On the host all gradients of one dtype share one flat buffer, so adjacent gradients are contiguous
+memory. On the device each gradient is a separate tensor of the caller.
 
-The gradient of a range is the sum of its *terms*, one per micro-step, each in memory of its own. It
-is taken in the master weights' dtype (fp32, as a rule), in the order in which they came.
+The gradient of a range is the sum of its *terms*, one per micro-step. Terms are added in the order
+of the micro-steps, in the master weights' dtype (fp32 by default).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from zero_offload.flat.intervals import SpanMap
+from zero_offload.flat.geometry import SpanMap
 
 _Source = tuple[Tensor, int]
-"""A tensor and the element of the flat space at its first element."""
+"""A tensor, and the element of the flat space at its index 0."""
 _Terms = tuple[_Source, ...]
 
 
 class GradLedger:
-    """Gradients by range. A later offer replaces an earlier one where they overlap."""
+    """Gradients by range. A later gradient replaces an earlier one of the same elements."""
 
     def __init__(self) -> None:
         self._terms: SpanMap[_Terms] = SpanMap()
 
     def add(self, start: int, stop: int, source: Tensor, base: int) -> None:
-        """Record that ``source[start - base : stop - base]`` is the gradient of the range."""
+        """Record ``source[start - base : stop - base]`` as the gradient of the range."""
         self._terms.put(start, stop, ((source, base),))
 
     def append(self, start: int, stop: int, source: Tensor, base: int) -> None:
-        """Record that ``source[start - base : stop - base]`` is one more term of the range."""
-        for a, b, terms in list(self._spans(start, stop)):
+        """Record ``source[start - base : stop - base]`` as one more term of the range."""
+        for a, b, terms in self.terms(start, stop):
             self._terms.put(a, b, (*terms, (source, base)))
 
     def discard(self, start: int, stop: int) -> None:
         self._terms.discard(start, stop)
 
-    def num_terms(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return ``(a, b, count)`` parts that cover ``[start, stop)``, in order."""
-        return [(a, b, len(terms)) for a, b, terms in self._spans(start, stop)]
-
-    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, _Terms]]:
-        """The terms of all parts of a range, none where nothing was offered."""
-        end = start
-        for a, b, terms in self._terms.overlaps(start, stop):
-            if end < a:
-                yield end, a, ()
-            yield a, b, terms
-            end = b
-        if end < stop:
-            yield end, stop, ()
+    def terms(self, start: int, stop: int) -> list[tuple[int, int, _Terms]]:
+        """Return ``(a, b, terms)`` parts that cover a range in order, with empty terms for gaps."""
+        return [(a, b, terms or ()) for a, b, terms in self._terms.divide(start, stop)]
 
     def take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
-        """Move the gradients of the spans to a new ledger and return it, or raise ValueError."""
+        """Move the gradients of ``spans`` to a new ledger and return it, or raise ValueError."""
         taken = self.copy(spans)
         for span in spans:
             self._terms.discard(*span)
         return taken
 
     def copy(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
-        """Return a ledger of the gradients of the spans, which stay here as well."""
         found = GradLedger()
         for span in spans:
             for a, b, terms in self._covering(*span):
@@ -77,24 +65,23 @@ class GradLedger:
         ]
 
     def _covering(self, start: int, stop: int) -> list[tuple[int, int, _Terms]]:
-        """The terms of a range in order. Adjacent ones of the same memory are one."""
+        """Return `terms`, with contiguous parts joined, or raise ValueError for a gap."""
         found: list[tuple[int, int, _Terms]] = []
-        for a, b, terms in self._spans(start, stop):
+        for a, b, terms in self.terms(start, stop):
             if not terms:
                 raise ValueError(
                     f"no gradient was offered for [{a}, {stop}), which a piece listed in `active` "
                     f"needs; call offer_grad before step"
                 )
-            if found and _is_same(found[-1][2], terms):
+            last = found[-1][2] if found else ()
+            # Tensors are compared by id, because == compares their elements.
+            if [(id(t), base) for t, base in last] == [(id(t), base) for t, base in terms]:
                 a = found.pop()[0]
             found.append((a, b, terms))
         return found
 
     def gather(self, start: int, stop: int, dtype: torch.dtype, grad_scale: float) -> Tensor:
-        """Return the gradient of the range as one tensor of ``dtype``, times ``grad_scale``.
-
-        It is the offered memory itself where nothing has to be changed.
-        """
+        """Return the scaled gradient of a range. It is the offered memory itself if unchanged."""
         parts = self.segments(start, stop)
         first = parts[0][2]
         is_alone = len(parts) == len(first) == 1
@@ -106,10 +93,7 @@ class GradLedger:
         return grad if grad_scale == 1.0 else grad.mul_(grad_scale)
 
     def joined(self, start: int, stop: int) -> list[Tensor]:
-        """Return the terms of a range, each as one tensor.
-
-        If its parts differ in the number of terms or in dtype, it is their sum in fp32 alone.
-        """
+        """Return the terms of a range as whole tensors, or one fp32 sum if its parts differ."""
         parts = self.segments(start, stop)
         if len(parts) == 1:
             return parts[0][2]
@@ -120,14 +104,9 @@ class GradLedger:
 
 
 def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of ``terms``, in order and in its dtype, to ``out``, which may be the first."""
+    """Write the ordered sum of ``terms`` to ``out``, in its dtype. It may be the first term."""
     first, *others = terms
     if first.data_ptr() != out.data_ptr():
         out.copy_(first)
     for other in others:
         out.add_(other)
-
-
-def _is_same(one: _Terms, other: _Terms) -> bool:
-    pairs = zip(one, other, strict=False)
-    return len(one) == len(other) and all(a is b and m == n for (a, m), (b, n) in pairs)

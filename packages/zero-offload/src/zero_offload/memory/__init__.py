@@ -1,1 +1,1 @@
-"""Host memory, files, and the copies between them and the compute device."""
+"""Host memory, state files, and copies between host memory and the compute device."""

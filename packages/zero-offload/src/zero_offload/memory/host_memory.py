@@ -1,8 +1,8 @@
-"""Host buffers, page-locked within a budget.
+"""Host buffers, page-locked up to a limit.
 
-An accelerator copies to and from page-locked ("pinned") memory at full speed, beside compute. A
-machine that locks too much memory runs out of it. So there is one budget for all of a tier's
-buffers, and memory beyond it, or that cannot be locked, is pageable.
+Page-locked ("pinned") memory allows asynchronous copies at full speed, but the machine cannot swap
+it. All buffers of a tier share one limit. Memory beyond the limit, or that cannot be locked, is
+pageable.
 """
 
 from __future__ import annotations
@@ -14,21 +14,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero_offload.memory.direct_io import aligned_empty
+from zero_offload.memory.storage import aligned_empty
 
 _NUM_PACKED = 8
-"""Room of one buffer, in tensors as large as the largest. Less than a tenth of it is wasted."""
+"""Capacity of a packed buffer, in tensors of the largest size."""
 SMALL_BYTES = 1 << 20
-"""Most bytes that may be rounded up to the next power of two."""
+"""Maximum bytes of a tensor whose size may be rounded up to a power of two."""
 _ALIGNMENT = 64
 
 
 class HostMemory:
-    """Allocates host tensors, page-locked or pageable.
-
-    ``limit_bytes`` is the most to lock, None for no limit. What was allocated so far is counted in
-    ``pinned_bytes`` and ``pageable_bytes``.
-    """
+    """Allocator of host tensors, page-locked up to ``limit_bytes`` (None for no limit)."""
 
     def __init__(self, *, should_pin: bool, limit_bytes: int | None = None) -> None:
         self.pinned_bytes = 0
@@ -42,19 +38,19 @@ class HostMemory:
         return self.pinned_bytes + self.pageable_bytes
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised 1-D CPU tensor. Warns once if it cannot be locked."""
+        """Return an uninitialized 1-D CPU tensor. Warn once if it cannot be page-locked."""
         make = partial(torch.empty, numel, dtype=dtype, device="cpu")
         return self._allocate(numel * dtype.itemsize, make)
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Return uninitialised uint8 memory that direct I/O reads and writes in place."""
+        """Return uninitialized uint8 memory that is aligned for direct I/O."""
         return self._allocate(num_bytes, partial(aligned_empty, num_bytes))
 
     def parts(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return tensors that hold ``numel`` elements together, in order.
+        """Return tensors with ``numel`` elements in total, which cover a flat space in order.
 
-        torch page-locks memory in powers of two, so that one tensor could take twice its bytes.
-        The tensors have powers of two of elements, except for a small last one.
+        Torch rounds page-locked memory up to a power of two. To waste little, all tensors but a
+        small last one have a power of two of elements.
         """
         found: list[Tensor] = []
         while numel:
@@ -65,11 +61,7 @@ class HostMemory:
         return found
 
     def tensors(self, shapes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Return uninitialised 1-D tensors of ``(numel, dtype)``, packed into few buffers.
-
-        One page-locked buffer for all could waste as much as it holds (see `parts`). Several, each
-        with room for some of the largest tensors, waste little.
-        """
+        """Return uninitialized 1-D tensors of ``(numel, dtype)``, packed into few buffers."""
         sizes = [numel * dtype.itemsize for numel, dtype in shapes]
         found: list[Tensor] = []
         for group in packed(sizes, should_pin=self._should_pin):
@@ -91,7 +83,7 @@ class HostMemory:
             try:
                 pinned = make(pin_memory=True)
             except RuntimeError as error:
-                self._should_pin = False  # it would fail again
+                self._should_pin = False  # Further attempts would fail too.
                 self._warn(
                     f"could not pin {num_bytes} bytes of host memory ({error}): the machine, or "
                     f"its container, has no more to lock. Raise the locked-memory limit, set "
@@ -114,7 +106,7 @@ class HostMemory:
 
 
 def packed(sizes: Sequence[int], *, should_pin: bool) -> list[list[int]]:
-    """Return the aligned sizes of the tensors in each buffer that `HostMemory.tensors` packs."""
+    """Return the aligned tensor sizes in each buffer of `HostMemory.tensors`."""
     aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     largest = max(aligned, default=0)
     limit = 1 << (_NUM_PACKED * max(largest, 1) - 1).bit_length() if should_pin else sum(aligned)

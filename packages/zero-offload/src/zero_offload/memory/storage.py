@@ -1,41 +1,207 @@
 """Blocks of memory in a scratch file, transferred asynchronously and checksummed.
 
-ZeRO-Infinity (arXiv 2104.07857, section 6.1, the infinity offload engine) keeps on NVMe what device
-and host have no room for, and hides the transfers behind the work. `BlockFile` is that engine. Its
-blocks are any memory: optimizer state or parameter shards.
+`BlockFile` is the infinity offload engine of ZeRO-Infinity (arXiv 2104.07857, section 6.1). It
+keeps optimizer states or parameter shards on NVMe and overlaps their transfers with other work.
 
 [Note: terms]
-block       a span of the file of a length fixed at construction, moved as a whole.
-transfer    one block's read or write under way, in one of a few threads of the file's own.
-checksum    XXH3 (64 bits) of a block as it was last written, kept in memory and compared on each
-            read: a disk that returns other bytes than it was given is detected before they are
-            used. A checksum at less than memory's speed would be a part of each step's time.
+block     range of the file with a fixed length, transferred as a whole.
+transfer  asynchronous read or write of one block, in a thread of the file's pool.
+checksum  XXH3 (64 bits) of each block, computed at a write and compared at a read.
+
+[Note: direct I/O]
+O_DIRECT bypasses the page cache, which would use the host memory that offloading saves. It needs
+file offset, length and address in multiples of the device's block size, which `ALIGNMENT` is for
+all common devices. An unaligned tail, or unaligned memory, is copied through a bounce buffer.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import shutil
+import sys
+import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
 from zero_offload.errors import StorageCorruptError, StorageError
-from zero_offload.memory.direct_io import bytes_of, open_scratch, round_up
 
+if sys.platform == "linux":
+    import fcntl
+
+ALIGNMENT = 4096
+"""Alignment for direct I/O, in bytes."""
+_BOUNCE_BYTES = 1 << 20
+_NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY})
+
+_Call = Callable[[int, list[memoryview], int], int]
+
+
+def round_up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_empty(num_bytes: int, *, pin_memory: bool = False) -> Tensor:
+    """Allocate uninitialized uint8 host memory that is aligned for direct I/O."""
+    whole = torch.empty(
+        num_bytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pin_memory
+    )
+    start = -whole.data_ptr() % ALIGNMENT
+    return whole[start : start + num_bytes]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a view of the tensor's memory. The tensor must outlive the view."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"file storage moves contiguous host memory, got a tensor of shape "
+            f"{tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
+        )
+    num_bytes = tensor.numel() * tensor.element_size()
+    if not num_bytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def check_folder(folder: str | Path) -> Path:
+    if sys.platform != "linux":
+        raise ValueError(f"storage on NVMe is served on Linux only, not on {sys.platform}")
+    path = Path(folder)
+    if not path.exists():
+        raise ValueError(f"nvme_path {str(path)!r} does not exist: create the folder first")
+    if not path.is_dir():
+        raise ValueError(f"nvme_path {str(path)!r} is not a folder: name one on the NVMe disk")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(f"nvme_path {str(path)!r} is not writable for this user: change its mode")
+    return path
+
+
+class Scratch:
+    """An open file without a directory entry. ``path`` is its former name, for messages."""
+
+    def __init__(self, fd: int, path: str, *, is_direct: bool) -> None:
+        self.fd = fd
+        self.path = path
+        self.is_direct = is_direct
+        self._local = threading.local()
+
+    def read(self, view: memoryview, address: int, offset: int) -> None:
+        """Fill ``view``, which is memory at ``address``, from ``offset`` on, or raise OSError."""
+        for at, part, bounce in self._parts(view, address):
+            self._complete(os.preadv, part if bounce is None else bounce, offset + at)
+            if bounce is not None:
+                part[:] = bounce[: len(part)]
+
+    def write(self, view: memoryview, address: int, offset: int) -> None:
+        """Write ``view``, which is memory at ``address``, to ``offset``, or raise OSError."""
+        for at, part, bounce in self._parts(view, address):
+            if bounce is not None:
+                bounce[: len(part)] = part
+            self._complete(os.pwritev, part if bounce is None else bounce, offset + at)
+
+    def _parts(
+        self, view: memoryview, address: int
+    ) -> Iterator[tuple[int, memoryview, memoryview | None]]:
+        """Yield ``(at, part, bounce buffer)``: None for the part that direct I/O can transfer."""
+        direct = 0 if address % ALIGNMENT else len(view) - len(view) % ALIGNMENT
+        direct = direct if self.is_direct else len(view)
+        yield 0, view[:direct], None
+        # foreign: threading.local has no attributes in a new thread
+        if direct < len(view) and not hasattr(self._local, "memory"):
+            # The view does not keep this tensor alive.
+            self._local.memory = aligned_empty(_BOUNCE_BYTES)
+            self._local.view = bytes_of(self._local.memory)
+        for at in range(direct, len(view), _BOUNCE_BYTES):
+            part = view[at : at + _BOUNCE_BYTES]
+            yield at, part, self._local.view[: round_up(len(part))]
+
+    def _complete(self, call: _Call, view: memoryview, offset: int) -> None:
+        """Repeat ``call``, because one system call may transfer only a part of ``view``."""
+        grain = ALIGNMENT if self.is_direct else 1
+        done = 0
+        while done < len(view):
+            moved = call(self.fd, [view[done:]], offset + done)
+            if moved < len(view) - done:
+                moved -= moved % grain
+            if moved <= 0:
+                raise OSError(errno.EIO, "the file ends or stops before all bytes were moved")
+            done += moved
+
+
+def open_scratch(folder: str | Path, name: str, num_bytes: int) -> Scratch:
+    """Create an unlinked file of ``num_bytes`` with all its blocks allocated.
+
+    If no file can be created, ValueError is raised. A full disk raises OSError.
+    """
+    try:
+        fd, path = tempfile.mkstemp(prefix=f"{name}-", suffix=".bin", dir=check_folder(folder))
+    except OSError as error:
+        raise ValueError(f"no file can be made in nvme_path {str(folder)!r}: {error}") from error
+    try:
+        os.unlink(path)
+        _allocate(fd, path, num_bytes)
+        return Scratch(fd, path, is_direct=_go_direct(fd, folder, num_bytes))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _allocate(fd: int, path: str, num_bytes: int) -> None:
+    if not num_bytes:
+        return
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        os.truncate(fd, 0)  # Free the blocks that were allocated before the failure.
+        free = shutil.disk_usage(Path(path).parent).free
+        raise OSError(
+            error.errno,
+            f"{os.strerror(error.errno or 0)}: allocating {num_bytes} bytes where {free} are "
+            f"free; make room or name another nvme_path",
+            path,
+        ) from error
+
+
+def _go_direct(fd: int, folder: str | Path, num_bytes: int) -> bool:
+    """Switch the open file to O_DIRECT. Return False if the file system does not support it."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        if num_bytes:  # Some file systems accept the flag but fail at the first read.
+            os.preadv(fd, [bytes_of(aligned := aligned_empty(ALIGNMENT))], 0)
+            del aligned
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:
+            raise
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        warnings.warn(
+            f"the file system of {str(folder)!r} has no direct I/O ({error}): reads and writes go "
+            f"through the page cache and take host memory. Name an nvme_path on ext4 or XFS",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return False
+    return True
+
+
+_NUM_THREADS = 4
 _SPAN_BYTES = 4 << 20
-"""Bytes per system call: few enough that the checksum finds them in a processor's cache."""
+"""Bytes per system call. The checksum then reads them from the CPU cache."""
 
 
 class Transfer:
-    """Handle of a read or write under way. The tensor is the file's until `wait` returns."""
+    """Handle of a pending read or write. Its tensor must not be used until `wait` returns."""
 
     def __init__(self, future: Future[None], file: BlockFile) -> None:
         self._future = future
@@ -43,49 +209,37 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` returns, or raises, at once."""
         return self._future.done()
 
     def wait(self) -> None:
-        """Block until the transfer is over. The tensor is the caller's again."""
+        """Block until the transfer is complete. Raise StorageError if it failed."""
         if not self._future.done():
             begin = time.perf_counter()
-            try:
-                self._future.result()
-            finally:
-                self._file.waited(time.perf_counter() - begin)
+            wait([self._future])
+            self._file.waited(time.perf_counter() - begin)
         self._future.result()
 
     def settle(self) -> None:
-        """Block until the transfer is over, and ignore whether it failed."""
+        """Block until the transfer is complete, and ignore a failure."""
         wait([self._future])
 
 
 class BlockFile:
     """Blocks of fixed lengths in one preallocated file, read and written in the background.
 
-    The file is unlinked when it is created, so that nothing is left on the disk however the process
-    ends. It is allocated at construction, so that a full disk is reported then. Direct I/O is used
-    where the file system has it, with one warning where it has not (``is_direct``).
-
-    A block that was never written reads as zeros, without a transfer. Transfers of different blocks
-    run at the same time and in no order. Of one block only one may be under way.
+    The file is unlinked and allocated at construction, so a full disk raises there. Without direct
+    I/O on its file system (``is_direct``) a warning is issued. A block that was never written reads
+    as zeros. Transfers of different blocks run in any order. A block has at most one pending
+    transfer.
 
     Attributes:
-        bytes_read: bytes of blocks read from the file so far. The disk moves each block rounded up
-            to `direct_io.ALIGNMENT`.
-        bytes_written: bytes of blocks written to the file so far.
+        bytes_read, bytes_written: bytes of blocks so far, not rounded up to `ALIGNMENT`.
         io_s: seconds during which at least one transfer was running.
-        waited_s: seconds that callers spent in `Transfer.wait`. ``io_s`` less this was hidden.
+        waited_s: seconds that callers spent in `Transfer.wait`.
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        block_bytes: Sequence[int],
-        *,
-        name: str = "blocks",
-        num_threads: int = 4,
+        self, folder: str | Path, block_bytes: Sequence[int], *, name: str = "blocks"
     ) -> None:
         self.bytes_read = self.bytes_written = 0
         self.io_s = self.waited_s = 0.0
@@ -107,28 +261,24 @@ class BlockFile:
             raise StorageError(error.errno, str(error.strerror), str(error.filename)) from error
         self.path = self._scratch.path
         self.is_direct = self._scratch.is_direct
-        # A running transfer holds the file, so nobody reads from a closed descriptor.
+        # A running transfer keeps this object alive, so the descriptor is closed after all of them.
         self._closer = weakref.finalize(self, os.close, self._scratch.fd)
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"storage-{name}")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"storage-{name}")
 
     def read(self, block: int, tensor: Tensor) -> Transfer:
-        """Start to fill ``tensor`` with a block.
+        """Start to fill ``tensor`` (CPU, contiguous, as many bytes as the block) with a block.
 
-        It is on the CPU, contiguous, of the block's length in bytes, of any dtype. Memory of
-        `direct_io.aligned_empty` is filled in place, other memory through a copy.
+        Memory of `aligned_empty` is filled in place, other memory through a bounce buffer.
         """
         return self._start(self.read_block, block, tensor)
 
     def write(self, block: int, tensor: Tensor) -> Transfer:
-        """Start to write ``tensor``, as `read` takes it, to a block.
-
-        Should that fail, the block is lost: reading it raises the same error.
-        """
+        """Start to write ``tensor`` to a block. If this fails, later reads raise the same error."""
         return self._start(self.write_block, block, tensor)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count the time within as ``io_s``, once however many transfers run."""
+        """Count the time in this context as ``io_s``. Concurrent transfers count once."""
         with self._lock:
             if not self._num_running:
                 self._since = time.perf_counter()
@@ -141,11 +291,6 @@ class BlockFile:
                 if not self._num_running:
                     self.io_s += time.perf_counter() - self._since
 
-    def count(self, *, read: int = 0, written: int = 0) -> None:
-        with self._lock:
-            self.bytes_read += read
-            self.bytes_written += written
-
     def waited(self, seconds: float) -> None:
         with self._lock:
             self.waited_s += seconds
@@ -154,16 +299,15 @@ class BlockFile:
         return self._scratch.fd
 
     def offset(self, block: int) -> int:
-        """Return the offset of a block in the file, in bytes."""
         return self._offsets[block]
 
     def traffic(self) -> tuple[int, int]:
-        """Return `bytes_read` and `bytes_written`, once the transfers under way are over."""
+        """Wait for pending transfers, and return `bytes_read` and `bytes_written`."""
         wait(list(self._current.values()))
         return self.bytes_read, self.bytes_written
 
     def close(self) -> None:
-        """Wait for the transfers under way and free the disk space. May be called again."""
+        """Wait for pending transfers and free the disk space. Further calls have no effect."""
         self._threads.shutdown()
         self._closer()
 
@@ -193,7 +337,8 @@ class BlockFile:
             for span, address, offset in self._spans(block, tensor):
                 self._scratch.read(span, address, offset)
                 checksum.update(span)
-        self.count(read=self.block_bytes[block])
+        with self._lock:
+            self.bytes_read += self.block_bytes[block]
         found = checksum.intdigest()
         if found != expected:
             raise StorageCorruptError(
@@ -217,10 +362,10 @@ class BlockFile:
             raise
         self._lost.pop(block, None)
         self._checksums[block] = checksum.intdigest()
-        self.count(written=self.block_bytes[block])
+        with self._lock:
+            self.bytes_written += self.block_bytes[block]
 
     def _spans(self, block: int, tensor: Tensor) -> Iterator[tuple[memoryview, int, int]]:
-        """Memory, address and file offset of each system call's share of a block."""
         view, address, offset = bytes_of(tensor), tensor.data_ptr(), self._offsets[block]
         for at in range(0, len(view), _SPAN_BYTES):
             yield view[at : at + _SPAN_BYTES], address + at, offset + at

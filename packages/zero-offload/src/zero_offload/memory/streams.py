@@ -1,26 +1,24 @@
 """Copies between the compute device and host memory, and their order.
 
 [Note: order of the streams]
-Three queues work at once on an accelerator: the caller's current stream (forward, backward, the
-device's half of the step), the *down* stream (gradients to the host) and the *up* stream
-(parameters to the device); the host's worker thread is a fourth actor. Where parameters are sent as
-differences, a further stream, *checksums*, reads what they start from.
+An accelerator has three queues: the caller's current stream (forward, backward, device updates),
+the *down* stream (gradients to the host) and the *up* stream (parameters to the device). The host's
+update thread, the worker, is a fourth. Differences need a *checksums* stream too, which reads the
+old parameter values.
 
-1. down waits for the caller's stream: a gradient is read after it was computed.
-2. the worker waits for down: the host reads a gradient after it arrived.
-3. the caller's stream waits for down (`release`): the caller may overwrite a gradient once it has
-   called for that.
-4. up waits for the caller's stream: a parameter is overwritten after the forward and backward that
-   were enqueued before ``step`` have read it. The caller marks the place (`mark_readers`). The
-   worker makes up wait for it right before the step's first copy (`follow`). A stream runs in
-   order: enqueued by the caller, the wait would hold back the copies of all steps before.
-5. the worker waits for up: a staging buffer is refilled after it was sent.
-6. the caller's stream waits for up (`arrive`): a parameter is read after its new value is there.
-7. checksums waits for the caller's stream as up does, and for earlier copies up of the same
-   parameters, but not of others: those may take long.
+Rules:
 
-If the compute device is the CPU, each of them is a plain copy and no order is needed beyond that of
-the calls. Nothing here names CUDA: streams and events are ``torch.accelerator``'s.
+1. down waits for the caller's stream: a gradient is copied after it was computed.
+2. The worker waits for down: the host reads a gradient after it arrived.
+3. The caller's stream waits for down (`release`): the caller may then overwrite the gradient.
+4. up waits for the caller's stream: a parameter is overwritten after all kernels enqueued before
+``step``. The caller records an event (`mark_readers`). The worker makes up wait for it just before
+the step's first copy (`follow`), so that earlier steps' copies on up are not delayed.
+5. The worker waits for up: a staging buffer is refilled after it was sent.
+6. The caller's stream waits for up (`arrive`): a parameter is read after its new value arrived.
+7. checksums waits for the caller's stream like up, and for earlier copies of the same parameters.
+
+If the compute device is the CPU, copies are synchronous. All streams are ``torch.accelerator``'s.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from torch import Tensor
 from zero_offload.protocols import UploadCodec
 
 TimedCopy = tuple[str, torch.Event, torch.Event]
-"""What is copied, and events of a stream before and after it."""
+"""Kind of a copy, and the events before and after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """A checksum of values on the device: int64, in host memory once the event has fired."""
+    """A checksum of values on the device: int64, valid in host memory once the event fired."""
 
     value: Tensor
     event: torch.Event | None
@@ -50,12 +48,12 @@ class Checksum:
 
 _TO_HOST, _TO_DEVICE = "gradients to the host", "parameters to the device"
 _MAX_COPIES = 4096
-"""Timed copies that are kept until they are taken."""
+"""Maximum number of timed copies that are kept until `HostStreams.take_copies`."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 500e-6
 
 
 def block_until(event: torch.Event) -> None:
-    """Block until an event has fired, without the spinning of ``synchronize`` on CUDA."""
+    """Block until an event has fired. Unlike ``synchronize`` on CUDA, this does not spin."""
     pause_s = _SHORTEST_PAUSE_S
     while not event.query():
         time.sleep(pause_s)
@@ -63,68 +61,62 @@ def block_until(event: torch.Event) -> None:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return the device with the index that it has on this thread."""
+    """Return the device with an explicit index: that of the thread's current device by default."""
     is_indexed = ":" in str(device)
     return device if is_indexed else torch.empty(0, device=device).device
 
 
 def enter_device(device: torch.device) -> None:
-    """Make an accelerator the current device of this thread, before its first stream or event.
+    """Make an accelerator this thread's current device, which is 0 in a new thread.
 
-    A new thread's device is 0. To enter a stream of another one would make a context on 0, too.
+    Otherwise the first stream or event would create a context on device 0.
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
 
 class HostStreams:
-    """Copies on a CPU: immediate, without events. ``is_timing``: time later copies."""
+    """Synchronous copies on a CPU, without events. ``is_timing`` has no effect here."""
 
     is_timing = False
 
     def take_copies(self) -> list[TimedCopy]:
-        """Return the copies that were timed since the last call, in each direction in order."""
+        """Return the copies that were timed since the last call, in order for each direction."""
         return []
 
     def to_host(self, target: Tensor, source: Tensor) -> torch.Event | None:
-        """Copy a gradient to its host buffer and return an event, or None if it is complete."""
+        """Copy a gradient, or new values (`to_device`). Return an event if this is asynchronous."""
         target.copy_(source)
         return None
+
+    to_device = to_host
 
     def mark_readers(self) -> torch.Event | None:
-        """Return an event after what the caller has enqueued, or None if that is done already."""
-        return None
-
-    def to_device(self, target: Tensor, source: Tensor) -> torch.Event | None:
-        """Start to copy new values up and return an event, or None if they have arrived."""
-        target.copy_(source)
+        """Return an event after all work that the caller enqueued, or None on a CPU."""
         return None
 
     def checksum(
         self, codec: UploadCodec, values: Tensor, value: Tensor, earlier: Iterable[torch.Event]
     ) -> Checksum:
-        """Start to compute the checksum of parameters that `difference_to_device` will change.
+        """Start to compute the checksum of parameters before `difference_to_device` changes them.
 
-        ``value`` is host memory for it, ``earlier`` events of earlier copies up to ``values``.
+        ``value`` is host memory for it. ``earlier`` are events of pending copies to ``values``.
         """
         value.copy_(codec.checksum(values))
         return Checksum(value, None)
 
     def reserve_difference(self, nbytes: int) -> None:
-        """Allocate what differences of at most ``nbytes`` need on the device. Called once."""
+        """Allocate device memory for differences of at most ``nbytes``. Called once."""
 
     def difference_to_device(
         self, codec: UploadCodec, target: Tensor, difference: Tensor
     ) -> torch.Event | None:
-        """Start to change values on the device by a difference, as `to_device`.
-
-        It is in host memory, and no longer than `reserve_difference` was told.
-        """
+        """Change values by a difference in host memory. Return an event if this is asynchronous."""
         codec.decode(difference, target)
         return None
 
     def wait(self, event: torch.Event) -> None:
-        """Block this thread until a copy is done. Those within host memory leave no events."""
+        """Block this thread until an event has fired. Copies on a CPU have no events."""
         raise AssertionError("copies within host memory leave no events")
 
     release = follow = arrive = wait
@@ -137,11 +129,12 @@ class AcceleratorStreams(HostStreams):
         self.device = device
         self.down = down
         self.up = up
-        self._followers = [up]  # streams that wait for the caller's reads
-        self._checksums: torch.Stream | None = None  # for differences alone, as the next
-        self._room: Tensor | None = None  # where a difference arrives
-        self._reading: deque[tuple[torch.Event, Tensor]] = deque()  # gradients that down reads
-        self._copies: deque[TimedCopy] = deque(maxlen=_MAX_COPIES)  # of two threads
+        self._followers = [up]  # streams that `follow` orders after the caller's reads
+        self._checksums: torch.Stream | None = None  # stream, for differences only
+        self._room: Tensor | None = None  # device buffer of one difference
+        self._reading: deque[tuple[torch.Event, Tensor]] = deque()  # gradients with a pending copy
+        # One thread appends timed copies, and another removes them.
+        self._copies: deque[TimedCopy] = deque(maxlen=_MAX_COPIES)
 
     def take_copies(self) -> list[TimedCopy]:
         found = []
@@ -152,7 +145,7 @@ class AcceleratorStreams(HostStreams):
 
     @contextmanager
     def _timed(self, what: str, stream: torch.Stream) -> Iterator[None]:
-        """Note when the stream begins and ends what is enqueued on it within, if that is asked."""
+        """Record events around the work enqueued in this context if `is_timing` is set."""
         if not self.is_timing:
             yield
             return
@@ -163,24 +156,24 @@ class AcceleratorStreams(HostStreams):
         self._copies.append((what, start, end))
 
     def current(self) -> torch.Stream:
-        """Return the caller's stream."""
         return torch.accelerator.current_stream(self.device)
 
     def to_host(self, target: Tensor, source: Tensor) -> torch.Event:
-        """Enqueue on down. The event fires when the gradient has arrived."""
-        self.down.wait_event(self.current().record_event())  # 1: down waits for the producer
+        # Rule 1 of [Note: order of the streams]: copy the gradient after it was computed.
+        self.down.wait_event(self.current().record_event())
         with self.down, self._timed(_TO_HOST, self.down):
             target.copy_(source, non_blocking=True)
         event = self.down.record_event()
         while self._reading and self._reading[0][0].query():
             self._reading.popleft()
-        self._reading.append((event, source))  # so that its memory is not reused before
+        self._reading.append((event, source))  # keeps the source's memory until the copy is done
         return event
 
     def release(self, event: torch.Event) -> None:
-        """Let the caller enqueue overwrites of the memory that `to_host` copies from."""
-        self.current().wait_event(event)  # 3: the caller waits for down
-        if any(own is event for own, _ in self._reading):  # copies down are in order
+        """Make the caller's stream wait, so that it may overwrite the source of a `to_host`."""
+        self.current().wait_event(event)  # Rule 3: overwrite the gradient after it was copied.
+        # Earlier copies on down are complete too.
+        if any(own is event for own, _ in self._reading):
             while self._reading.popleft()[0] is not event:
                 pass
 
@@ -188,26 +181,25 @@ class AcceleratorStreams(HostStreams):
         return self.current().record_event()
 
     def follow(self, event: torch.Event) -> None:
-        """Let later `to_device` calls begin after an event of `mark_readers`."""
+        """Make later `to_device` calls wait for an event of `mark_readers`."""
         for stream in self._followers:
-            stream.wait_event(event)  # 4 and 7: up and checksums wait for the readers
+            # Rules 4 and 7: overwrite parameters after the caller's kernels have read them.
+            stream.wait_event(event)
 
     def wait(self, event: torch.Event) -> None:
-        """Block this thread, which holds no lock and no stream meanwhile."""
-        block_until(event)  # 2 and 5: the worker waits for down, or for up
+        block_until(event)  # Rules 2 and 5: the worker waits for a copy on down or up.
 
     def to_device(self, target: Tensor, source: Tensor) -> torch.Event:
-        """Enqueue on up. The event fires when the values have arrived."""
         with self.up, self._timed(_TO_DEVICE, self.up):
             target.copy_(source, non_blocking=True)
         return self._written_on_up(target)
 
     def _written_on_up(self, target: Tensor) -> torch.Event:
-        target.record_stream(self.up)  # nobody else keeps it if its engine is dropped meanwhile
+        target.record_stream(self.up)  # keeps the memory if its owner is deleted during the copy
         return self.up.record_event()
 
     def reserve_difference(self, nbytes: int) -> None:
-        with self.up:  # where its memory is reused
+        with self.up:  # The buffer is allocated for use on up.
             self._room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._checksums = torch.Stream(self.device, priority=-1)
         self._followers = [self.up, self._checksums]
@@ -215,11 +207,10 @@ class AcceleratorStreams(HostStreams):
     def checksum(
         self, codec: UploadCodec, values: Tensor, value: Tensor, earlier: Iterable[torch.Event]
     ) -> Checksum:
-        """Enqueue on checksums. The worker waits for it: ``values`` are not freed before."""
         stream = self._checksums
         assert stream is not None, "`reserve_difference` was called"
         for event in earlier:
-            stream.wait_event(event)  # 7: checksums waits for earlier copies of the same
+            stream.wait_event(event)  # Rule 7: read the values after earlier copies to them.
         with stream:
             value.copy_(codec.checksum(values), non_blocking=True)
         return Checksum(value, stream.record_event())
@@ -227,7 +218,6 @@ class AcceleratorStreams(HostStreams):
     def difference_to_device(
         self, codec: UploadCodec, target: Tensor, difference: Tensor
     ) -> torch.Event:
-        """Enqueue on up, where one difference after another uses the same memory."""
         assert self._room is not None, "`reserve_difference` was called"
         arrived = self._room[: difference.numel()]
         with self.up:
@@ -238,7 +228,7 @@ class AcceleratorStreams(HostStreams):
 
     def arrive(self, event: torch.Event) -> None:
         """Make the caller's current stream wait for a `to_device`."""
-        self.current().wait_event(event)  # 6: the caller waits for up
+        self.current().wait_event(event)  # Rule 6: read parameters after their new values arrived.
 
 
 def open_streams(device: torch.device) -> HostStreams:
@@ -251,7 +241,7 @@ def open_streams(device: torch.device) -> HostStreams:
 
 
 class Copy:
-    """A copy enqueued on the stream that was current then. See `start_copy`."""
+    """A copy enqueued on the stream that is current at construction. See `start_copy`."""
 
     def __init__(self, out: Tensor) -> None:
         self._device = out.device
@@ -260,7 +250,7 @@ class Copy:
             self._event = torch.accelerator.current_stream(self._device).record_event()
 
     def wait(self) -> None:
-        """Make the current stream wait for the copy. On a CPU it is complete already."""
+        """Make the current stream wait for the copy. On a CPU the copy is complete already."""
         if self._event is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._event)
 
@@ -271,6 +261,6 @@ class Copy:
 
 
 def start_copy(out: Tensor, source: Tensor) -> Copy:
-    """Enqueue ``out.copy_(source)`` on the current stream. ``source`` is on the host."""
+    """Enqueue ``out.copy_(source)`` on the current stream. ``source`` is in host memory."""
     out.copy_(source, non_blocking=True)
     return Copy(out)

@@ -1,1 +1,1 @@
-"""Update rules: how an optimizer's step is computed by a host kernel, without owning memory."""
+"""Update rules: optimizer updates by host kernels, on memory that the caller owns."""

@@ -1,8 +1,21 @@
 """Adam and AdamW with moments of 16 or 8 bits.
 
-Moments are bf16 with stochastic rounding, or block-wise 8 bits after Dettmers et al., 2021 (arXiv
-2110.02861), with the codes of `zero_offload.rules.codes`. Beside them the master weight of a bf16
-parameter is kept split: the parameter is its upper half, an int16 remainder the lower.
+Moments are bf16 with stochastic rounding, or 8-bit block-wise (Dettmers et al., 2021, arXiv
+2110.02861). The master weight of a bf16 parameter is kept split.
+
+[Note: 8-bit codes]
+128 elements form a block with an fp32 scale, their largest magnitude. The code of a first moment is
+nearly the signed square root of its magnitude over the scale (half the exponent, linear in
+between), with 127 for the scale. The code of a second moment has the first 8 bits of its square
+root over the scale as a floating-point number: 16 codes per power of two, from 255 for the scale to
+0 for ``17 / 2**20``. With scale 0 all elements are 0.
+
+Encoding decoded values restores all codes and scales, unless a block's largest root is below
+``2**-56`` (1.4e-17). Then fp32 squares of small roots lose bits.
+
+[Note: split master]
+An fp32 master weight is kept as its bf16 parameter, rounded to nearest (ties to the greater
+magnitude), and an int16 remainder, the lower half of its bits. Together they restore all bits.
 """
 
 from __future__ import annotations
@@ -13,44 +26,131 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from zero_offload.protocols import Bf16AdamKernel, EightBitAdamKernel
-from zero_offload.rules import codes
-from zero_offload.rules.plain import MOMENTS, AdamRule
-from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Grad, Rule, Stored
+from zero_offload.rules.rule import MASTER, MOMENTS, PARAM, REMAINDER, AdamRule, Grad, Rule, Stored
+
+WINDOW_NUMEL = 1 << 15
+"""Elements that are converted at once: whole blocks that fit in a CPU cache.
+
+Torch uses one thread for so few elements, which is faster for a dozen short operations.
+"""
+BLOCK_NUMEL = 128
+
+_HALF_OF_ONE = 0x3F800000 // 2
+_ROOT_SHIFT = 19
+_ROOT_BASE = 0x3F800000 - (255 << _ROOT_SHIFT)
+_LEAST_SCALE = 2.0**-100
+
+
+def _rows(values: Tensor) -> Tensor:
+    return pad(values, (0, -values.numel() % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
+
+
+def _expand(codes: Tensor) -> Tensor:
+    """Return the magnitude of a first moment's code, up to a constant factor."""
+    bits = codes.to(torch.float32).view(torch.int32) - _HALF_OF_ONE
+    return (bits.clamp(min=0) << 1).view(torch.float32)
+
+
+# The device is explicit because the module may be imported under torch.device("meta").
+_LARGEST = float(_expand(torch.tensor([127], device="cpu"))[0])
+_TOP = _LARGEST - 1.0  # less than 127 in code units, so that rounding never gives 128
+
+
+def decode_exp_avg(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return first moments of int8 ``codes`` (n) and fp32 ``scales`` (one per block)."""
+    rows = _rows(codes).to(torch.int32)
+    magnitudes = _expand(rows.abs()) * (scales[:, None] * (1.0 / _LARGEST))
+    magnitudes = torch.where(rows.abs() == 127, scales[:, None], magnitudes)
+    return torch.where(rows < 0, -magnitudes, magnitudes).view(-1)[: codes.numel()]
+
+
+def encode_exp_avg(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes and fp32 scales of first moments. Nonfinite blocks have scale NaN."""
+    rows = _rows(values)
+    scales, inverse = _scales(rows.abs(), _TOP)
+    # Invert `_expand`, without rounding to a whole code.
+    bits = ((rows.abs() * inverse[:, None]).view(torch.int32) >> 1) + _HALF_OF_ONE
+    magnitudes = bits.view(torch.float32)
+    codes = torch.where(rows < 0, -magnitudes, magnitudes).round()
+    codes[scales.isnan()] = 0
+    return codes.to(torch.int8).view(-1)[: values.numel()], scales
+
+
+def decode_exp_avg_sq(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return second moments of uint8 ``codes`` (n) and fp32 ``scales`` of their square roots."""
+    bits = (_rows(codes).to(torch.int32) << _ROOT_SHIFT) + _ROOT_BASE
+    roots = bits.view(torch.float32) * scales[:, None]
+    return roots.square_().view(-1)[: codes.numel()]
+
+
+def encode_exp_avg_sq(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return uint8 codes and fp32 scales of second moments. Nonfinite blocks have scale NaN."""
+    # In double precision the root of a rounded fp32 square rounds to the original number.
+    rows = _rows(values).double().sqrt_().float()
+    scales, inverse = _scales(rows, 1.0)
+    bits = (rows * inverse[:, None]).view(torch.int32).clamp(min=_ROOT_BASE) - _ROOT_BASE
+    codes = (bits + (1 << (_ROOT_SHIFT - 1))) >> _ROOT_SHIFT
+    codes[scales.isnan()] = 0
+    return codes.to(torch.uint8).view(-1)[: values.numel()], scales
+
+
+def _scales(magnitudes: Tensor, top: float) -> tuple[Tensor, Tensor]:
+    """Return each row's scale, NaN if nonfinite, and the factor from the scale to ``top``."""
+    largest = magnitudes.amax(dim=1)
+    largest = torch.where(largest < _LEAST_SCALE, 0.0, largest)
+    largest = torch.where(largest.isfinite(), largest, torch.nan)
+    return largest, torch.where(largest == 0, 0.0, top / largest)
+
+
+def join_master(param: Tensor, remainder: Tensor) -> Tensor:
+    """Return fp32 master weights of bf16 parameters and int16 remainders. Zero stays zero."""
+    upper = param.view(torch.int16).to(torch.int32) << 16
+    is_zero = (upper & 0x7FFFFFFF) == 0
+    return torch.where(is_zero, upper, upper + remainder.to(torch.int32)).view(torch.float32)
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return bf16 parameters and int16 remainders of fp32 master weights. NaN stays NaN."""
+    return upper_half(master), master.view(torch.int32).to(torch.int16)
+
+
+def upper_half(master: Tensor) -> Tensor:
+    """Return the bf16 parameters of split fp32 master weights. NaN stays NaN."""
+    bits = master.view(torch.int32)
+    rounded = torch.where(master.isnan(), bits | 0x00400000, bits + 0x8000)
+    return (rounded >> 16).to(torch.int16).view(torch.bfloat16)
+
 
 _SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
 _RANDOM_BLOCK = 1 << 20
-"""Elements after which the random numbers of the stochastic rounding start again."""
+"""Elements after which the random numbers of stochastic rounding repeat."""
 
 
 def _windows(numel: int) -> Iterator[slice]:
-    size = codes.WINDOW_NUMEL
+    size = WINDOW_NUMEL
     return (slice(low, min(low + size, numel)) for low in range(0, numel, size))
 
 
 class _CompactAdamRule(AdamRule):
-    """Adam with compact moments, and a split master weight for bf16 parameters."""
+    """Adam with compact moments, and split master weights for bf16 parameters."""
 
     def __init__(self, kernel: Any, *, is_decoupled: bool, is_master_split: bool = False) -> None:
         super().__init__(kernel, is_decoupled=is_decoupled)
         self.is_master_split = is_master_split
 
     def for_params(self, dtype: torch.dtype) -> Rule:
-        """Return the rule with a split master for bf16 and with a whole one for fp32 and fp16."""
+        """Return the rule with split master weights for bf16, whole ones for fp32 and fp16."""
         return type(self)(
             self._kernel, is_decoupled=self._is_decoupled, is_master_split=dtype == torch.bfloat16
         )
 
     def stored(self, numel: int) -> Mapping[str, tuple[torch.dtype, int]]:
-        if not self.is_master_split:
-            return self.stored_moments(numel)
+        """Return the halves of a split master weight. Subclasses add the moments."""
         halves = {PARAM: (torch.bfloat16, numel), REMAINDER: (torch.int16, numel)}
-        return {**halves, **self.stored_moments(numel)}
-
-    @abstractmethod
-    def stored_moments(self, numel: int) -> dict[str, tuple[torch.dtype, int]]:
-        """Return dtype and length of each buffer of the moments."""
+        return halves if self.is_master_split else {}
 
     def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
         if not self.is_master_split:
@@ -63,23 +163,22 @@ class _CompactAdamRule(AdamRule):
             out.copy_(param)
 
     def round_to(self, master: Tensor, out: Tensor) -> None:
-        """Round ties of a split master weight to the greater magnitude, as its upper half is."""
         if not self.is_master_split:
             out.copy_(master)
             return
         for part in _windows(master.numel()):
-            out[part].copy_(codes.upper_half(master[part]))
+            out[part].copy_(upper_half(master[part]))
 
     @abstractmethod
     def call_kernel(self, param: Tensor, grad: Grad, stored: Stored, **kw: Any) -> None:
-        """Call the kernel for ``param``: master weights, or upper halves with a ``remainder``."""
+        """Call the kernel. ``param`` are master weights, or upper halves with a ``remainder``."""
 
     def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
         if name == MASTER and self.is_master_split:
             found = torch.empty(stop - start, dtype=torch.float32, device="cpu")
             for part in _windows(stop - start):
                 halves = (stored[half][start:stop][part] for half in (PARAM, REMAINDER))
-                found[part].copy_(codes.join_master(*halves))
+                found[part].copy_(join_master(*halves))
             return found
         return super().decode(name, stored, start, stop)
 
@@ -87,7 +186,7 @@ class _CompactAdamRule(AdamRule):
         if name == MASTER and self.is_master_split:
             own = {half: stored[half][start:] for half in (PARAM, REMAINDER)}
             for part in _windows(values.numel()):
-                param, remainder = codes.split_master(values[part].float())
+                param, remainder = split_master(values[part].float())
                 own[PARAM][part].copy_(param)
                 own[REMAINDER][part].copy_(remainder)
         else:
@@ -95,15 +194,12 @@ class _CompactAdamRule(AdamRule):
 
 
 class Bf16AdamRule(_CompactAdamRule):
-    """Adam or AdamW with bf16 moments, stochastically rounded, by ``kernel.adam_step_bf16``.
-
-    The random numbers are a function of the step and of an element's place in its block.
-    """
+    """Adam or AdamW with stochastically rounded bf16 moments, by ``kernel.adam_step_bf16``."""
 
     block = _RANDOM_BLOCK
 
-    def stored_moments(self, numel: int) -> dict[str, tuple[torch.dtype, int]]:
-        return dict.fromkeys(MOMENTS, (torch.bfloat16, numel))
+    def stored(self, numel: int) -> Mapping[str, tuple[torch.dtype, int]]:
+        return {**super().stored(numel), **dict.fromkeys(MOMENTS, (torch.bfloat16, numel))}
 
     def call_kernel(self, param: Tensor, grad: Grad, stored: Stored, **kw: Any) -> None:
         kernel: Bf16AdamKernel = self._kernel
@@ -122,11 +218,12 @@ class Bf16AdamRule(_CompactAdamRule):
 class EightBitAdamRule(_CompactAdamRule):
     """Adam or AdamW with 8-bit moments by ``kernel.adam_step_8bit``."""
 
-    block = codes.BLOCK_NUMEL
+    block = BLOCK_NUMEL
 
-    def stored_moments(self, numel: int) -> dict[str, tuple[torch.dtype, int]]:
+    def stored(self, numel: int) -> Mapping[str, tuple[torch.dtype, int]]:
         num_blocks = -(-numel // self.block)
         return {
+            **super().stored(numel),
             "exp_avg": (torch.int8, numel),
             "exp_avg_sq": (torch.uint8, numel),
             **dict.fromkeys(_SCALES.values(), (torch.float32, num_blocks)),
@@ -142,11 +239,11 @@ class EightBitAdamRule(_CompactAdamRule):
             return super().decode(name, stored, start, stop)
         low = start - start % self.block
         scales = stored[_SCALES[name]][low // self.block : -(-stop // self.block)]
-        read = codes.decode_exp_avg if name == "exp_avg" else codes.decode_exp_avg_sq
+        read = decode_exp_avg if name == "exp_avg" else decode_exp_avg_sq
         return read(stored[name][low:stop], scales)[start - low :]
 
     def encode(self, name: str, stored: Stored, start: int, values: Tensor) -> None:
-        """Overwrite a state. A block that is overwritten in part is encoded again as a whole."""
+        """Overwrite a state. A partly overwritten block is encoded again as a whole."""
         if name == MASTER:
             super().encode(name, stored, start, values)
             return
@@ -156,7 +253,7 @@ class EightBitAdamRule(_CompactAdamRule):
             whole = self.decode(name, stored, low, high)
             whole[start - low : stop - low] = values
             values = whole
-        write = codes.encode_exp_avg if name == "exp_avg" else codes.encode_exp_avg_sq
+        write = encode_exp_avg if name == "exp_avg" else encode_exp_avg_sq
         found, scales = write(values.float())
         stored[name][low:high] = found
         stored[_SCALES[name]][low // self.block : -(-high // self.block)] = scales

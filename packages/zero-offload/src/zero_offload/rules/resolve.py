@@ -1,12 +1,15 @@
-"""Choice of an installed kernel and of the rule for an optimizer class.
+"""Choice of the host kernel and the update rule for an optimizer class.
 
-Kernels announce themselves under the entry-point group ``zero_core.adam_kernels``. One is loaded
-only when it is asked for, and no other with it.
+Kernels are entry points of the group ``zero_core.adam_kernels``. Only the requested one is loaded.
+
+An optimizer is elementwise if the new value and state of an element depend only on that element,
+its gradient, its state and step counts. Only such an optimizer can update parts of a parameter on
+host and device (Twin-Flow, ZeRO-Offload++).
 
 [Note: a kernel's own optimizer class]
-A package with an Adam kernel may have a torch optimizer over it, as cpu-adam has ``CPUAdam``. Such
-a class declares the kernel (`HostKernelOptimizer`). Its update is that kernel's on the host and
-that of torch's Adam, which computes the same, on an accelerator.
+A kernel package may have a torch optimizer class, such as cpu-adam's ``CPUAdam``, which declares
+its kernel (`HostKernelOptimizer`). The host then uses this kernel, and an accelerator torch's Adam,
+which computes the same update.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from zero_offload.protocols import (
     AdamKernel,
     Bf16AdamKernel,
     EightBitAdamKernel,
+    ElementwiseOptimizer,
     Groups,
     HostKernelOptimizer,
     LionKernel,
@@ -33,9 +37,42 @@ from zero_offload.protocols import (
     SgdKernel,
 )
 from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
-from zero_offload.rules.plain import AdagradRule, AdamRule, LionRule, SgdRule
-from zero_offload.rules.rule import Rule
+from zero_offload.rules.rule import AdagradRule, AdamRule, LionRule, Rule, SgdRule
 from zero_offload.settings import check_state_dtype
+
+ELEMENTWISE: frozenset[OptimizerClass] = frozenset(
+    {
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
+"""Torch's elementwise optimizers. A subclass may differ and is not included."""
+
+
+def check_elementwise(optimizer_class: OptimizerClass) -> None:
+    """Raise ValueError unless the class is in `ELEMENTWISE` or has ``is_elementwise = True``."""
+    if optimizer_class in ELEMENTWISE:
+        return
+    declared: object = optimizer_class
+    if isinstance(declared, ElementwiseOptimizer) and declared.is_elementwise is True:
+        return
+    known = ", ".join(sorted(cls.__name__ for cls in ELEMENTWISE))
+    name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
+    raise ValueError(
+        f"{name} cannot be offloaded: its update is not known to be elementwise. Use one of "
+        f"{known}, or, if each element is updated by itself, set `is_elementwise = True` on the "
+        f"class."
+    )
+
 
 GROUP = "zero_core.adam_kernels"
 _KNOWN: dict[OptimizerClass, str] = {
@@ -44,7 +81,7 @@ _KNOWN: dict[OptimizerClass, str] = {
     optim.Adagrad: "adagrad",
     optim.SGD: "sgd",
 }
-"""Rules of torch's own classes; a subclass may differ and is not among them."""
+"""Rules of torch's own classes. A subclass may differ and is not included."""
 _KINDS = ("adam", "adagrad", "sgd", "lion")
 """Values of the class attribute ``update_rule``."""
 
@@ -54,8 +91,8 @@ def resolve_kernel(
 ) -> AdamKernel | None:
     """Return the kernel for an optimizer class, or None for torch's own update.
 
-    ``kernel`` is an object with ``adam_step``, the name of an entry point, ``"auto"`` for an
-    installed kernel (the first by name) if a kernel can compute the class, or None.
+    ``kernel`` is an object with ``adam_step``, the name of an entry point, or None. ``"auto"``
+    selects the first installed kernel if a kernel can compute the class.
     """
     if kernel is None:
         return None
@@ -82,7 +119,7 @@ def _checked(kernel: Any) -> AdamKernel:
 
 
 def _kind(optimizer_class: OptimizerClass) -> str | None:
-    """Name of the rule: torch's own classes by identity, others by ``update_rule``."""
+    """Return the rule's name: torch's own classes by identity, others by ``update_rule``."""
     if optimizer_class in _KNOWN:
         return _KNOWN[optimizer_class]
     declared: object = optimizer_class
@@ -92,7 +129,6 @@ def _kind(optimizer_class: OptimizerClass) -> str | None:
 
 
 def check_kernel_class(optimizer_class: OptimizerClass) -> None:
-    """Raise ValueError unless some kernel can compute the class's update."""
     if _kind(optimizer_class) is None:
         raise ValueError(
             f"an adam_kernel computes torch.optim.Adam, AdamW, Adagrad and SGD, and classes whose "
@@ -104,11 +140,10 @@ def check_kernel_class(optimizer_class: OptimizerClass) -> None:
 def resolve_rule(
     kernel: Any, optimizer_class: OptimizerClass, groups: Groups, state_dtype: str = "float32"
 ) -> Rule | None:
-    """Return the rule that computes an optimizer's update by a kernel.
+    """Return the rule that computes an optimizer's update by a kernel, or None for torch.
 
-    It is None where torch's own update must do it: there is no kernel or it lacks the function, no
-    kernel computes the optimizer, or a setting is torch's alone. A ``state_dtype`` that cannot be
-    served is refused.
+    Torch computes the update if there is no kernel, if the kernel lacks the function, or if only
+    torch supports a setting. An unsupported ``state_dtype`` raises ValueError.
     """
     if check_state_dtype(state_dtype) != "float32":
         return _compact_rule(kernel, optimizer_class, groups, state_dtype)
@@ -152,7 +187,7 @@ def _has_amsgrad(groups: Groups) -> bool:
 
 
 def _may_start_late(groups: Groups) -> bool:
-    """Whether a group without momentum may get one: torch then takes the gradient undampened."""
+    """Whether a group may get momentum later: torch then uses its first gradient undampened."""
     momenta = [bool(group["momentum"]) for group in groups]
     return any(momenta) and not all(momenta) and any(group["dampening"] for group in groups)
 
@@ -163,10 +198,10 @@ _ONLY_SERVED = {"state_dtype": ("float32",), "master_dtype": (None, "float32")}
 
 @dataclass(frozen=True)
 class HostUpdate:
-    """Kernel and torch class that a tier computes an optimizer's update with.
+    """Kernel and torch class that compute an optimizer's update.
 
-    ``defaults`` are the optimizer's settings, filled in. ``is_kernels_own``: see
-    [Note: a kernel's own optimizer class].
+    ``defaults`` are the optimizer's settings, with all defaults. ``is_kernels_own``: see [Note: a
+    kernel's own optimizer class].
     """
 
     defaults: Mapping[str, Any]
@@ -175,10 +210,7 @@ class HostUpdate:
     is_kernels_own: bool
 
     def groups(self, groups: Groups, *, is_host_alone: bool) -> Groups:
-        """Return ``param_groups`` with the settings of `torch_class`, or raise ValueError.
-
-        ``is_host_alone``: no part is updated by torch on an accelerator.
-        """
+        """Return ``param_groups`` with the settings of `torch_class`, or raise ValueError."""
         if not self.is_kernels_own:
             return groups
         return [_as_torch_adam(group, is_host_alone) for group in groups]
@@ -189,7 +221,7 @@ def resolve_update(
     settings: Mapping[str, Any],
     adam_kernel: AdamKernel | str | None,
 ) -> HostUpdate:
-    """Return the update of a class with these keyword arguments, which its constructor checks."""
+    """Return the update of a class. Its constructor checks the keyword arguments ``settings``."""
     defaults = _defaults(optimizer_class, settings)
     declared: object = optimizer_class
     if not isinstance(declared, HostKernelOptimizer):
@@ -231,7 +263,6 @@ def _as_torch_adam(group: Mapping[str, Any], is_host_alone: bool) -> dict[str, A
 
 
 def _defaults(optimizer_class: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting, defaults filled in and values checked by the optimizer's constructor."""
     probe = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **settings)
     return dict(probe.defaults)
 

@@ -1,15 +1,13 @@
-"""Update rules: the state, its stored form, and one step in one kernel pass.
+"""Update rules, and those with fp32 states: Adam, Adagrad, SGD, Lion.
 
 [Note: rules]
-rule      the computation of an optimizer's update on flat host memory. It owns no memory: the
-          caller passes master weights, gradient and state, in RAM or in a buffer that was just
-          read from a disk.
-state     the form in a checkpoint: one number per element, under torch's name.
-stored    the form in memory: the same, or 8-bit codes with scales, or a split master weight.
-span      the elements of one call. A rule with ``block`` 1 updates any span, across pieces too.
-          Another counts blocks from a piece's first element. A span is then in one piece and
-          starts at a multiple of ``block`` from there, and each block is in one span. So the
-          result for an element depends on its piece alone, not on its neighbours.
+rule    computes an optimizer's update on flat host memory. The caller owns master weights,
+        gradients and states, in memory or in a buffer of a state file.
+state   the form in a checkpoint: one number per element, under torch's name.
+stored  the form in memory: the state itself, 8-bit codes with scales, or a split master weight.
+span    elements of one call. A rule with ``block`` 1 updates any span. Other rules count blocks
+        from a piece's first element. Their span is in one piece, starts at a multiple of ``block``
+        there, and has whole blocks. The result for an element then depends on its piece only.
 """
 
 from __future__ import annotations
@@ -17,12 +15,21 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 
-from zero_offload.protocols import CopyingKernel, SummingKernel
+from zero_offload.protocols import (
+    AdagradKernel,
+    AdamKernel,
+    CopyingKernel,
+    LionKernel,
+    OptimizerClass,
+    SgdKernel,
+    SummingKernel,
+)
 from zero_offload.threads import num_kernel_threads
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,24 +39,24 @@ PARAM = "param"
 REMAINDER = "remainder"
 
 Grad = Tensor | list[Tensor]
-"""The gradient of one span: fp32, bf16 or fp16. Several are added in fp32, in order."""
+"""The gradient of one span: fp32, bf16 or fp16. A list is added in fp32, in order."""
 Stored = Mapping[str, Tensor]
 """The 1-D host buffers of one span, by the names of `Rule.stored`."""
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""Sources and targets of one span, each as long as one of its buffers."""
+"""Pairs of source and target, each as long as a buffer of the span."""
 
 
 class Rule(ABC):
     """One update rule over flat host memory.
 
     Attributes:
-        states: names and dtypes of the elementwise states that a checkpoint has, without the
-            master weight.
-        scalars: what torch keeps for each parameter beside them: ``("step",)``, or nothing.
+        states: names and dtypes of the elementwise states in a checkpoint, without the master
+            weight.
+        scalars: names of torch's scalar states: ``("step",)`` or none.
         block: see [Note: rules].
-        summing: the kernel, if it takes several gradients; else `update` takes one.
-        is_master_split: whether the master weight is in ``stored``, as the bf16 ``param`` and its
-            int16 ``remainder``, which ``decode`` joins and ``encode`` splits.
+        summing: the kernel if it accepts several gradients, else None.
+        is_master_split: whether ``stored`` has the master weight as bf16 ``param`` and int16
+            ``remainder``, which ``decode`` joins and ``encode`` splits.
     """
 
     states: Mapping[str, torch.dtype]
@@ -65,7 +72,7 @@ class Rule(ABC):
         self._is_copying = isinstance(kernel, CopyingKernel) and kernel.copies_first
 
     def for_params(self, dtype: torch.dtype) -> Rule:
-        """Return the rule for parameters of ``dtype``: itself, or one with split master weights."""
+        """Return the rule for parameters of ``dtype``, which may split their master weights."""
         return self
 
     def stored(self, numel: int) -> Mapping[str, tuple[torch.dtype, int]]:
@@ -78,15 +85,15 @@ class Rule(ABC):
 
     @abstractmethod
     def keywords(self, group: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Return the kernel's keywords for update number ``step`` (from 1), or raise ValueError."""
+        """Return the kernel's keywords for update ``step`` (from 1), or raise ValueError."""
 
     @abstractmethod
     def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
-        """Call the kernel for one span, see `update`. ``kw`` are the kernel's keywords."""
+        """Call the kernel for one span. ``kw`` are its keyword arguments. See `update`."""
 
     def hyper(self, group: Mapping[str, Any], step: int) -> Hashable:
-        """Return the settings of update number ``step``, from 1. Equal ones may share a call."""
-        sign = -1.0 if group.get("maximize", False) else 1.0  # exact, in every rule
+        """Return the settings of update ``step`` (from 1). Runs with equal settings are merged."""
+        sign = -1.0 if group.get("maximize", False) else 1.0  # negating the gradient is exact
         return tuple(self.keywords(group, step).items()), sign
 
     def update(
@@ -101,10 +108,9 @@ class Rule(ABC):
     ) -> None:
         """Update one span in place by one kernel pass.
 
-        ``master`` is fp32, None if the rule keeps it split. ``grad`` is multiplied by
-        ``grad_scale`` first, and a list only if the rule is ``summing``. ``out`` receives the new
-        values, rounded. ``copies`` are made before elements are updated, by the kernel or before
-        its pass.
+        ``master`` is fp32, or None if split. ``grad`` is multiplied by ``grad_scale`` first. It is
+        a list only if the rule is ``summing``. ``out`` receives the rounded new values. Elements
+        are copied from source to target of ``copies`` before they are updated.
         """
         keywords, sign = hyper
         copied: dict[str, Any] = {}
@@ -113,39 +119,28 @@ class Rule(ABC):
         else:
             for source, target in copies:
                 target.copy_(source)
-        self.call(
-            master,
-            grad,
-            stored,
-            out=out,
-            grad_scale=sign * grad_scale,
-            num_threads=num_kernel_threads(),
-            **dict(keywords),
-            **copied,
-        )
+        options = {"out": out, "grad_scale": sign * grad_scale, "num_threads": num_kernel_threads()}
+        self.call(master, grad, stored, **options, **dict(keywords), **copied)
 
     def round_to(self, master: Tensor, out: Tensor) -> None:
-        """Write fp32 master weights to ``out``, rounded as by `update`."""
+        """Write fp32 master weights to ``out``, rounded like `update` does."""
         out.copy_(master)
 
     def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
-        """Return a state, or whole master weights, of elements ``[start, stop)`` of the span.
+        """Return a state or whole master weights of the span's elements ``[start, stop)``.
 
-        It is fp32, 1-D, and the stored memory itself where that is fp32: of a block of a file,
-        copy it before `put` or `drop`.
+        The result is fp32 and 1-D. It is the stored memory itself if that is fp32, so copy it
+        before a file's block is put or dropped.
         """
         return stored[name][start:stop].float()
 
     def encode(self, name: str, stored: Stored, start: int, values: Tensor) -> None:
-        """Overwrite a state, or whole master weights, from element ``start`` of the span on.
-
-        The result of `decode` for whole blocks is stored as it was, to the bit.
-        """
+        """Overwrite a state or whole master weights from the span's element ``start`` on."""
         stored[name][start : start + values.numel()].copy_(values)
 
 
 def setting(group: Mapping[str, Any], name: str, *, default: float | None = None) -> float:
-    """Return a group's setting as a finite number from 0 up, or raise ValueError."""
+    """Return a group's setting as a finite number >= 0, or raise ValueError."""
     value = float(group[name] if default is None else group.get(name, default))
     if not math.isfinite(value) or value < 0:
         raise ValueError(
@@ -153,3 +148,108 @@ def setting(group: Mapping[str, Any], name: str, *, default: float | None = None
             f"0 up; pass adam_kernel=None for torch's own update"
         )
     return value
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamRule(Rule):
+    """Adam or AdamW with fp32 moments by ``kernel.adam_step``.
+
+    Kingma and Ba, 2015 (arXiv 1412.6980); Loshchilov and Hutter, 2019 (arXiv 1711.05101).
+    ``is_decoupled`` selects AdamW's weight decay, unless a group has another setting.
+    """
+
+    states = dict.fromkeys(MOMENTS, torch.float32)
+    scalars = ("step",)
+
+    def __init__(self, kernel: AdamKernel, *, is_decoupled: bool) -> None:
+        super().__init__(kernel)
+        self._is_decoupled = is_decoupled
+
+    @classmethod
+    def of(cls, kernel: Any, optimizer_class: OptimizerClass) -> AdamRule:
+        return cls(kernel, is_decoupled=issubclass(optimizer_class, optim.AdamW))
+
+    def keywords(self, group: Mapping[str, Any], step: int) -> dict[str, Any]:
+        if group.get("amsgrad", False):
+            raise ValueError(
+                "amsgrad is not served by a host kernel; set it before the optimizer is made, or "
+                "pass adam_kernel=None for torch's own update"
+            )
+        return {
+            "step": step,
+            **_rate_and_betas(group),
+            "eps": setting(group, "eps"),
+            "weight_decay": setting(group, "weight_decay"),
+            "adamw_mode": bool(group.get("decoupled_weight_decay", self._is_decoupled)),
+            "bias_correction": bool(group.get("bias_correction", True)),
+        }
+
+    def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
+        self._kernel.adam_step(master, grad, *(stored[name] for name in MOMENTS), **kw)
+
+
+class AdagradRule(Rule):
+    """Adagrad (Duchi et al., 2011) like torch.optim.Adagrad, by ``kernel.adagrad_step``."""
+
+    states = MappingProxyType({"sum": torch.float32})
+    scalars = ("step",)
+    _kernel: AdagradKernel
+
+    def initial(self, name: str, group: Mapping[str, Any]) -> float:
+        return float(group.get("initial_accumulator_value", 0.0))
+
+    def keywords(self, group: Mapping[str, Any], step: int) -> dict[str, Any]:
+        names = ("lr", "lr_decay", "eps", "weight_decay")
+        return {"step": step, **{name: setting(group, name) for name in names}}
+
+    def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
+        self._kernel.adagrad_step(master, grad, stored["sum"], **kw)
+
+
+class SgdRule(Rule):
+    """Stochastic gradient descent like torch.optim.SGD, by ``kernel.sgd_step``."""
+
+    def __init__(self, kernel: SgdKernel, *, has_momentum: bool) -> None:
+        super().__init__(kernel)
+        self.states = {"momentum_buffer": torch.float32} if has_momentum else {}
+
+    def keywords(self, group: Mapping[str, Any], step: int) -> dict[str, Any]:
+        momentum = setting(group, "momentum")
+        if momentum and not self.states:
+            raise ValueError(
+                "momentum was 0 when the optimizer was made, so there is no momentum_buffer; "
+                "start with the momentum that is wanted, or pass adam_kernel=None"
+            )
+        return {
+            "step": min(step, 2),  # the kernel only distinguishes the first step
+            "lr": setting(group, "lr"),
+            "momentum": momentum,
+            "dampening": float(group["dampening"]),
+            "weight_decay": setting(group, "weight_decay"),
+            "nesterov": bool(group["nesterov"]),
+        }
+
+    def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
+        buffer = stored["momentum_buffer"] if kw["momentum"] else None
+        self._kernel.sgd_step(master, grad, buffer, **kw)
+
+
+class LionRule(Rule):
+    """Lion (Chen et al., 2023, arXiv 2302.06675, algorithm 2) by ``kernel.lion_step``."""
+
+    states = MappingProxyType({"exp_avg": torch.float32})
+    _kernel: LionKernel
+
+    def keywords(self, group: Mapping[str, Any], step: int) -> dict[str, Any]:
+        decay = setting(group, "weight_decay", default=0.0)
+        return {**_rate_and_betas(group), "weight_decay": decay}
+
+    def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
+        self._kernel.lion_step(master, grad, stored["exp_avg"], **kw)
+
+
+def _rate_and_betas(group: Mapping[str, Any]) -> dict[str, float]:
+    beta1, beta2 = group["betas"]
+    return {"lr": setting(group, "lr"), "beta1": float(beta1), "beta2": float(beta2)}

@@ -1,1 +1,1 @@
-"""Steppers: master weights and optimizer state in one kind of storage, and their update."""
+"""Steppers: storage and update of master weights and optimizer state."""

@@ -1,45 +1,211 @@
 """Master weights and optimizer state in a file on NVMe.
 
-ZeRO-Infinity (arXiv 2104.07857, sections 5.1 and 6.3): optimizer state that the host has no room
-for lies on NVMe, and an update streams it through a few buffers of host memory. Gradients and
-parameters are transferred as for the host tier.
+As in ZeRO-Infinity (arXiv 2104.07857, sections 5.1 and 6.3) an update streams the state through a
+few host buffers. A chunk of a step is one block of the file. While it is updated, the next blocks
+are read and the last ones written.
 
-One chunk of a step is one block of the file. It is read, updated in host memory where active pieces
-lie in it, and written back, while the next blocks are read and the last ones written (see
-`zero_offload.memory.block_pipeline`).
+[Note: buffers]
+A block has several **parts** (master weights, each state), which are records of a `BlockFile`. Part
+``p`` of block ``i`` is record ``i * num_parts + p``, empty if the block lacks the part. Blocks are
+**announced** in the order in which they will be taken. A buffer has room for all parts of one block
+and is free, prefetched, being read, taken or being written. Three buffers are enough to read,
+update and write at the same time.
+
+[Note: prefetch]
+All steps take the same blocks in the same order. While nothing is announced, free buffers read the
+blocks that followed in the last step. If other blocks are announced, these buffers are reused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run
-from zero_offload.memory.block_pipeline import BlockPipeline
-from zero_offload.memory.direct_io import aligned_empty
-from zero_offload.memory.storage import BlockFile
+from zero_offload.memory.storage import BlockFile, Transfer, aligned_empty
 from zero_offload.protocols import Groups
 from zero_offload.rules.rule import MASTER, Rule
-from zero_offload.steppers.rule_stepper import Block, BlockLayout, RuleStepper
-from zero_offload.steppers.stepper import Chunk, StateBytes
+from zero_offload.steppers.stepper import Block, BlockLayout, Chunk, RuleStepper, StateBytes
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Aligned memory for each part of a block, and the pending transfers."""
+
+    parts: list[Tensor]
+    transfers: list[Transfer] = field(default_factory=list)
+
+    def wait(self) -> None:
+        for transfer in self.transfers:
+            transfer.wait()
+        self.transfers.clear()
+
+    def settle(self) -> None:
+        while self.transfers:
+            self.transfers.pop().settle()
+
+
+def longest_parts(sizes: Sequence[int], num_parts: int) -> list[int]:
+    """Return the maximum bytes of each part. ``sizes`` has the parts of block 0, block 1, ..."""
+    return [max(sizes[part::num_parts], default=0) for part in range(num_parts)]
+
+
+class BlockPipeline:
+    """Transfers blocks between a file and buffers, with reads ahead and writes behind.
+
+    `announce` may be called from any thread, all else from one thread at a time. A failed write
+    raises StorageError in a later call. See [Note: buffers].
+    """
+
+    def __init__(self, file: BlockFile, num_parts: int, buffer_count: int) -> None:
+        self._file = file
+        self._num_parts = num_parts
+        sizes = file.block_bytes
+        self._longest = longest_parts(sizes, num_parts)
+        num_blocks = len(sizes) // max(num_parts, 1)
+        self._free = [
+            _Buffer([aligned_empty(num_bytes) for num_bytes in self._longest])
+            for _ in range(min(buffer_count, num_blocks))
+        ]
+        self.buffer_bytes = len(self._free) * sum(self._longest)
+        self._ahead: deque[tuple[int, tuple[int, ...]]] = deque()
+        self._prefetched: dict[int, _Buffer] = {}
+        self._followers: dict[int, int] = {}  # the block that followed each block in the last step
+        self._last: int | None = None  # the last announced block
+        self._reading: dict[int, _Buffer] = {}
+        self._held: dict[int, _Buffer] = {}
+        self._writing: dict[int, _Buffer] = {}
+
+    @property
+    def prefetched(self) -> list[int]:
+        return list(self._prefetched)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._ahead and not self._reading
+
+    def announce(self, blocks: Iterable[int], parts: Iterable[int] | None = None) -> None:
+        """Announce the blocks that will be taken next, in this order.
+
+        ``parts`` of each are read, by default all. A block may be announced again before it is
+        taken.
+        """
+        blocks = list(blocks)
+        if parts is None:
+            for block in blocks:
+                if self._last is not None:
+                    self._followers[self._last] = block
+                self._last = block
+        wanted = tuple(range(self._num_parts) if parts is None else parts)
+        self._ahead.extend((block, wanted) for block in blocks)
+
+    def take(self, block: int) -> list[Tensor]:
+        """Wait for the announced block and return the memory of its parts.
+
+        Each part is uint8, of its record's length, and undefined if it was not read. The caller may
+        use the memory until `put`.
+        """
+        self._read_ahead()
+        # A pending write uses the only free buffer, or is of this block.
+        while block not in self._reading:
+            assert self._ahead[0][0] == block, "blocks are taken in the order of announcement"
+            self._retire(next(iter(self._writing)))
+            self._read_ahead()
+        buffer = self._reading[block]
+        buffer.wait()
+        self._held[block] = self._reading.pop(block)
+        return [memory[: self._size(block, p)] for p, memory in enumerate(buffer.parts)]
+
+    def put(self, block: int, parts: Iterable[int] | None = None) -> None:
+        """Start to write ``parts`` of a taken block, by default all. Then free its buffer."""
+        buffer = self._held.pop(block)
+        self._writing[block] = buffer
+        for p in range(self._num_parts) if parts is None else parts:
+            if size := self._size(block, p):
+                record = block * self._num_parts + p
+                buffer.transfers.append(self._file.write(record, buffer.parts[p][:size]))
+        self._read_ahead()
+
+    def flush(self) -> None:
+        while self._writing:
+            self._retire(next(iter(self._writing)))
+
+    def prefetch(self) -> None:
+        """Start to read the blocks that are expected next. See [Note: prefetch]."""
+        self._read_ahead()
+        first = block = None if self._last is None else self._followers.get(self._last)
+        while block is not None and not self._ahead and (self._free or block in self._prefetched):
+            if block in self._reading or block in self._held or block in self._writing:
+                return
+            if block not in self._prefetched:
+                self._prefetched[block] = self._start_read(block, range(self._num_parts))
+            block = self._followers.get(block)
+            if block == first:
+                return
+
+    def abandon(self) -> None:
+        """Drop the announced blocks after an error, and wait for all transfers, failed or not."""
+        self._ahead.clear()
+        for place in (self._prefetched, self._reading, self._held, self._writing):
+            for buffer in place.values():
+                buffer.settle()
+                self._free.append(buffer)
+            place.clear()
+
+    def _size(self, block: int, part: int) -> int:
+        return self._file.block_bytes[block * self._num_parts + part]
+
+    def _retire(self, block: int) -> None:
+        self._writing[block].wait()
+        self._free.append(self._writing.pop(block))
+
+    def _read_ahead(self) -> None:
+        """Start to read announced blocks while there are buffers, without blocking."""
+        for block, buffer in list(self._writing.items()):
+            if all(transfer.is_done for transfer in buffer.transfers):
+                self._retire(block)
+        while self._ahead:
+            block, parts = self._ahead[0]
+            if block in self._reading or block in self._held or block in self._writing:
+                return  # The block was announced twice: its write must complete first.
+            if block in self._prefetched:
+                self._ahead.popleft()
+                self._reading[block] = self._prefetched.pop(block)
+            elif self._free or self._prefetched:
+                self._ahead.popleft()
+                self._reading[block] = self._start_read(block, parts)
+            else:
+                return
+
+    def _start_read(self, block: int, parts: Iterable[int]) -> _Buffer:
+        if not self._free:
+            _, reused = self._prefetched.popitem()  # drops the block that is needed last
+            reused.settle()
+            self._free.append(reused)
+        buffer = self._free.pop()
+        for p in parts:
+            if size := self._size(block, p):
+                record = block * self._num_parts + p
+                buffer.transfers.append(self._file.read(record, buffer.parts[p][:size]))
+        return buffer
+
 
 BLOCK_NUMEL = 1 << 20
-"""Elements of a block: requests of 4 MiB, and for Adam 12 MiB of host memory per buffer."""
+"""Elements of a block: 4 MiB per request, 12 MiB per buffer for Adam."""
 
 
 class FileStepper(RuleStepper):
-    """`RuleStepper` over blocks of a file in ``folder``, of fp32, bf16 or fp16 shards.
-
-    ``buffer_count`` blocks are in host memory at once. 3 or more read, update and write together.
-    """
+    """`RuleStepper` with its blocks in a file, of which ``buffer_count`` are in host memory."""
 
     file: BlockFile
     is_in_place = False
-    is_sequential = True  # blocks are read ahead in the order of planning
+    is_sequential = True  # blocks are read in the planned order
 
     def __init__(
         self,
@@ -57,16 +223,15 @@ class FileStepper(RuleStepper):
         self._pipeline = BlockPipeline(self.file, len(layout.names), buffer_count)
         with torch.no_grad():
             for start, shard in geometry.shards:
-                if not shard.is_meta:  # the values of an offloaded shard come with the first write
+                if not shard.is_meta:  # an offloaded shard has no values yet
                     self.write(MASTER, start, shard)
-        self.fill_fresh()
+        self.fill(range(len(geometry.pieces)), is_fresh=True)
 
     def num_bytes(self) -> StateBytes:
-        """Return the buffers that blocks pass through, all that the state takes of the host."""
+        """Return the bytes of the buffers: the state itself takes no host memory."""
         return StateBytes(0, 0, self._pipeline.buffer_bytes)
 
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
-        """One chunk per block that has active pieces. The blocks are announced to the pipeline."""
         work: dict[int, list[Run]] = {}
         for run in runs:
             for index, a, b in self.layout.overlaps(run.start, run.stop):
@@ -83,7 +248,7 @@ class FileStepper(RuleStepper):
         self._pipeline.put(index)
 
     def settle(self) -> None:
-        """Unless a further step waits, complete the writes and read ahead for the next step."""
+        """Complete all writes and prefetch, unless a further step is announced."""
         if self._pipeline.is_idle:
             self._pipeline.flush()
             self._pipeline.prefetch()
@@ -94,11 +259,11 @@ class FileStepper(RuleStepper):
         with self._pass(name, spans, is_read=True) as blocks:
             for index, a, b, block, stored in blocks:
                 found[a - start : b - start] = block.decode(stored, name, a, b)
-                self._pipeline.drop(index)
+                self._pipeline.put(index, ())
         return found
 
     def peek(self, name: str, start: int, stop: int) -> Tensor:
-        """Read past the pipeline, whose buffers belong to the thread that updates."""
+        """Read the file directly, because the pipeline belongs to the update thread."""
         found = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         for index, a, b in self.layout.overlaps(start, stop):
             block, stored = self.layout.blocks[index], {}
@@ -112,11 +277,10 @@ class FileStepper(RuleStepper):
         return found
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite the blocks of a range. Those that it replaces entirely are not read first."""
+        """Overwrite a range. A block that is replaced entirely is not read first."""
         spans = list(self.layout.overlaps(start, start + values.numel()))
-        replaced = [span for span in spans if self._is_replaced(name, *span)]
-        changed = [span for span in spans if not self._is_replaced(name, *span)]
-        for some, is_read in ((replaced, False), (changed, True)):
+        for is_read in (False, True):
+            some = [span for span in spans if self._is_replaced(name, *span) != is_read]
             with self._pass(name, some, is_read=is_read) as blocks:
                 for index, a, b, block, stored in blocks:
                     block.encode(stored, name, a, values[a - start : b - start])
@@ -126,10 +290,10 @@ class FileStepper(RuleStepper):
     def _pass(
         self, name: str, spans: Sequence[tuple[int, int, int]], *, is_read: bool
     ) -> Iterator[Iterator[tuple[int, int, int, Block, dict[str, Tensor]]]]:
-        """``(index, a, b, block, buffers)`` for each span, one after another.
+        """Provide ``(index, a, b, block, buffers)`` for each span, in order.
 
-        The buffers of the state are read before if ``is_read``, and everything that was put is in
-        the file after.
+        With ``is_read`` the buffers of the state are read before. All writes are complete at the
+        end.
         """
         for index, _, _ in spans:
             self._pipeline.announce([index], self.layout.parts_of(index, name) if is_read else ())
@@ -141,7 +305,7 @@ class FileStepper(RuleStepper):
             raise
 
     def _is_replaced(self, name: str, index: int, start: int, stop: int) -> bool:
-        """Whether a write to the range leaves nothing of the buffers that it is written to."""
+        """Whether a write to the range replaces all data of the buffers that it changes."""
         block = self.layout.blocks[index]
         is_alone = name == MASTER or block.rule.block == 1
         return is_alone and (start, stop) == (block.start, block.stop)

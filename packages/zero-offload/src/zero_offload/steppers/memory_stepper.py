@@ -1,29 +1,113 @@
-"""Master weights and optimizer state in host memory."""
+"""Master weights and optimizer state in host memory, and updates that can be undone.
+
+[Note: tentative updates]
+A tentative update runs before its step is confirmed, because clipping or skipping depends on the
+last gradient of backward. This is the speculation and rollback of SuperOffload (arXiv 2509.21271),
+but exact. Readers never see tentative values.
+
+record  copies of all buffers of one chunk that a tentative update needs, in a ring of host memory.
+saved   buffer that only the update thread reads. It is updated, and the copy has the old values.
+shadow  buffer in a parameter shard's memory, which other threads read. The copy is updated, and the
+        shard keeps the old values.
+
+`UndoLog.keep` copies shadows to their shards. `UndoLog.undo` restores saved buffers. A chunk
+without room in the ring is not updated tentatively.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry, Run, split_runs
+from zero_offload.flat.geometry import Geometry, Run, SpanMap, split_runs
 from zero_offload.flat.grads import GradLedger
-from zero_offload.memory.ring import ALIGNMENT, HostRing, RingSpan, aligned
 from zero_offload.protocols import Groups
-from zero_offload.rules.codes import WINDOW_NUMEL
+from zero_offload.rules.compact import WINDOW_NUMEL
 from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Rule
-from zero_offload.steppers.rule_stepper import Block, BlockLayout, RuleStepper
-from zero_offload.steppers.stepper import Chunk, ShardMasters, SpanMemory, StateBytes
+from zero_offload.steppers.stepper import (
+    Block,
+    BlockLayout,
+    Chunk,
+    RuleStepper,
+    ShardMasters,
+    SpanMemory,
+    StateBytes,
+    spans_of,
+)
+
+ALIGNMENT = 64
+"""Bytes of a cache line. Spans are rounded up to multiples of it."""
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(slots=True, eq=False)
+class RingSpan:
+    """Memory that was taken from a ring: ``memory`` is uint8, 1-D."""
+
+    start: int
+    memory: Tensor
+    is_free: bool = False
+
+
+class HostRing:
+    """Ring buffer of ``capacity`` bytes of host memory, for one thread.
+
+    Spans are contiguous, taken in order and freed in any order. A span that does not fit before the
+    end of the memory begins at its start. The memory is allocated with the first span.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._memory: Tensor | None = None
+        self._spans: deque[RingSpan] = deque()  # spans in use, and freed spans after them
+        self._head = 0  # offset of the next span
+
+    def take(self, nbytes: int) -> RingSpan | None:
+        """Return a span of ``nbytes``, rounded up, or None if there is no room."""
+        needed = aligned(nbytes)
+        start = self._place(needed)
+        if start is None:
+            return None
+        if self._memory is None:
+            # The allocator's memory may not be aligned to a cache line.
+            memory = torch.empty(self.capacity + ALIGNMENT, dtype=torch.uint8, device="cpu")
+            self._memory = memory[-memory.data_ptr() % ALIGNMENT :][: self.capacity]
+        span = RingSpan(start, self._memory[start : start + needed])
+        self._spans.append(span)
+        self._head = start + needed
+        return span
+
+    def _place(self, needed: int) -> int | None:
+        if not self._spans:
+            self._head = 0
+            return 0 if needed <= self.capacity else None
+        tail = self._spans[0].start
+        if tail >= self._head:  # the used memory wraps around the end
+            return self._head if needed <= tail - self._head else None
+        if needed <= self.capacity - self._head:
+            return self._head
+        return 0 if needed <= tail else None
+
+    def free(self, span: RingSpan) -> None:
+        """Free a span. Its memory is reused once all spans before it are free."""
+        span.is_free = True
+        while self._spans and self._spans[0].is_free:
+            self._spans.popleft()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """Copies that end one chunk's tentative update. See `zero_offload.steppers.undo`.
+    """Copies for one chunk's tentative update, in memory ``span``.
 
-    ``saved`` has the buffers that were updated, each with a copy of its old values, ``shadows``
-    those that were not, each with its new values. ``span`` is the memory of the copies.
+    ``saved`` are updated buffers with copies of their old values. ``shadows`` are unchanged buffers
+    with copies that have the new values. See [Note: tentative updates].
     """
 
     chunk: Chunk
@@ -33,24 +117,21 @@ class Record:
 
 
 _MOST_BUFFERS = 6
-"""Of an element: a split master weight, and two moments of 8 bits with their scales."""
+"""Maximum buffers of an element: a split master weight, 8-bit moments and their scales."""
 
 
 def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
-    """Return the bytes of a ring for records of all of a flat space.
-
-    ``num_bytes`` are of master weights and states, with shards that are master weights or halves.
-    """
+    """Return the bytes of a ring for records of all elements, whose states have ``num_bytes``."""
     num_spans = len(geometry.pieces) + len(geometry.shards)
     num_spans += geometry.numel // geometry.published_numel
     return aligned(num_bytes) + ALIGNMENT * _MOST_BUFFERS * num_spans
 
 
 class MemoryStepper(RuleStepper):
-    """`RuleStepper` over one block per shard, or per piece under a rule with blocks.
+    """`RuleStepper` with one block per shard, or per piece under a rule with blocks.
 
-    ``upper`` returns host memory for the parameters of a range inside one shard, which lasts as
-    long as the stepper. A split master weight has its upper half there.
+    ``upper`` returns permanent host memory for the parameters of a range inside one shard. It
+    stores the upper half of a split master weight.
     """
 
     def __init__(
@@ -62,7 +143,7 @@ class MemoryStepper(RuleStepper):
         is_in_place: bool,
         upper: SpanMemory,
     ) -> None:
-        # An offloaded shard is no place for the upper half of a split master weight.
+        # A shard on the meta device has no memory for the upper half of a split master weight.
         shards = [shard for _, shard in geometry.shards]
         rules = [rule if t.is_meta else rule.for_params(t.dtype) for t in shards]
         super().__init__(geometry, rule, BlockLayout(geometry, rules), groups)
@@ -71,11 +152,11 @@ class MemoryStepper(RuleStepper):
             for i, (start, shard) in enumerate(geometry.shards)
             if rules[i].is_master_split
         }
-        self._masters = ShardMasters(
+        self.masters = ShardMasters(
             geometry, self.device, is_in_place=is_in_place, upper_halves=halves
         )
-        self.is_in_place = self._masters.is_in_place
-        self._buffers: dict[str, Sequence[Tensor]] = {}  # divided among the blocks
+        self.is_in_place = self.masters.is_in_place
+        self._buffers: dict[str, Sequence[Tensor]] = {}  # one tensor per block
         for name in self.layout.names:
             if name not in (MASTER, PARAM):
                 kept = [block.kept.get(name) for block in self.layout.blocks]
@@ -83,16 +164,16 @@ class MemoryStepper(RuleStepper):
                 dtype = next((found[0] for found in kept if found is not None), torch.uint8)
                 whole = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
                 self._buffers[name] = torch.split(whole, sizes)
-        self.fill_fresh()
+        self.fill(range(len(geometry.pieces)), is_fresh=True)
 
     def num_bytes(self) -> StateBytes:
         bytes_of = {name: sum(t.nbytes for t in found) for name, found in self._buffers.items()}
         lower = bytes_of.pop(REMAINDER, 0)
-        masters, copies = self._masters.num_bytes + lower, self._masters.num_copy_bytes + lower
+        masters, copies = self.masters.num_bytes + lower, self.masters.num_copy_bytes + lower
         return StateBytes(masters, copies, sum(bytes_of.values()))
 
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
-        """One chunk per run, so that each is published as soon as it is updated."""
+        """Return one chunk per run, so that each run is published as soon as it is updated."""
         if self.rule.block == 1:
             runs = split_runs(runs, self.geometry.published_numel)
         return [Chunk((run,)) for run in runs]
@@ -101,20 +182,19 @@ class MemoryStepper(RuleStepper):
         block = self.layout.blocks[index]
         stored = {name: found[index] for name, found in self._buffers.items() if name in block.kept}
         master = PARAM if block.rule.is_master_split else MASTER
-        return {master: self._masters.view(block.start, block.stop), **stored}
+        return {master: self.masters.view(block.start, block.stop), **stored}
 
     def put(self, index: int) -> None:
-        """Return at once: `take` gave the memory itself."""
+        """Do nothing: `take` returned the stored memory itself."""
 
     def undo_capacity(self) -> int:
-        """Return the bytes of a ring that has room for records of all elements."""
         num_bytes = self.num_bytes()
         return undo_capacity(self.geometry, num_bytes.masters + num_bytes.states)
 
     def update_tentatively(
         self, chunk: Chunk, grads: GradLedger, grad_scale: float, ring: HostRing
     ) -> Record | None:
-        """Update a chunk but leave the shards. Do nothing, and return None, if the ring is full."""
+        """Update a chunk but not its shards. Return None, and do nothing, if the ring is full."""
         spans = [
             (run, start, stop, block, block.clip(self.take(index), start, stop))
             for run in chunk.runs
@@ -125,7 +205,7 @@ class MemoryStepper(RuleStepper):
         span = ring.take(sum(aligned(home.nbytes) for home in homes))
         if span is None:
             return None
-        # What gathers read from a shard keeps its values.
+        # All-gathers may read the shards until the step is confirmed.
         shadowed = (MASTER, PARAM) if self.is_in_place else (PARAM,)
         record, at = Record(chunk, [], [], span), 0
         for run, start, stop, block, stored in spans:
@@ -142,16 +222,9 @@ class MemoryStepper(RuleStepper):
             self.update_span(block, start, stop, used, grads, run.key, grad_scale, None, copies)
         return record
 
-    def round_to(self, start: int, stop: int, out: Tensor) -> None:
-        """Write the rounded values of a range inside one shard to ``out``, as an update does."""
-        master = self._masters.view(start, stop)
-        if out.data_ptr() != master.data_ptr():  # else it is the upper half of a split one
-            out.copy_(master)
-
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy. Padding of a split master weight has no lower half."""
         if name == MASTER:
-            values = self._masters.read(start, stop)
+            values = self.masters.read(start, stop)
         else:
             values = torch.zeros(stop - start, dtype=self.rule.states[name], device="cpu")
         for block, stored, a, b in self._windows(name, start, stop):
@@ -160,14 +233,14 @@ class MemoryStepper(RuleStepper):
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         if name == MASTER:
-            self._masters.write(start, values)
+            self.masters.write(start, values)
         for block, stored, a, b in self._windows(name, start, start + values.numel()):
             block.encode(stored, name, a, values[a - start : b - start])
 
     def _windows(
         self, name: str, start: int, stop: int
     ) -> Iterator[tuple[Block, dict[str, Tensor], int, int]]:
-        """The blocks in a range that are coded. Whole master weights are not."""
+        """Yield ``(block, buffers, a, b)`` ranges to decode or encode, except whole masters."""
         for index, low, high in self.layout.overlaps(start, stop):
             block = self.layout.blocks[index]
             if name == MASTER and not block.rule.is_master_split:
@@ -177,3 +250,64 @@ class MemoryStepper(RuleStepper):
                 end = min(high, low + WINDOW_NUMEL - (low - block.start) % WINDOW_NUMEL)
                 yield block, stored, low, end
                 low = end
+
+
+class UndoLog:
+    """Records of a tier's tentative updates, used by the update thread only."""
+
+    def __init__(self, stepper: MemoryStepper, ring: HostRing) -> None:
+        self._stepper = stepper
+        self._ring = ring
+        self._records: SpanMap[Record] = SpanMap()
+        self.num_kept = 0
+        self.num_undone = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._ring.capacity
+
+    def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float) -> None:
+        self.undo(chunk)
+        record = self._stepper.update_tentatively(chunk, grads, grad_scale, self._ring)
+        if record is not None:
+            for run in chunk.runs:
+                self._records.put(run.start, run.stop, record)
+
+    def has(self, chunk: Chunk) -> bool:
+        return any(record.chunk is chunk for record in self._of(chunk))
+
+    def round_to(self, chunk: Chunk, out: SpanMemory) -> None:
+        """Write a chunk's rounded master weights to ``out``."""
+        for start, stop in spans_of([chunk]):
+            master, rounded = self._stepper.masters.view(start, stop), out(start, stop)
+            # `out` may return the upper half of the split master weight itself.
+            if rounded.data_ptr() != master.data_ptr():
+                rounded.copy_(master)
+
+    def keep(self, chunk: Chunk) -> bool:
+        """Make a chunk's tentative update final. Return False if there is none."""
+        if not self.has(chunk):
+            return False
+        (record,) = self._of(chunk)
+        self.num_kept += self._drop(record)
+        for home, new in record.shadows:
+            home.copy_(new)
+        return True
+
+    def undo(self, chunk: Chunk) -> None:
+        for record in self._of(chunk):
+            self.num_undone += self._drop(record)
+            for home, old in record.saved:
+                home.copy_(old)
+
+    def _of(self, chunk: Chunk) -> list[Record]:
+        spans = spans_of([chunk])
+        found = [record for span in spans for *_, record in self._records.overlaps(*span)]
+        return list(dict.fromkeys(found))
+
+    def _drop(self, record: Record) -> int:
+        """Remove a record and return its number of elements. Its copies are still valid."""
+        for run in record.chunk.runs:
+            self._records.discard(run.start, run.stop)
+        self._ring.free(record.span)
+        return sum(run.stop - run.start for run in record.chunk.runs)

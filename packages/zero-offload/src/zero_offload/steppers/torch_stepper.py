@@ -1,20 +1,17 @@
 """Any elementwise torch optimizer over flat memory, on the host or on a device.
 
 [Note: pieces as parameters]
-Each piece is an ``nn.Parameter`` that views the master weights, and torch's own optimizer steps
-those. torch creates the state (SGD's first momentum is the gradient itself, not a zero to be
-averaged with). Right after that it is moved into flat buffers, one per state name, and the entries
-in ``optimizer.state`` become views of them. So torch computes every update, and each state can be
-read and written by any range of elements.
+Each piece is an ``nn.Parameter`` that views the master weights. Torch's optimizer updates it and
+creates its state, which is then moved to one flat buffer per name, so that any range of elements
+can be read and written. ``optimizer.state`` refers to views of the buffers.
 
-On a CPU torch's for-loop and foreach implementations give an element the same bits wherever it
-lies in its tensor. ``fused=True`` does not: its kernel rounds the last ``numel % 16`` elements of a
-tensor another way. So a parameter is split at a multiple of `FUSED_ALIGNMENT` of its elements.
+On a CPU torch's for-loop and foreach implementations compute the same bits for an element at any
+offset of its tensor. The kernel of ``fused=True`` rounds the last ``numel % 16`` elements of a
+tensor differently, so a split moves to a multiple of `FUSED_ALIGNMENT` elements.
 
 [Note: state entries]
-The form of a parameter's entry in ``optimizer.state`` is probed: the optimizer takes one step on a
-parameter of two elements. From the entry before and after follow the names and forms of elementwise
-states and scalars, for any optimizer class.
+To find the states of any optimizer class, the optimizer takes one step on a parameter of two
+elements. Its state entry before and after shows the names and forms of states and scalars.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from torch import Tensor, nn
 from zero_offload.flat.geometry import Geometry, Run, plan_runs
 from zero_offload.flat.grads import GradLedger
 from zero_offload.protocols import Groups, OptimizerClass
-from zero_offload.rules.elementwise import check_elementwise
+from zero_offload.rules.resolve import check_elementwise
 from zero_offload.rules.rule import MASTER
 from zero_offload.steppers.stepper import (
     Chunk,
@@ -48,7 +45,7 @@ _PROBE_NUMEL = 2
 def make_optimizer(
     optimizer_class: OptimizerClass, param_groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """Return the optimizer. Some settings of the first group count in the constructor alone."""
+    """Return the optimizer. Some settings are read from constructor arguments only."""
     names = list(inspect.signature(optimizer_class).parameters)[1:]
     settings = {name: param_groups[0][name] for name in names if name in param_groups[0]}
     return optimizer_class(param_groups, **settings)
@@ -56,28 +53,28 @@ def make_optimizer(
 
 @dataclass(frozen=True, slots=True)
 class EntryTemplate:
-    """A parameter's state entry: at construction (mostly empty), and after its first update."""
+    """A parameter's state entry at construction (mostly empty) and after its first update."""
 
     initial: Mapping[str, Any]
     stepped: Mapping[str, Any]
 
     def elementwise(self) -> dict[str, torch.dtype]:
-        """Names and dtypes of the states with one number per element."""
+        """Return names and dtypes of the states with one number per element."""
         return {k: v.dtype for k, v in self.stepped.items() if is_elementwise(v, _PROBE_NUMEL)}
 
     def fresh(self, numel: int) -> dict[str, Any]:
-        """An entry as the constructor makes it, for a piece of ``numel`` elements."""
+        """Return an entry as at construction for a piece of ``numel`` elements."""
         return {
             k: v.new_full((numel,), v[0].item()) if is_elementwise(v, _PROBE_NUMEL) else deepcopy(v)
             for k, v in self.initial.items()
         }
 
     def scalars(self) -> set[str]:
-        """Names of the states that are no elementwise ones."""
+        """Return the names of the states that are not elementwise."""
         return {k for k, v in self.stepped.items() if not is_elementwise(v, _PROBE_NUMEL)}
 
     def check(self, scalars: Mapping[str, float]) -> None:
-        """Raise ValueError for scalars that no entry after an update has."""
+        """Raise ValueError unless an entry after an update has these scalars."""
         own = self.scalars()
         unknown = sorted(scalars.keys() - own - {"num_steps", "step"})
         needed = {k for k in own if self.stepped[k] is not None}
@@ -91,7 +88,7 @@ class EntryTemplate:
     def restored(
         self, scalars: Mapping[str, float], elements: Callable[[str, torch.dtype], Tensor]
     ) -> dict[str, Any]:
-        """An entry with ``scalars``, checked: ``elements`` gives each state's memory."""
+        """Return an entry with ``scalars``. ``elements(name, dtype)`` is each state's memory."""
         values, own = {"step": int(scalars["num_steps"]), **scalars}, self.scalars()
         return {
             k: elements(k, v.dtype) if k not in own else _with_value(v, values.get(k))
@@ -100,7 +97,7 @@ class EntryTemplate:
 
 
 def is_elementwise(value: Any, numel: int) -> bool:
-    """Whether a state entry has one number per element of a 1-D piece of ``numel`` elements."""
+    """Return whether a state has one number per element of a piece of ``numel`` elements."""
     if not isinstance(value, Tensor):
         return False
     if value.shape == (numel,):
@@ -114,7 +111,6 @@ def is_elementwise(value: Any, numel: int) -> bool:
 
 
 def _with_value(template: Any, value: float | None) -> Any:
-    """``value`` in the form of the template: a tensor stays one, an int stays an int."""
     if value is None or template is None:
         return template
     if isinstance(template, Tensor):
@@ -128,7 +124,7 @@ def probe_entry(
     device: torch.device,
     dtype: torch.dtype,
 ) -> EntryTemplate:
-    """Return the state entry of an optimizer before and after a step on two elements."""
+    """Return the state entry of an optimizer before and after a step. See [Note: state entries]."""
     ones = torch.ones(_PROBE_NUMEL, dtype=dtype, device=device)
     param = nn.Parameter(ones.clone())
     optimizer = make_optimizer(optimizer_class, [{**group, "params": [param]}])
@@ -141,18 +137,19 @@ def probe_entry(
 
 
 FUSED_ALIGNMENT = 16
-"""Elements of a vector in torch's fused CPU kernels, or a multiple of it."""
+"""Elements of a vector in torch's fused CPU kernels, or a multiple of that."""
 
 _HOST_CHUNK_NUMEL = 1 << 20
-"""Elements per optimizer call on the host: bounds the fp32 copy of 16-bit gradients to 4 MiB."""
+"""Elements per optimizer call on the host. The fp32 copy of a 16-bit gradient takes 4 MiB."""
 _DEVICE_CHUNK_NUMEL = 1 << 26
-"""The same on a device, where few launches matter more than 256 MiB."""
+"""Elements per optimizer call on a device: few kernel launches, 256 MiB for the fp32 copy."""
 
 
 class TorchStepper(Stepper):
-    """Stepper that lets ``optimizer_class`` update the pieces of a flat space."""
+    """Stepper that updates the pieces of a flat space by ``optimizer_class``."""
 
     has_kernel = False
+    states: dict[str, torch.dtype]  # includes states without a buffer yet
 
     def __init__(
         self,
@@ -164,7 +161,7 @@ class TorchStepper(Stepper):
         is_in_place: bool,
     ) -> None:
         check_elementwise(optimizer_class)
-        groups = _served(groups, device)
+        groups = served_groups(groups, device)
         super().__init__(geometry, device)
         self._dtype = geometry.master_dtype
         self._masters = ShardMasters(geometry, device, is_in_place=is_in_place)
@@ -173,10 +170,7 @@ class TorchStepper(Stepper):
         self._templates: list[EntryTemplate] = [
             probe_entry(optimizer_class, group, device, self._dtype) for group in groups
         ]
-        self._dtypes: dict[str, torch.dtype] = {}
-        for template in self._templates:
-            self._dtypes.update(template.elementwise())
-        self.states = self._dtypes  # stored yet or not
+        self.states = {k: v for t in self._templates for k, v in t.elementwise().items()}
         self._buffers: dict[str, Tensor] = {}
         self._params = [nn.Parameter(self._masters.view(p.start, p.stop)) for p in geometry.pieces]
         members = self._members(range(len(self._params)), groups)
@@ -186,7 +180,7 @@ class TorchStepper(Stepper):
 
     @property
     def _entries(self) -> dict[Tensor, dict[str, Any]]:
-        # Read each time: a step may rebind it, as torch's own load_state_dict does.
+        # An optimizer may rebind its state attribute, as torch's load_state_dict does.
         return {} if self._optimizer is None else self._optimizer.state
 
     def num_bytes(self) -> StateBytes:
@@ -194,20 +188,19 @@ class TorchStepper(Stepper):
         return StateBytes(self._masters.num_bytes, self._masters.num_copy_bytes, states)
 
     def _members(self, pieces: Sequence[int], groups: Groups) -> list[dict[str, Any]]:
-        """``param_groups`` of the given pieces alone. Groups without any are left out."""
+        """Return ``param_groups`` with only the given pieces, without empty groups."""
         params: dict[int, list[nn.Parameter]] = {}
         for i in pieces:
             params.setdefault(self.geometry.pieces[i].group, []).append(self._params[i])
         return [{**groups[g], "params": members} for g, members in sorted(params.items())]
 
     def plan(self, active: Sequence[int], groups: Groups, grads: GradLedger) -> list[Chunk]:
-        """Return whole runs, as many per chunk as fit its element count."""
-        groups = _served(groups, self.device)
+        groups = served_groups(groups, self.device)
         chunks: list[Chunk] = []
         pending: list[Run] = []
         numel = 0
         for run in plan_runs(self.geometry, active):
-            grads.segments(run.start, run.stop)  # refuses a missing gradient before any update
+            grads.segments(run.start, run.stop)  # raises for a missing gradient
             pending.append(run)
             numel += run.stop - run.start
             if numel >= self._chunk_numel:
@@ -216,7 +209,6 @@ class TorchStepper(Stepper):
         return [*chunks, Chunk(tuple(pending), groups)] if pending else chunks
 
     def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: SpanMemory) -> None:
-        """Call ``optimizer.step()`` once, on the chunk's pieces alone."""
         assert self._optimizer is not None, "a chunk without pieces"
         pieces = [i for run in chunk.runs for i in run.pieces]
         for run in chunk.runs:
@@ -252,16 +244,15 @@ class TorchStepper(Stepper):
                     entry[name] = home.copy_(value)
 
     def _elements(self, piece: int, name: str, dtype: torch.dtype) -> Tensor:
-        """A piece's range of a state's flat buffer, which is made on first use."""
-        self._dtypes.setdefault(name, dtype)
+        self.states.setdefault(name, dtype)
         span = self.geometry.pieces[piece]
         return self._buffer(name)[span.start : span.stop]
 
     def _buffer(self, name: str) -> Tensor:
-        """The flat buffer of one state, made of zeros on first use."""
+        """Return the flat buffer of a state, which is zero-filled at first use."""
         if name not in self._buffers:
             self._buffers[name] = torch.zeros(
-                self.geometry.numel, dtype=self._dtypes[name], device=self.device
+                self.geometry.numel, dtype=self.states[name], device=self.device
             )
         return self._buffers[name]
 
@@ -269,7 +260,7 @@ class TorchStepper(Stepper):
         if name == MASTER:
             return self._masters.read(start, stop)
         if name not in self._buffers:
-            return torch.zeros(stop - start, dtype=self._dtypes[name], device="cpu")
+            return torch.zeros(stop - start, dtype=self.states[name], device="cpu")
         return self._buffers[name][start:stop].to("cpu", copy=True)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
@@ -279,7 +270,6 @@ class TorchStepper(Stepper):
         self._buffer(name)[start : start + values.numel()].copy_(values)
 
     def read_scalars(self, piece: int) -> dict[str, float]:
-        """Return ``num_steps`` and every single number in the piece's state entry."""
         scalars: dict[str, float] = {"num_steps": self.num_steps[piece]}
         if self.num_steps[piece]:
             param = self._params[piece]
@@ -293,7 +283,6 @@ class TorchStepper(Stepper):
             self._templates[self.geometry.pieces[piece].group].check(scalars)
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Build the piece's state entry over what the buffers hold, or drop it at 0."""
         count = int(scalars["num_steps"])
         param, span = self._params[piece], self.geometry.pieces[piece]
         self._entries.pop(param, None)
@@ -308,8 +297,8 @@ class TorchStepper(Stepper):
         self.num_steps[piece] = count
 
 
-def _served(groups: Groups, device: torch.device) -> Groups:
-    """The groups, without ``capturable`` on a CPU: it is about device graphs, not numbers."""
+def served_groups(groups: Groups, device: torch.device) -> Groups:
+    """Return the groups, without ``capturable`` on a CPU: it only concerns device graphs."""
     if device.type != "cpu":
         return groups
     return [{**g, "capturable": False} if g.get("capturable") else g for g in groups]

@@ -1,19 +1,17 @@
-"""Virtual time: the scheduling code of a host tier under streams that only advance a clock.
+"""Virtual time: a host tier's real scheduling code on streams that only advance a clock.
 
-Nothing waits and nothing is measured. Work on a stream takes the seconds that it is given, so that
-the length of a step follows from the order in which the tier enqueues, waits and updates. It is the
-same in every run.
+Work on a stream takes a given number of seconds. The length of a step then follows from the order
+in which the tier enqueues, waits and updates, and is the same in every run.
 
 [Note: clocks]
-caller   Python that trains, ahead of the device as far as its waits allow
-worker   the host's updates; a job is not visible to it before the caller has submitted it
-stream   the end of what is enqueued; work begins no earlier than its enqueuing, the work before it
-         and the events that the stream waits for
+caller  the training thread, ahead of the device as far as its waits allow.
+worker  the host's updates. It sees a job once the caller has submitted it.
+stream  end time of all enqueued work. New work starts after the enqueue call, after earlier work
+        and after the events that the stream waits for.
 
-Times of events are known when they are recorded, because nothing that is enqueued later changes
-them. The worker is driven by the caller: when that blocks, or asks for the worker's progress, it
-runs every chunk that it would have picked by then. Sums of gradients, on a thread of their own,
-take no time.
+An event's time is known when it is recorded. The caller drives the worker: when the caller blocks
+or asks for progress, all chunks are run that a real worker would have picked by then. Gradient
+sums, in another thread, take no time.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ import torch
 from torch import Tensor
 
 from zero_offload.memory.streams import AcceleratorStreams
-from zero_offload.tiers.worker import Job, Worker
+from zero_offload.tiers.worker import HostThread, Job, Worker
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds ``[start, stop)`` in which a lane was busy with something."""
+    """Seconds ``[start, stop)`` in which a lane was busy with work named ``what``."""
 
     lane: str
     what: str
@@ -46,54 +44,47 @@ class Span:
 
 @dataclass(slots=True)
 class VirtualTime:
-    """The clocks of one simulation, in seconds, and what each lane has done. See [Note: clocks]."""
+    """Clocks of one simulation, in seconds, and the spans of all lanes. See [Note: clocks]."""
 
     caller: float = 0.0
     worker: float = 0.0
     is_worker: bool = False
     spans: list[Span] = field(default_factory=list)
-    _worker_thread: int = 0
+    worker_thread: int = 0
 
     @contextmanager
     def as_worker(self) -> Iterator[None]:
-        """Let this thread be the worker meanwhile."""
-        self.is_worker, self._worker_thread = True, threading.get_ident()
+        """Make this thread the worker in this context."""
+        self.is_worker, self.worker_thread = True, threading.get_ident()
         try:
             yield
         finally:
             self.is_worker = False
 
-    @property
-    def is_worker_here(self) -> bool:
-        """Whether it is this thread that is the worker."""
-        return self.is_worker and threading.get_ident() == self._worker_thread
-
     def now(self) -> float:
-        """Return the clock of whoever runs."""
+        """Return the clock of the worker in `as_worker`, else the caller's."""
         return self.worker if self.is_worker else self.caller
 
     def advance_to(self, time: float) -> None:
-        """Let whoever runs wait until ``time``."""
+        """Advance the current clock to ``time`` if that is later."""
         if self.is_worker:
             self.worker = max(self.worker, time)
         else:
             self.caller = max(self.caller, time)
 
     def work(self, lane: str, what: str, seconds: float) -> None:
-        """Advance the clock of the current thread by ``seconds``."""
         start = self.now()
         self.advance_to(start + seconds)
         self.note(lane, what, start, start + seconds)
 
     def note(self, lane: str, what: str, start: float, stop: float) -> None:
-        """Record that a lane was busy."""
         if stop > start:
             self.spans.append(Span(lane, what, start, stop))
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualEvent:
-    """Fires at a time."""
+    """Event that fires at time ``at``."""
 
     time: VirtualTime
     at: float
@@ -110,7 +101,7 @@ class VirtualEvent:
 
 
 class VirtualStream(torch.Stream):
-    """A stream whose work takes given times and keeps ``lane`` busy."""
+    """Stream whose work takes given times on ``lane``."""
 
     time: VirtualTime
     lane: str
@@ -122,10 +113,9 @@ class VirtualStream(torch.Stream):
         return stream
 
     def __init__(self, time: VirtualTime, lane: str) -> None:
-        """See the class."""
+        """Do nothing: `__new__` sets all attributes."""
 
     def enqueue(self, what: str, seconds: float) -> None:
-        """Enqueue work that takes so long."""
         start = max(self.end, self.time.now())
         self.end = start + seconds
         self.time.note(self.lane, what, start, self.end)
@@ -140,14 +130,11 @@ class VirtualStream(torch.Stream):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Return at once: no stream is current."""
+        """Do nothing: virtual streams are never the current stream."""
 
 
 class VirtualStreams(AcceleratorStreams):
-    """An accelerator's streams. An element takes ``down_s`` seconds to the host, ``up_s`` back.
-
-    ``compute`` is the caller's stream.
-    """
+    """An accelerator's streams. Copies take ``down_s`` and ``up_s`` seconds per element."""
 
     def __init__(self, compute: VirtualStream, down_s: float, up_s: float) -> None:
         time = compute.time
@@ -161,8 +148,9 @@ class VirtualStreams(AcceleratorStreams):
         return self._compute
 
     def wait(self, event: torch.Event) -> None:
-        """Let the worker wait. What other threads do beside both clocks takes no time."""
-        if self._compute.time.is_worker_here:
+        """Advance the worker's clock. Waits of other threads take no time."""
+        time = self._compute.time
+        if time.is_worker and threading.get_ident() == time.worker_thread:
             event.synchronize()
 
     def to_host(self, target: Tensor, source: Tensor) -> torch.Event:
@@ -177,7 +165,7 @@ class VirtualStreams(AcceleratorStreams):
 
 
 class _Blocking(threading.Condition):
-    """Condition whose waits drive the worker."""
+    """Condition whose waits run the worker."""
 
     def __init__(self, thread: VirtualThread) -> None:
         super().__init__()
@@ -195,12 +183,13 @@ class _Blocking(threading.Condition):
         return found
 
 
-class VirtualThread:
-    """`UpdateThread` whose worker is run by the caller, on a clock of its own."""
+class VirtualThread(HostThread):
+    """`HostThread` whose worker is run by the caller, on its own clock."""
 
     def __init__(self, time: VirtualTime) -> None:
+        # The base class's constructor would create the real thread.
         self.time = time
-        self.changed: threading.Condition = _Blocking(self)
+        self.changed = _Blocking(self)
         self._submitted: deque[tuple[float, Job]] = deque()
         self._worker: Worker | None = None
         self._num_left = 0
@@ -213,12 +202,12 @@ class VirtualThread:
         self._submitted.append((self.time.caller, job))
 
     def catch_up(self) -> None:
-        """Run every chunk that the worker has picked by the caller's time."""
+        """Run every chunk that the worker picks before the caller's time."""
         while not self.time.is_worker and self.run_next(self.time.caller):
             pass
 
     def run_next(self, until: float | None) -> bool:
-        """Run the next chunk, if there is one and the worker picks it by ``until``."""
+        """Run the next chunk if the worker picks it by ``until``. Return False if it does not."""
         time, worker = self.time, self._worker
         if worker is None:
             return False

@@ -1,1 +1,1 @@
-"""State tiers: who updates which elements, when, and how values reach the parameters."""
+"""State tiers, which update shares of a flat space and publish new values to parameters."""

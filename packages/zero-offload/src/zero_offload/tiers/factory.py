@@ -1,14 +1,17 @@
-"""Factory of the tiers of the host's part and of the device's."""
+"""Factory of host and device tiers, and clocks that measure their work."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry, freeze_groups
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Geometry, Intervals, freeze_groups
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.protocols import (
     AdamKernel,
@@ -19,33 +22,68 @@ from zero_offload.protocols import (
     StateTier,
     UploadCodec,
 )
-from zero_offload.rules.elementwise import check_elementwise
-from zero_offload.rules.resolve import check_kernel_class, resolve_rule
+from zero_offload.rules.resolve import check_elementwise, check_kernel_class, resolve_rule
 from zero_offload.rules.rule import KERNEL_DTYPES
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.file_stepper import FileStepper
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.steppers.stepper import SpanMemory, Stepper
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT, TorchStepper
-from zero_offload.tiers.clock import DeviceClock, HostClock
-from zero_offload.tiers.flat_tier import DeviceTier
-from zero_offload.tiers.speculation import SpeculativeHostTier
-from zero_offload.transfers.differences import SHORTEST_NBYTES
-from zero_offload.transfers.mover import HostMover, Mover
+from zero_offload.tiers.flat_tier import DeviceTier, HostTier
+from zero_offload.transfers.mover import SHORTEST_NBYTES, HostMover, Mover
+
+
+class HostClock:
+    """Measures the seconds of synchronous work in `measure`."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        started = perf_counter()
+        yield
+        self._seconds += perf_counter() - started
+
+    def take(self) -> float:
+        """Return the seconds measured since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+class DeviceClock(HostClock):
+    """Measures the seconds of work enqueued in `measure`, by events. `take` waits for no event."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._spans: deque[tuple[torch.Event, torch.Event]] = deque()
+
+    def mark(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        torch.accelerator.current_stream(self._device).record_event(event)
+        return event
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        start = self.mark()
+        yield
+        self._spans.append((start, self.mark()))
+
+    def take(self) -> float:
+        while self._spans and self._spans[0][1].query():
+            start, end = self._spans.popleft()
+            self._seconds += start.elapsed_time(end) / 1e3
+        return super().take()
+
 
 _log = logging.getLogger(__name__)
 
 
 class OffloadTiers:
-    """Creates the tiers of the parts, at first and when the split point moves.
+    """Creates the tiers of host and device. Arguments are those of `zero_offload.create_tier`.
 
-    Arguments as for `zero_offload.create_tier`.
-
-    Attributes:
-        rule: the update by a kernel; None for torch's own.
-        end: at which the host's share lies when its split point moves.
-        device_budget: bytes of the device's part; None without a limit.
-        undo_buffer_size: most bytes of the host part's undo log; None for room for all of it.
+    ``rule`` is the update by a kernel, or None for torch's own update.
     """
 
     def __init__(
@@ -93,11 +131,11 @@ class OffloadTiers:
 
     @property
     def can_undo(self) -> bool:
-        """Whether the host's updates can be undone: those of a kernel, in host memory."""
+        """Whether the host's updates can be undone: they use a kernel and are in host memory."""
         return self.rule is not None and self._settings.nvme_path is None
 
     def alignment(self, groups: Groups) -> int:
-        """Return the alignment of split points in elements: they change no bit on a CPU."""
+        """Return the alignment of split points on a CPU, in elements, so that no bit changes."""
         if self.device.type != "cpu":
             return 1
         if self.rule is not None:
@@ -105,16 +143,13 @@ class OffloadTiers:
         return FUSED_ALIGNMENT if any(group.get("fused") for group in groups) else 1
 
     def make_clock(self) -> HostClock:
-        """Create a clock for work that the caller enqueues."""
         return HostClock() if self.device.type == "cpu" else DeviceClock(self.device)
 
-    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> SpeculativeHostTier:
-        """Create a tier in host memory with a worker of its own. ``share`` is in all elements."""
+    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:
+        """Create a host tier with its own worker thread. ``share`` are the part's elements."""
         is_on_cpu = self.device.type == "cpu"
-        memory = HostMemory(
-            should_pin=self._settings.pin_memory and not is_on_cpu,
-            limit_bytes=self._settings.pin_memory_bytes,
-        )
+        should_pin = self._settings.pin_memory and not is_on_cpu
+        memory = HostMemory(should_pin=should_pin, limit_bytes=self._settings.pin_memory_bytes)
         store, codec = self._store_of(share), self._upload_codec
         mover = HostMover(part, self.device, memory, store=store, codec=codec)
         has_differences = mover.differences is not None and mover.differences.num_bytes > 0
@@ -127,16 +162,16 @@ class OffloadTiers:
             )
         folder, count = self._settings.nvme_path, self._settings.buffer_count
         if folder is None:
-            # A split master weight has its upper half in the memory that is sent to the device.
+            # A split master weight's upper half is in the memory that is copied to the device.
             stepper = self._make_stepper(part, groups, is_in_place=is_on_cpu, upper=mover.hold)
         else:
             assert self.rule is not None, "refused by the constructor"
             frozen = freeze_groups(groups)
             stepper = FileStepper(part, self.rule, frozen, folder=folder, buffer_count=count)
-        return SpeculativeHostTier(part, stepper, mover)
+        return HostTier(part, stepper, mover)
 
     def make_device(self, part: Geometry, share: Intervals, groups: Groups) -> StateTier:
-        """Create a tier on the compute device. On a CPU its update is that of the host's."""
+        """Create a tier on the compute device. On a CPU it uses the host's update."""
         store = self._store_of(share)
         if self.device.type == "cpu":
             stepper = self._make_stepper(part, groups, is_in_place=True, upper=part.view)
@@ -157,7 +192,6 @@ class OffloadTiers:
     def _make_stepper(
         self, part: Geometry, groups: Groups, *, is_in_place: bool, upper: SpanMemory
     ) -> Stepper:
-        """The update in host memory: by the kernel where it can serve, else by torch."""
         frozen = freeze_groups(groups)
         if self.rule is None:
             cpu = torch.device("cpu")
@@ -166,7 +200,7 @@ class OffloadTiers:
 
 
 class _PartStore:
-    """`ParamStore` for the flat space of a part. A run there is in one span of the part."""
+    """`ParamStore` with the offsets of a part."""
 
     def __init__(self, store: ParamStore, share: Intervals) -> None:
         self._store = store

@@ -1,8 +1,12 @@
 """State tiers over one kind of memory: a stepper, a mover, and a thread.
 
-`HostTier` keeps master weights and state in host memory and updates them in a worker thread.
-`DeviceTier` keeps them on the compute device and updates them in the caller's thread. Everything
-else is the same code.
+`HostTier` keeps master weights and states in host memory and updates them in a worker thread.
+`DeviceTier` keeps them on the compute device and updates them in the caller's thread.
+
+[Note: speculation]
+`HostTier.speculate` begins a step before it is confirmed, without publishing values. ``step`` with
+the same settings and scale completes it. Any other scale or setting, a replaced or dropped
+gradient, `read_state`, `write_state` and other calls that wait for pending steps undo it first.
 """
 
 from __future__ import annotations
@@ -20,11 +24,10 @@ from zero_offload.flat.geometry import Geometry, Run, check_active, freeze_group
 from zero_offload.flat.grads import GradLedger, add_up
 from zero_offload.protocols import ChangeWatcher, Groups
 from zero_offload.rules.rule import MASTER
+from zero_offload.steppers.memory_stepper import HostRing, MemoryStepper, UndoLog
 from zero_offload.steppers.stepper import Chunk, Stepper, spans_of
-from zero_offload.tiers.accumulation import GradSums
-from zero_offload.tiers.progress import Progress
-from zero_offload.tiers.worker import HostThread, Job, Phase, UpdateThread, Worker
-from zero_offload.transfers.mover import Arrival, HostMover, Mover, Release
+from zero_offload.tiers.worker import HostThread, Job, Phase, Progress, Speculation, Worker
+from zero_offload.transfers.mover import GradSums, HostMover, Mover, Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +35,19 @@ class TierReport:
     """Counters and sizes of one tier so far.
 
     Attributes:
-        has_kernel: whether a host kernel computes the update, and not torch.
-        update_s: seconds spent on updates, without waiting for gradients or memory.
-        host_bytes: host memory of master weights and states, transfer buffers apart. Parameter
-            shards that are master weights, or the upper halves of some, count.
+        has_kernel: whether a host kernel, not torch, computes the update.
+        update_s: seconds of updates, without waits for gradients or memory.
+        host_bytes: host memory of master weights and states, including parameter shards that are
+            master weights or upper halves of them.
         memory: bytes in the tier's memory by kind, without parameter shards: "master weights",
             "optimizer states", "gradient copies", "published weights" and "undo log".
         bytes_d2h: gradient bytes copied to the host.
-        bytes_h2d: parameter bytes brought back to the compute device.
-        stall_s: seconds that callers were blocked because a step was not done.
-        num_kept: elements updated before the decision of their step, and kept.
-        num_undone: elements updated before the decision of their step, and undone.
-        num_differences: parts of new parameters that were sent to the device as differences.
-        num_changed: parts that were sent whole because the device did not have what was sent last.
+        bytes_h2d: parameter bytes copied to the compute device.
+        stall_s: seconds that callers waited for a step.
+        num_kept: elements whose tentative updates were kept.
+        num_undone: elements whose tentative updates were undone.
+        num_differences: parts of new parameters sent as differences.
+        num_changed: parts sent whole because the device's values had changed.
     """
 
     has_kernel: bool
@@ -61,12 +64,13 @@ class TierReport:
 
 
 class FlatTier(ABC):
-    """A StateTier with master weights and state in one memory.
+    """A StateTier with master weights and states in one memory.
 
-    Reading and writing state first waits for the steps under way. A gradient may be offered as soon
-    as the last one of its range was used. After a step that failed in the background every call
-    raises `OffloadError`.
+    Reading and writing state first waits for pending steps. After a step that failed in the
+    background every call raises `OffloadError`.
     """
+
+    _update_s = 0.0  # seconds of updates in the caller's thread
 
     def __init__(
         self, geometry: Geometry, stepper: Stepper, mover: Mover, progress: Progress
@@ -77,46 +81,36 @@ class FlatTier(ABC):
         self._progress = progress
         self._grads = GradLedger()
 
-    @property
-    @abstractmethod
-    def update_s(self) -> float:
-        """Seconds spent on updates so far."""
-
     @abstractmethod
     def _launch(self, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float) -> None:
         """Update a step's chunks and publish them, now or in the background."""
 
     def report(self) -> TierReport:
-        """Return counters and sizes, without waiting for a step."""
         num_bytes, is_on_host = self._stepper.num_bytes(), self._stepper.device.type == "cpu"
         return TierReport(
             has_kernel=self._stepper.has_kernel,
-            update_s=self.update_s,
+            update_s=self._update_s,
             host_bytes=num_bytes.masters + num_bytes.states if is_on_host else 0,
             memory={
                 "master weights": num_bytes.master_copies,
                 "optimizer states": num_bytes.states,
-                "gradient copies": 0,
-                "published weights": 0,
-                "undo log": 0,
             },
         )
 
     def _settle(self) -> None:
-        """Wait until master weights and states are those after the last step."""
         self._progress.drain()
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
         """Accept the gradient of ``[start, start + grad.numel())``, in place of an earlier one.
 
-        `HostTier` copies it, `DeviceTier` uses it where it lies until ``step`` or ``discard_grads``
-        returns. Return None, or what must be called before the memory of ``grad`` is written again.
+        `HostTier` copies it. `DeviceTier` reads it until ``step`` or ``discard_grads`` returns.
+        Return None, or a function to call before the memory of ``grad`` is overwritten.
         """
         self._admit(start, grad)
         return self.mover.offer(start, grad, self._grads)
 
     def _admit(self, start: int, grad: Tensor) -> None:
-        """Check a gradient, and wait for a step that may still read the last one of its range."""
+        """Check a gradient, and wait for a step that may still read an earlier one."""
         if grad.dim() != 1 or not grad.is_contiguous() or not grad.is_floating_point():
             raise ValueError(
                 f"a gradient must be 1-D, contiguous and floating point; got {grad.dtype} of "
@@ -127,7 +121,7 @@ class FlatTier(ABC):
         self._progress.wait(start, stop)
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        """Return a CPU copy of a gradient in its dtype, or of a sum in the master weights'."""
+        """Return a CPU copy of a gradient in its dtype, or of a sum in the master dtype."""
         self.geometry.check_range(start, stop)
         found = [torch.empty(0)]
         for a, b, terms in self._grads.segments(start, stop):
@@ -146,27 +140,24 @@ class FlatTier(ABC):
     def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
         """Update the pieces in ``active`` with the offered gradients times ``grad_scale``.
 
-        Settings are copied, so that a scheduler may change ``groups`` right after. Errors in the
-        arguments are raised before anything is updated. The gradients used are no longer offered.
-        Others stay, for a further step over other pieces.
+        Settings are copied, so a scheduler may change ``groups`` afterwards. Invalid arguments
+        raise before anything is updated. Gradients of other pieces stay for a later call.
         """
         self._progress.check()
         indices = check_active(self.geometry, active)
         if not indices:
             return
         chunks = self._stepper.plan(indices, freeze_groups(groups), self._grads)
-        # A sum may have failed: before the steps are counted.
+        # This may raise if a sum failed, so steps are counted afterwards.
         grads = self._take(spans_of(chunks))
         with self._progress.launching():
             self._stepper.count(indices)
             self._launch(chunks, grads, grad_scale)
 
     def _take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
-        """Return the gradients of ``spans``, which are no longer offered."""
         return self._grads.take(spans)
 
     def wait_params(self, start: int, stop: int) -> None:
-        """Return once the caller, or its stream, is ordered after the new values of a range."""
         for event in self._progress.wait(start, stop):
             self.mover.arrive(event)
 
@@ -174,7 +165,6 @@ class FlatTier(ABC):
         return self._progress.is_over(start, stop)
 
     def state_names(self) -> Sequence[str]:
-        """Return ``master_weight``, then every elementwise state that the optimizer has."""
         return (MASTER, *self._stepper.states)
 
     def _check_state(self, name: str, start: int, stop: int) -> None:
@@ -183,23 +173,20 @@ class FlatTier(ABC):
             raise KeyError(f"the optimizer has no state {name!r}, only {list(self.state_names())}")
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy of one state over a range, 1-D, on the CPU, zero where there is none."""
         self._settle()
         self._check_state(name, start, stop)
         return self._stepper.read(name, start, stop)
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
-        """Call ``watcher`` before each run of an update, in the thread that updates."""
         self._settle()
         self._stepper.watcher = watcher
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Do as `read_state` for a range that is not being updated, in any thread."""
         self._check_state(name, start, stop)
         return self._stepper.peek(name, start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well."""
+        """Overwrite one state. ``master_weight`` is also rounded into the parameter shards."""
         self._settle()
         stop = start + values.numel()
         self._check_state(name, start, stop)
@@ -223,7 +210,6 @@ class FlatTier(ABC):
                     self.mover.arrive(event)
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        """Return ``num_steps`` (updates applied to the piece) and the optimizer's own scalars."""
         self._settle()
         return self._stepper.read_scalars(piece)
 
@@ -236,7 +222,6 @@ class FlatTier(ABC):
         self._stepper.write_scalars(piece, scalars)
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing."""
         for name in names:
             self._check_state(name, 0, 0)
         for piece, of_piece in enumerate(scalars):
@@ -244,19 +229,20 @@ class FlatTier(ABC):
 
 
 class HostTier(FlatTier):
-    """Master weights and state in host memory, updated in a background thread.
+    """Master weights and states in host memory, updated in a worker thread.
 
-    ``step`` returns at once, and steps queue up. See `zero_offload.tiers.worker` for their order.
+    ``step`` returns at once. See `zero_offload.tiers.worker` for the order of updates.
     """
 
     mover: HostMover
+    _speculation: Speculation | None = None
 
     def __init__(
         self,
         geometry: Geometry,
         stepper: Stepper,
         mover: HostMover,
-        thread: UpdateThread | None = None,
+        thread: HostThread | None = None,
     ) -> None:
         self._thread = HostThread(mover.device) if thread is None else thread
         progress = Progress(self._thread.changed, self._thread.now)
@@ -265,15 +251,12 @@ class HostTier(FlatTier):
         self.worker = Worker(stepper, mover, progress, self._thread.now)
         self._sums = GradSums(mover, stepper)
 
-    @property
-    def update_s(self) -> float:
-        return self.worker.update_s
-
     def report(self) -> TierReport:
         found, mover, log = super().report(), self.mover, self.worker.log
         sent = mover.differences
         return replace(
             found,
+            update_s=self.worker.update_s,
             memory={
                 **found.memory,
                 "gradient copies": mover.grad_bytes,
@@ -290,79 +273,165 @@ class HostTier(FlatTier):
         )
 
     def drain(self) -> float:
-        """Wait for the steps under way, and return the seconds spent on updates so far."""
         self._progress.drain()
         return self.worker.update_s
 
     def expect_micro_steps(self, count: int) -> None:
-        """Expect ``count`` calls of `add_grad` per range and step. It decides on memory alone."""
         self._sums.num_micro_steps = count
 
     def reserve(self, dtypes: Collection[torch.dtype]) -> None:
-        """Allocate what gradients of these dtypes, and parameters, pass through."""
-        self._sums.reserve(dtypes)
+        for dtype in dtypes:
+            self.mover.reserve(dtype, self._sums.num_micro_steps)
 
     def offer_grad(self, start: int, grad: Tensor) -> Release | None:
+        self._admit(start, grad)
         self._sums.replaced(start, start + grad.numel())
-        return super().offer_grad(start, grad)
+        return self.mover.offer(start, grad, self._grads)
+
+    def _admit(self, start: int, grad: Tensor) -> None:
+        self._undo_within(start, start + grad.numel())
+        super()._admit(start, grad)
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Release | None:
-        """Copy one more term of the gradient of a range. See `zero_offload.tiers.accumulation`."""
+        """Copy one more term of a range's gradient. See [Note: layers] of `transfers.mover`."""
         self._admit(start, grad)
         return self._sums.add(start, grad, self._grads, is_last=is_last)
 
     def square_sum(self, start: int, stop: int) -> Future[float]:
-        """Start to compute the sum of the squares of a range's gradient, in double precision."""
         return self._sums.square_sum(start, stop, self._grads)
 
     def drop_grads(self, start: int, stop: int) -> None:
         """Forget the gradient of a range, so that the next one added is the first."""
+        self._undo_within(start, stop)
         self._sums.replaced(start, stop)
         self._grads.discard(start, stop)
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        self._sums.settle(start, stop)
+        self._sums.settle([(start, stop)])
         if self.mover.arrived is not None:
             self.mover.streams.wait(self.mover.arrived)
         return super().read_grad(start, stop)
 
     def discard_grads(self) -> None:
-        self._sums.close()
+        self._undo()
+        self._sums.replaced(0, self.geometry.numel)
         super().discard_grads()
 
     def _take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
-        for span in spans:
-            self._sums.settle(*span)
+        self._sums.settle(spans)
         return super()._take(spans)
 
-    def _launch(self, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float) -> None:
-        self._enqueue(Phase.WHOLE, chunks, grads, grad_scale)
+    def _settle(self) -> None:
+        self._undo()
+        super()._settle()
 
-    def _enqueue(
-        self, phase: Phase, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float
+    def _launch(
+        self,
+        chunks: Sequence[Chunk],
+        grads: GradLedger,
+        grad_scale: float,
+        phase: Phase = Phase.WHOLE,
     ) -> None:
-        """Have the worker update chunks and publish them."""
         entries, before = self._progress.begin(spans_of(chunks))
         of_run = iter(entries)
         of_chunk = [[next(of_run) for _ in chunk.runs] for chunk in chunks]
-        arrivals, readers = self._arrivals(chunks), self.mover.streams.mark_readers()
+        arrivals = [self.mover.arrival(spans_of([chunk])) for chunk in chunks]
+        readers = self.mover.streams.mark_readers()
         job = Job(phase, chunks, grads, grad_scale, arrivals, before, of_chunk, readers)
         self._thread.submit(self.worker, job)
 
-    def _arrivals(self, chunks: Sequence[Chunk]) -> list[Arrival | None]:
-        return [self.mover.arrival(spans_of([chunk])) for chunk in chunks]
+    def enable_undo(self, most_bytes: int | None) -> bool:
+        """Create an undo log of at most ``most_bytes``. Return False if no update can be undone."""
+        stepper = self._stepper
+        if not isinstance(stepper, MemoryStepper):
+            return False
+        capacity = stepper.undo_capacity()
+        if most_bytes is not None:
+            capacity = min(capacity, most_bytes)
+        self.worker.log = UndoLog(stepper, HostRing(capacity))
+        self.mover.add_staging()
+        return True
+
+    def speculate(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
+        """Begin a step over the pieces ``active`` before it is confirmed. See [Note: speculation].
+
+        It may be called several times before ``step``, each time for other pieces.
+        """
+        if self.worker.log is None:
+            raise RuntimeError("speculate without enable_undo: call that once before")
+        self._progress.check()
+        indices, frozen = check_active(self.geometry, active), freeze_groups(groups)
+        if not indices:
+            return
+        # plan() may raise, so it precedes the creation of the speculation.
+        chunks = self._stepper.plan(indices, frozen, self._grads)
+        spans = spans_of(chunks)
+        self._sums.settle(spans)
+        if self._speculation is not None and not self._speculation.is_of(frozen, grad_scale):
+            self._undo()
+        if self._speculation is None:
+            self._speculation = Speculation(frozen, grad_scale, self._thread.changed)
+        speculation = self._speculation
+        with self._progress.launching():
+            before = self._progress.begin_unpublished(spans)
+            speculation.pieces.update(indices)
+            speculation.chunks += chunks
+            grads = self._grads.copy(spans)
+            arrivals = [self.mover.arrival(spans_of([chunk])) for chunk in chunks]
+            job = Job(Phase.TENTATIVE, chunks, grads, grad_scale, arrivals, before)
+            job.speculation = speculation
+            self._thread.submit(self.worker, job)
+
+    def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
+        speculation = self._speculation
+        rest = active
+        if speculation is not None:
+            rest = [i for i in active if i not in speculation.pieces]
+            is_covered = len(rest) + len(speculation.pieces) == len(active)
+            if not is_covered or not speculation.is_of(freeze_groups(groups), grad_scale):
+                self._undo()
+                speculation, rest = None, active
+        super().step(groups, rest, grad_scale=grad_scale)
+        if speculation is None:
+            return
+        with self._progress.launching():
+            self._speculation = None
+            speculation.end()
+            self._stepper.count(sorted(speculation.pieces))
+            chunks = sorted(speculation.chunks, key=lambda chunk: chunk.runs[0].start)
+            self._launch(chunks, self._take(spans_of(chunks)), grad_scale, Phase.KEEP)
+
+    def _undo(self) -> None:
+        """End the speculation, if any, and restore states in the background."""
+        speculation = self._speculation
+        if speculation is None:
+            return
+        speculation.end()
+        speculation.wait()  # If Ctrl-C interrupts this wait, the next call repeats it.
+        chunks = speculation.chunks
+        with self._progress.launching():
+            before = self._progress.begin_unpublished(())
+            none, scale = [None] * len(chunks), speculation.grad_scale
+            job = Job(Phase.UNDO, chunks, GradLedger(), scale, none, before)
+            self._thread.submit(self.worker, job)
+            self._speculation = None
+
+    def _undo_within(self, start: int, stop: int) -> None:
+        """Undo the speculation if it reads a gradient of ``[start, stop)``."""
+        if self._speculation is not None:
+            spans = spans_of(self._speculation.chunks)
+            if any(a < stop and start < b for a, b in spans):
+                self._undo()
 
 
 class DeviceTier(FlatTier):
-    """Master weights and state on the compute device, updated in the caller's thread."""
-
-    update_s = 0.0
+    """Master weights and states on the compute device, updated in the caller's thread."""
 
     def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
         super().__init__(geometry, stepper, mover, Progress())
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        self.mover.close_grads()  # another stream may have made it
+        self.mover.close_grads()  # another stream may have produced the gradient
         return super().read_grad(start, stop)
 
     @torch.no_grad()
@@ -376,5 +445,5 @@ class DeviceTier(FlatTier):
             for run in chunk.runs:
                 event = self.mover.publish(run.start, run.stop)
                 self._progress.publish(next(entries), event)
-            self.update_s += perf_counter() - started
+            self._update_s += perf_counter() - started
         self._progress.finish()

@@ -1,34 +1,363 @@
-"""`Shares`: which elements of a flat space the host holds and which the device, and their moves.
+"""Division of a flat space's elements between host and device, and its changes.
 
 [Note: resplit]
-`Shares.resplit` makes new tiers and migrates the state from the old ones, a block at a time. The
-device never holds two tiers: state that stays there waits in host memory until the old tier has
-been freed. Meanwhile host memory holds the host's old share and its new one, or one of them and the
+`Shares.resplit` creates new tiers and migrates the state in blocks, by StateTier methods only.
+Device memory never holds two tiers: state that stays on the device waits in host memory until the
+old tier is freed. Host memory then holds the host's old and new share, or one of them and the
 waiting state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import difflib
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from zero_offload.errors import OffloadError
-from zero_offload.flat.geometry import Geometry
-from zero_offload.flat.intervals import Intervals
-from zero_offload.protocols import ChangeWatcher, Groups
+from zero_offload.flat.geometry import Geometry, Intervals
+from zero_offload.memory.storage import BlockFile
+from zero_offload.memory.streams import TimedCopy
+from zero_offload.protocols import (
+    ChangeWatcher,
+    DeviceMemory,
+    Groups,
+    OptimizerClass,
+    ReservingTier,
+    SnapshotTier,
+    StateTier,
+)
+from zero_offload.rules.resolve import check_elementwise
+from zero_offload.rules.rule import MASTER
+from zero_offload.settings import HostShare, OffloadSettings
+from zero_offload.steppers.torch_stepper import probe_entry, served_groups
 from zero_offload.tiers.factory import OffloadTiers
-from zero_offload.tiers.flat_tier import TierReport
-from zero_offload.tiers.part import AnyPart, DevicePart, HeldState, HostPart, PartWatcher, migrate
-from zero_offload.tiers.share import end_share
+from zero_offload.tiers.flat_tier import FlatTier, HostTier, TierReport
+from zero_offload.transfers.mover import Release
+
+_SQUARED_NUMEL = 1 << 24
+"""Elements whose squares are summed at once, because torch may convert them to float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """Sorted ``(start, stop)`` spans of a part, and its tier's report: None for an engine's."""
+
+    is_host: bool
+    spans: tuple[tuple[int, int], ...]
+    tier: TierReport | None
+
+
+@dataclass(eq=False)
+class Part:
+    """A tier over the elements ``share`` of a flat space.
+
+    Attributes:
+        geometry: the tier's own flat space, whose offsets are `Intervals.local`.
+        local: the tier's piece indices, by piece index of the whole space.
+    """
+
+    is_host: ClassVar[bool]
+    tier: StateTier
+    geometry: Geometry
+    share: Intervals
+    local: Mapping[int, tuple[int, ...]]
+
+    def write_state(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite a state. A part with padding only has no states but master weights."""
+        if self.local or name == MASTER:
+            self.tier.write_state(name, start, values)
+
+    def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
+        # `local` has the tier's pieces in their order.
+        own = [scalars[piece] for piece, indices in self.local.items() for _ in indices]
+        self.tier.check_states(names if own else (), own)
+
+    def snapshots(self) -> SnapshotTier:
+        """Return the tier if its states can be read during training, else raise TypeError."""
+        if not isinstance(self.tier, SnapshotTier):
+            raise TypeError(
+                f"{type(self.tier).__name__} has no watch_changes() and peek_state(), which a save "
+                "beside training needs: save at once"
+            )
+        return self.tier
+
+
+@dataclass(eq=False)
+class HostPart(Part):
+    """The host's part, which updates in the background."""
+
+    is_host = True
+    tier: HostTier
+
+    def drain(self) -> float:
+        return self.tier.drain()
+
+    def add_grad(
+        self, start: int, grad: Tensor, *, is_first: bool, is_last: bool
+    ) -> Release | None:
+        return self.tier.add_grad(start, grad, is_last=is_last)
+
+    def offer_grad(self, start: int, grad: Tensor) -> Release | None:
+        return self.tier.offer_grad(start, grad)
+
+    def square_sum(self, start: int, stop: int) -> Callable[[], float]:
+        return self.tier.square_sum(start, stop).result
+
+    def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]], device: torch.device) -> None:
+        self.tier.reserve({dtype for *_, dtype in grads})
+
+    def report(self) -> PartReport:
+        return PartReport(True, self.share.spans, self.tier.report())
+
+
+@dataclass(eq=False)
+class DevicePart(Part):
+    """The device's part, with device memory for copies of gradients.
+
+    Copies, sums and updates are enqueued on the caller's stream, in order. With ``has_sum``
+    micro-steps are added in the master weights' dtype.
+    """
+
+    is_host = False
+    has_sum: bool = False
+    # copies of gradients by dtype
+    _memory: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False)
+
+    def drain(self) -> float:
+        return 0.0
+
+    def add_grad(
+        self, start: int, grad: Tensor, *, is_first: bool, is_last: bool
+    ) -> Release | None:
+        """Add a gradient to the tier's gradient, or replace it if ``is_first``."""
+        total = self._memory_of(start, grad)
+        return self.tier.offer_grad(start, total.copy_(grad) if is_first else total.add_(grad))
+
+    def offer_grad(self, start: int, grad: Tensor) -> Release | None:
+        """Offer the tier a copy of the gradient, because the caller may reuse its memory."""
+        return self.tier.offer_grad(start, self._memory_of(start, grad).copy_(grad))
+
+    def _memory_of(self, start: int, grad: Tensor) -> Tensor:
+        whole = self._allocate(self._kept_dtype(grad.dtype), grad.device)
+        return whole[start : start + grad.numel()]
+
+    def _kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.geometry.master_dtype if self.has_sum else dtype
+
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if dtype not in self._memory:
+            self._memory[dtype] = torch.empty(self.geometry.numel, dtype=dtype, device=device)
+        return self._memory[dtype]
+
+    def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
+        """Compute a sum of squares, see `TwinTier.square_sum`, as a scalar tensor on the device."""
+        (memory,) = self._memory.values()
+        found = memory.new_zeros((), dtype=torch.float64)
+        for part in torch.split(memory[start:stop], _SQUARED_NUMEL):
+            found += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+        return lambda: found
+
+    def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]], device: torch.device) -> None:
+        kept = [(start, stop, self._kept_dtype(dtype)) for start, stop, dtype in grads]
+        for *_, dtype in kept:
+            self._allocate(dtype, device)
+        if isinstance(self.tier, ReservingTier):
+            self.tier.reserve(kept)
+
+    def device_tensors(self) -> dict[str, list[Tensor]]:
+        held = self.tier.device_tensors() if isinstance(self.tier, DeviceMemory) else {}
+        found = {kind: list(tensors) for kind, tensors in held.items()}
+        found["gradients"] = [*found.get("gradients", []), *self._memory.values()]
+        return found
+
+    def report(self) -> PartReport:
+        found = self.tier.report() if isinstance(self.tier, FlatTier) else None
+        if found is not None:
+            copies = sum(memory.nbytes for memory in self._memory.values())
+            found = replace(found, memory={**found.memory, "gradient copies": copies})
+        return PartReport(False, self.share.spans, found)
+
+
+AnyPart = HostPart | DevicePart
+
+
+@dataclass(frozen=True, slots=True)
+class PartWatcher:
+    """`ChangeWatcher` of a part, which passes offsets of the whole space to ``watcher``."""
+
+    watcher: ChangeWatcher
+    share: Intervals
+
+    def before_change(self, start: int, stop: int) -> None:
+        if start < stop:
+            first, last = self.share.element(start), self.share.element(stop - 1)
+            for low, high in self.share.overlaps(first, last + 1):
+                self.watcher.before_change(low, high)
+
+
+BLOCK_NUMEL = 1 << 22
+"""Elements of one state that are copied at once: 16 MiB of fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """State in plain host memory, between two tiers."""
+
+    numel: int
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+    def state_names(self) -> Sequence[str]:
+        return tuple(self.states)
+
+    def read_state(self, name: str, start: int, stop: int) -> Tensor:
+        return self.states[name][start:stop]
+
+    def write_state(self, name: str, start: int, values: Tensor) -> None:
+        """Copy one state's values. Its first values determine the dtype."""
+        if name not in self.states:
+            self.states[name] = torch.zeros(self.numel, dtype=values.dtype, device="cpu")
+        self.states[name][start : start + values.numel()].copy_(values)
+
+
+def migrate(
+    source: StateTier | HeldState,
+    source_share: Intervals,
+    write_state: Callable[[str, int, Tensor], None],
+    share: Intervals,
+) -> None:
+    """Copy all states of the elements in both shares. ``write_state`` has offsets in ``share``."""
+    common = source_share.intersection(share)
+    for name in source.state_names():
+        for low, high in common.spans:
+            for start in range(low, high, BLOCK_NUMEL):
+                at, to = source_share.local(start), share.local(start)
+                numel = min(BLOCK_NUMEL, high - start)
+                write_state(name, to, source.read_state(name, at, at + numel))
+
+
+WIDENED_NUMEL = 1 << 26
+"""Elements of 16-bit gradients that an accelerator's tier widens at once."""
+
+
+def host_share(
+    settings: OffloadSettings,
+    geometry: Geometry,
+    names: Sequence[str],
+    optimizer_class: OptimizerClass,
+    groups: Groups,
+    *,
+    is_accelerated: bool,
+) -> Intervals | None:
+    """Return the elements that the host updates, or None for ratio ``"auto"``."""
+    if settings.parameters is not None:
+        if len(names) != len(geometry.pieces):
+            raise ValueError(
+                f"parameters needs the name of each of the {len(geometry.pieces)} "
+                f"pieces, got {len(names)}: pass names to the factory, or named parameters "
+                f"(model.named_parameters()) to the optimizer"
+            )
+        chosen = [i for i, name in enumerate(names) if is_chosen(name, settings.parameters)]
+        return geometry.padded_spans(chosen)
+    if settings.device_budget is not None:
+        nbytes = state_bytes(optimizer_class, groups, geometry.master_dtype)
+        budget, end = settings.device_budget, settings.host_share
+        return within_budget(geometry, budget, nbytes, end, is_accelerated=is_accelerated)
+    if settings.ratio == "auto":
+        return None
+    return end_share(geometry.numel, round(settings.ratio * geometry.numel), settings.host_share)
+
+
+def end_share(numel: int, num_host: int, end: HostShare) -> Intervals:
+    start = 0 if end == "first" else numel - num_host
+    return Intervals([(start, start + num_host)])
+
+
+def is_chosen(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name matches a pattern of `fnmatchcase`, in which ``*`` matches dots too."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
+            raise ValueError(
+                f"parameters: {pattern!r} matches no parameter; near it are {list(near)}"
+            )
+
+
+def within_budget(
+    geometry: Geometry,
+    budget: int,
+    element_state_bytes: int,
+    end: HostShare,
+    *,
+    is_accelerated: bool,
+    adds_grads: bool = False,
+) -> Intervals:
+    """Return the fewest elements of one end that leave at most ``budget`` bytes on the device."""
+
+    def fits(num_host: int) -> bool:
+        held = device_bytes(
+            geometry,
+            end_share(numel, num_host, end).complement(numel),
+            element_state_bytes,
+            is_accelerated=is_accelerated,
+            adds_grads=adds_grads,
+        )
+        return held <= budget
+
+    numel = geometry.numel
+    # Bisection works because fewer host elements need more device bytes.
+    return end_share(numel, bisect_left(range(numel), True, key=fits), end)
+
+
+def device_bytes(
+    geometry: Geometry,
+    share: Intervals,
+    element_state_bytes: int,
+    *,
+    is_accelerated: bool,
+    adds_grads: bool = False,
+) -> int:
+    """Return the bytes of a share on the device: states, master weights, one gradient.
+
+    Master weights take no bytes if all shards have the master dtype. A gradient has its shard's
+    dtype, and a sum of micro-steps the master dtype. If the master dtype is wider, an accelerator's
+    tier converts `WIDENED_NUMEL` elements at once.
+    """
+    views = [view for span in share.spans for _, _, view in geometry.overlaps(*span)]
+    master = geometry.master_dtype
+    is_in_place = all(view.dtype == master for view in views)
+    if adds_grads:
+        grads = share.numel * master.itemsize
+    else:
+        grads = sum(view.numel() * view.element_size() for view in views)
+    kept = share.numel * element_state_bytes + grads
+    if is_in_place:
+        return kept
+    widened = min(share.numel, WIDENED_NUMEL) if is_accelerated and not adds_grads else 0
+    return kept + (share.numel + widened) * master.itemsize
+
+
+def state_bytes(optimizer_class: OptimizerClass, groups: Groups, dtype: torch.dtype) -> int:
+    """Return the bytes of one element's optimizer states, without its master weight."""
+    check_elementwise(optimizer_class)
+    cpu = torch.device("cpu")
+    entries = [probe_entry(optimizer_class, g, cpu, dtype) for g in served_groups(groups, cpu)]
+    dtypes = {k: v for entry in entries for k, v in entry.elementwise().items()}
+    return sum(found.itemsize for found in dtypes.values())
 
 
 class Shares:
-    """The host's part of a flat space and the device's, of which one may be missing.
-
-    ``host`` are the host's elements. Split points are aligned, such that they change no bit.
-    """
+    """The host's and the device's part of a flat space, one of which may be missing."""
 
     def __init__(
         self, geometry: Geometry, groups: Groups, host: Intervals, factory: OffloadTiers
@@ -37,19 +366,20 @@ class Shares:
         self._alignment = factory.alignment(groups)
         self._groups = groups
         self._factory = factory
-        self._num_micro_steps = 0  # none: gradients are offered, not added
-        self._reserved: list[tuple[int, int, torch.dtype]] = []  # gradients with memory
-        self._has_undo = False  # the host's part has an undo log
-        self._replaced: list[TierReport] = []  # of host tiers before a resplit
-        self._has_dropped = False  # a tier, in the resplit under way
+        self._num_micro_steps = 0  # 0 until expect_micro_steps is called
+        self._reserved: list[tuple[int, int, torch.dtype]] = []  # arguments of reserve()
+        self._has_undo = False  # whether the host's part has an undo log
+        self._replaced: list[TierReport] = []  # reports of host tiers before a resplit
+        self._has_dropped = False  # whether the current resplit has freed a tier
         self._lost: BaseException | None = None
         self._watcher: ChangeWatcher | None = None
-        self.make_parts(geometry.align(host, self._alignment))  # chosen parameters stay whole
+        # Parameters chosen by name are not split.
+        self.make_parts(geometry.align(host, self._alignment))
 
     def make_parts(self, host: Intervals) -> None:
-        """Make the parts for the host's share, without state, in place of any. For subclasses."""
+        """Create the parts for the host's elements, without state, in place of existing ones."""
         self._host = host
-        self._set_parts(None, None)  # freed before their successors are allocated
+        self._set_parts(None, None)  # frees the old parts first
         rest = host.complement(self.geometry.numel)
         on_host = self._make_host(host) if host or not self.geometry.numel else None
         self._set_parts(on_host, self._make_device(rest) if rest else None)
@@ -82,12 +412,11 @@ class Shares:
 
     @property
     def parts(self) -> Sequence[AnyPart]:
-        """The host's part and the device's, after `check_whole`."""
+        """The host's part and the device's. Raises after a failed resplit."""
         self.check_whole()
         return self._present
 
     def check_whole(self) -> None:
-        """Raise `OffloadError` after a resplit that failed midway."""
         if self._lost is not None:
             raise OffloadError(
                 f"moving optimizer state between host and device failed ({self._lost!r}), so a "
@@ -96,13 +425,12 @@ class Shares:
 
     @property
     def host_numel(self) -> int:
-        """Number of elements that the host holds."""
         return self._host.numel
 
     def expect_micro_steps(self, count: int) -> None:
-        """Expect ``count`` calls of `add_grad` per range and step. It decides on memory alone.
+        """Set the expected `add_grad` calls per range and step, for the allocation of memory.
 
-        To be called before state is written and before the first gradient that is added.
+        Call it before state is written and before the first gradient is added.
         """
         self.check_whole()
         self._num_micro_steps = count
@@ -112,10 +440,7 @@ class Shares:
             self._device_part.has_sum = True
 
     def enable_undo(self) -> bool:
-        """Prepare for `speculate`: have an undo log of at most ``undo_buffer_size`` bytes.
-
-        Return whether the host's updates can be undone: those of a host kernel, in host memory.
-        """
+        """Create the undo log for `speculate`. Return False if no update can be undone."""
         if self._factory.can_undo:
             self.check_whole()
             host, most = self._host_part, self._factory.undo_buffer_size
@@ -123,17 +448,12 @@ class Shares:
         return self._has_undo
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
-        """Allocate what gradients are copied to, or widened in, and what copies pass through.
-
-        Without it that is done when it is needed. It follows `expect_micro_steps`. ``grads`` are
-        ``(start, stop, dtype)`` of what is going to be offered or added.
-        """
+        """Allocate memory, see `ReservingTier.reserve`. Call it after `expect_micro_steps`."""
         self._reserved = list(grads)
         for part in self.parts:
             self._reserve_part(part)
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        """Return long-lived tensors on the device, of its part: the host's has none there."""
         self.check_whole()
         return {} if self._device_part is None else self._device_part.device_tensors()
 
@@ -147,10 +467,7 @@ class Shares:
             part.reserve(grads, self._factory.device)
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
-        """Call ``watcher`` before states change, in the host's thread or the caller's.
-
-        A resplit announces everything.
-        """
+        """Call ``watcher`` before states change. A resplit announces all elements."""
         self._watcher = watcher
         for part in self.parts:
             self._watch_part(part)
@@ -160,7 +477,7 @@ class Shares:
             part.snapshots().watch_changes(PartWatcher(self._watcher, part.share))
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        """Return ``num_steps`` and the optimizer's scalars. The parts of a split piece agree."""
+        """Return ``num_steps`` and the optimizer's scalars. All parts of a piece have the same."""
         part = next(part for part in self.parts if piece in part.local)
         return part.tier.read_scalars(part.local[piece][0])
 
@@ -171,14 +488,14 @@ class Shares:
 
     @torch.no_grad()
     def resplit(self, num_host: int) -> None:
-        """Let the host hold so many elements of its end from now on, and the device the rest.
+        """Move elements between host and device, so that the host has ``num_host`` of its end.
 
-        To be called between steps; it waits for one under way. No result changes but the byte
-        counters, in which master weights that are published again count. See [Note: resplit].
+        Call it between steps. It waits for a pending step. Results do not change, except byte
+        counters, because master weights are published again. See [Note: resplit].
 
         Raises:
-            ValueError: there are not so many elements, or the host's share is chosen by name.
-            RuntimeError: gradients have been offered for a step that has not been taken.
+            ValueError: ``num_host`` is out of range, or parameter names select the host's elements.
+            RuntimeError: gradients were offered for a step that has not been taken.
         """
         numel, end = self.geometry.numel, self._factory.end
         self.geometry.check_range(0, num_host)
@@ -194,7 +511,8 @@ class Shares:
         rest = host.complement(numel)
         try:
             self._host = host
-            if host.numel > before.numel:  # the host's new tier is filled from the device's old one
+            # The host's new tier needs the state of the device's old tier.
+            if host.numel > before.numel:
                 self._replace_host(host)
                 self._replace_device(rest)
             else:
@@ -206,15 +524,16 @@ class Shares:
             if self._has_dropped:
                 self._lost = error
             else:
-                self._host = before  # no room for the new share; the old one is whole
+                # The new tier could not be allocated, and the old one is unchanged.
+                self._host = before
             raise
 
     def may_move(self, host: Intervals) -> bool:
-        """Return whether ``host`` is another share, once no step is under way. For subclasses."""
+        """Return whether ``host`` differs from the current elements. Subclasses add checks."""
         return host != self._host
 
     def _replace_host(self, share: Intervals) -> None:
-        """Fill a new host tier from all old ones, then drop the host's old one."""
+        """Fill a new host tier from all old tiers, then drop the old host tier."""
         new = self._make_host(share) if share else None
         if new is not None:
             self._migrate_to(new.write_state, share)
@@ -224,7 +543,7 @@ class Shares:
         self._set_parts(new, self._device_part)
 
     def _replace_device(self, share: Intervals) -> None:
-        """Drop the device's old tier before the new one is made, and fill that from the host."""
+        """Drop the old device tier, then create the new one and fill it from host memory."""
         on_host = Intervals() if self._host_part is None else self._host_part.share
         kept = share.difference(on_host)
         held = HeldState(kept.numel)
@@ -242,3 +561,82 @@ class Shares:
     ) -> None:
         for part in self._present:
             migrate(part.tier, part.share, write_state, share)
+
+
+class ReportingShares(Shares):
+    """`Shares` with counters, which include host tiers before a resplit."""
+
+    def report(self) -> tuple[PartReport, ...]:
+        return tuple(part.report() for part in self._present)
+
+    def _host_reports(self) -> list[TierReport]:
+        host = self._host_part
+        return self._replaced if host is None else [*self._replaced, host.tier.report()]
+
+    @property
+    def bytes_d2h(self) -> int:
+        return sum(report.bytes_d2h for report in self._host_reports())
+
+    @property
+    def bytes_h2d(self) -> int:
+        """Parameter bytes copied from the host so far. Complete after ``wait_params``."""
+        return sum(report.bytes_h2d for report in self._host_reports())
+
+    @property
+    def stall_s(self) -> float:
+        return sum(report.stall_s for report in self._host_reports())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory of master weights and states, without transfer buffers."""
+        return sum(r.tier.host_bytes for r in self.report() if r.tier is not None)
+
+    @property
+    def undo_bytes(self) -> int:
+        return self.host_memory_bytes().get("undo log", 0)
+
+    @property
+    def file(self) -> BlockFile | None:
+        return None if self._host_part is None else self._host_part.tier.file
+
+    def work_s(self) -> dict[str, float]:
+        """Return seconds so far of the host's updates, of file transfers, and of waits for them."""
+        found = {"host": sum(report.update_s for report in self._host_reports())}
+        if self.file is not None:
+            found |= {"file": self.file.io_s, "file wait": self.file.waited_s}
+        return found
+
+    def copied_bytes(self) -> tuple[int, int]:
+        """Return bytes copied so far from the device to the host, and back."""
+        return self.bytes_d2h, self.bytes_h2d
+
+    def recent_updates(self) -> list[tuple[float, float]]:
+        """Return start and end of the host's last updates, as `time.perf_counter` seconds."""
+        return [] if self._host_part is None else list(self._host_part.tier.worker.updates)
+
+    def file_traffic(self) -> tuple[int, int]:
+        """Wait for transfers. Return the file's bytes read and written since the last resplit."""
+        if self._host_part is not None:
+            self._host_part.drain()
+        return (0, 0) if self.file is None else self.file.traffic()
+
+    def time_copies(self, *, is_on: bool) -> None:
+        """Start or stop timing copies between device and host. A CPU has no such copies."""
+        if self._host_part is not None:
+            self._host_part.tier.mover.streams.is_timing = is_on
+
+    def take_copies(self) -> list[TimedCopy]:
+        """Return the copies timed since the last call, with the events around each."""
+        host = self._host_part
+        return [] if host is None else host.tier.mover.streams.take_copies()
+
+    def host_memory_bytes(self) -> dict[str, int]:
+        """Return bytes of host memory by kind, without parameter shards and their copies."""
+        found: Counter[str] = Counter()
+        for part in self.report():
+            if part.tier is not None:
+                kinds = dict(part.tier.memory)
+                if part.is_host and self.file is not None:
+                    kinds["NVMe buffers"] = kinds.pop("optimizer states")
+                found.update(kinds)
+        return {kind: nbytes for kind, nbytes in found.items() if nbytes}

@@ -1,9 +1,8 @@
-"""Twin-Flow: one optimizer state, updated on the host and on the device at the same time.
+"""Twin-Flow: optimizer state that host and device update at the same time.
 
-The host holds and updates a share of the elements, the device the rest (DeepSpeed ZeRO-Offload++,
-Twin-Flow). The share is a set of elements: the last ones, or those of some parameters. A piece
-that it splits is one parameter in several parts whose scalars stay equal, so that a checkpoint does
-not depend on the share and loads at any other.
+As in DeepSpeed ZeRO-Offload++ (Twin-Flow) the host updates a set of elements, the last ones or some
+parameters, and the device all others. A piece that is split has equal scalars in all parts, so a
+checkpoint does not depend on the split.
 """
 
 from __future__ import annotations
@@ -14,20 +13,14 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry, check_active
-from zero_offload.flat.intervals import Intervals
+from zero_offload.flat.geometry import Geometry, Intervals, check_active
 from zero_offload.protocols import Groups
 from zero_offload.tiers.factory import OffloadTiers
-from zero_offload.tiers.part import AnyPart
-from zero_offload.tiers.share import within_budget
-from zero_offload.tiers.twin_report import ReportingShares
+from zero_offload.tiers.shares import AnyPart, ReportingShares, state_bytes, within_budget
 
 
 class TwinTier(ReportingShares):
-    """A StateTier made of a host tier over a share of the elements and a device tier over the rest.
-
-    It keeps its own copy of every gradient, on the host or on the device.
-    """
+    """A StateTier made of a host tier for some elements and a device tier for the others."""
 
     owns_grads = True
 
@@ -35,18 +28,19 @@ class TwinTier(ReportingShares):
         self, geometry: Geometry, groups: Groups, host: Intervals, factory: OffloadTiers
     ) -> None:
         super().__init__(geometry, groups, host, factory)
-        self._offered = Intervals()  # and not updated yet
-        self._fresh = Intervals()  # offered since the last call of step
-        self._closed = Intervals()  # offered for this optimizer step before that call
+        self._offered = Intervals()  # ranges with a gradient that no step has used
+        self._fresh = Intervals()  # ranges offered since the last call of step
+        # ranges offered before the last call of step, in the same optimizer step
+        self._closed = Intervals()
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
-        """Copy the gradient of ``[start, start + grad.numel())``, to each part its share.
+        """Copy the gradient of ``[start, start + grad.numel())`` to host and device.
 
-        Return None, or a call to make before the memory of ``grad`` is written again.
+        Return None, or a function to call before the memory of ``grad`` is overwritten.
         """
         stop = start + grad.numel()
         self._begin_offer(start, stop, self._closed)
-        release = None  # the host's copies are in order: the last release stands for all
+        release = None  # Copies to the host are in order, so the last release covers all of them.
         for part in self.parts:
             for a, b in part.share.overlaps(start, stop):
                 own = grad[a - start : b - start]
@@ -56,13 +50,13 @@ class TwinTier(ReportingShares):
         return release
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Callable[[], None] | None:
-        """Add to the gradient of ``[start, start + grad.numel())``, to each part its share.
+        """Add to the gradient of ``[start, start + grad.numel())`` on host and device.
 
-        The sum is taken in the dtype of the master weights, in the order of the calls since the
-        last step of the range, and does not depend on the share. What a step left out is dropped
-        when a range that it updated gets its next gradient. See `zero_offload.tiers.accumulation`.
+        Gradients since the range's last step are added in order, in the master weights' dtype. When
+        a range that a step has updated gets its next gradient, unused gradients are dropped. See
+        [Note: layers] of `zero_offload.transfers.mover`.
 
-        Return None, or a call to make before the memory of ``grad`` is written again.
+        Return None, or a function to call before the memory of ``grad`` is overwritten.
         """
         if not self._num_micro_steps:
             raise RuntimeError("add_grad without expect_micro_steps: call that once before")
@@ -80,10 +74,10 @@ class TwinTier(ReportingShares):
         return release
 
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
-        """Start to compute the sum of the squares of the gradient of ``[start, stop)``.
+        """Start to compute the sum of squares of the gradient of ``[start, stop)``.
 
-        Return a call that waits for it: 0-dim, on the CPU or the device. It is float64, so that it
-        does not depend on the share, but for its last digits.
+        Return a function that waits for the result, a float64 scalar tensor on the CPU or the
+        device. Only its last digits depend on the split.
         """
         self._check_offered(Intervals([(start, stop)]))
         spans = [(p, p.share.local(start), p.share.local(stop)) for p in self.parts]
@@ -98,20 +92,19 @@ class TwinTier(ReportingShares):
         return total
 
     def _begin_offer(self, start: int, stop: int, ended: Intervals) -> None:
-        """Check the range. It begins a new optimizer step if it has ``ended`` elements."""
+        """Check the range. If it has ``ended`` elements, begin a new optimizer step."""
         self.geometry.check_range(start, stop)
         if any(ended.overlaps(start, stop)):
             self.check_whole()
             left = self._closed.difference(self._fresh)
             self._closed, self._offered = Intervals(), self._fresh
-            host = self._host_part  # the device's next gradient replaces the last in any case
+            host = self._host_part  # a gradient on the device is replaced anyway
             if host is not None:
                 for a, b in host.share.intersection(left).spans:
                     host.tier.drop_grads(host.share.local(a), host.share.local(b))
             self.begin_round()
 
     def _check_offered(self, needed: Intervals) -> None:
-        """Raise ValueError if an element has no gradient that waits for a step."""
         missing = needed.difference(self._offered)
         if missing:
             start, stop = missing.spans[0]
@@ -121,17 +114,16 @@ class TwinTier(ReportingShares):
             )
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        """Return a copy of the gradient offered for ``[start, stop)``, 1-D, on the CPU."""
         self._check_offered(Intervals([(start, stop)]))
-        found: list[tuple[int, Tensor]] = []
-        for part in self.parts:
-            for a, b in part.share.overlaps(start, stop):
-                low, high = part.share.local(a), part.share.local(b)
-                found.append((a, part.tier.read_grad(low, high)))
+        found = [
+            (a, part.tier.read_grad(part.share.local(a), part.share.local(b)))
+            for part in self.parts
+            for a, b in part.share.overlaps(start, stop)
+        ]
         return torch.cat([values for _, values in sorted(found, key=itemgetter(0))])
 
     def begin_round(self) -> None:
-        """Begin a new optimizer step, which may call ``step`` several times. For subclasses."""
+        """Called at the start of an optimizer step, which may call ``step`` several times."""
 
     def discard_grads(self) -> None:
         self._offered = self._fresh = Intervals()
@@ -139,28 +131,22 @@ class TwinTier(ReportingShares):
             part.tier.discard_grads()
 
     def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
-        """Update the pieces in ``active``: the host first, in its worker, then the device."""
         indices = check_active(self.geometry, active)
         pieces = (self.geometry.pieces[i] for i in indices)
-        # No part may be updated when another one refuses.
+        # Invalid arguments must raise before any part is updated.
         self._check_offered(Intervals((p.start, p.stop) for p in pieces))
         self._groups = groups
-        for part in self.parts:  # the host's first: it alone may refuse, for a sum that failed
+        for part in self.parts:  # the host first: it may raise for a failed sum
             local = [own for i in indices for own in part.local.get(i, ())]
             self.step_part(part, local, grad_scale)
         self._offered = self._offered.difference(self.geometry.padded_spans(indices))
         self._closed, self._fresh = self._closed.union(self._fresh), Intervals()
 
     def step_part(self, part: AnyPart, active: Sequence[int], grad_scale: float) -> None:
-        """Update the part's own pieces in ``active``. For subclasses."""
         part.tier.step(self._groups, active, grad_scale=grad_scale)
 
     def may_move(self, host: Intervals) -> bool:
-        """Do as `Shares.may_move`, which waits for the step under way.
-
-        Raises:
-            RuntimeError: gradients have been offered for a step that has not been taken.
-        """
+        """Wait for pending steps, and return whether ``host`` differs from the current elements."""
         if self._fresh:
             raise RuntimeError("a resplit between offer_grad and step: step or discard first")
         is_moving = super().may_move(host)
@@ -175,7 +161,6 @@ class TwinTier(ReportingShares):
                 self.wait_part(part, a, b)
 
     def wait_part(self, part: AnyPart, start: int, stop: int) -> None:
-        """Wait for the part's own range ``[start, stop)``. For subclasses."""
         part.tier.wait_params(start, stop)
 
     def are_params_ready(self, start: int, stop: int) -> bool:
@@ -186,11 +171,9 @@ class TwinTier(ReportingShares):
         return tuple(dict.fromkeys(n for part in self.parts for n in part.tier.state_names()))
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy of a state over ``[start, stop)``, 1-D, on the CPU, zero without one."""
         return self._joined(name, start, stop, is_peek=False)
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return what `read_state` does, of a range that is not being updated, in any thread."""
         return self._joined(name, start, stop, is_peek=True)
 
     def _joined(self, name: str, start: int, stop: int, *, is_peek: bool) -> Tensor:
@@ -212,11 +195,11 @@ class TwinTier(ReportingShares):
         return whole
 
     def speculate(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
-        """Have the host begin a step over its part of the pieces ``active``, before its decision.
+        """Begin a step over the host's elements of ``active`` before the step is confirmed.
 
-        Nobody sees it before ``step`` with the same settings and factor, which goes on with it.
-        Anything else undoes it: see `zero_offload.tiers.speculation`. The device's part is
-        updated by ``step`` alone.
+        No value is published before ``step`` with the same settings and scale, which completes it.
+        Other calls undo it: see [Note: speculation] of `zero_offload.tiers.flat_tier`. The device's
+        part is updated by ``step`` only.
         """
         if not self._has_undo:
             raise RuntimeError("speculate without enable_undo: call that once before")
@@ -227,7 +210,6 @@ class TwinTier(ReportingShares):
             host.tier.speculate(groups, local, grad_scale=grad_scale)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well."""
         stop = start + values.numel()
         self.geometry.check_range(start, stop)
         for part in self.parts:
@@ -235,29 +217,17 @@ class TwinTier(ReportingShares):
                 part.write_state(name, part.share.local(a), values[a - start : b - start])
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing."""
         for part in self.parts:
             part.check_states(names, scalars)
 
 
 class BudgetTier(TwinTier):
-    """A StateTier that gives the host what does not fit in a budget of device memory."""
+    """A StateTier whose device part fits in a budget of device memory."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        groups: Groups,
-        host: Intervals,
-        factory: OffloadTiers,
-        *,
-        element_state_bytes: int,
-    ) -> None:
-        super().__init__(geometry, groups, host, factory)
-        self._element_state_bytes = element_state_bytes
-        self._has_state = False
+    _has_state = False  # whether `write_state` or `write_scalars` was called
 
     def expect_micro_steps(self, count: int) -> None:
-        """Make room in the budget for sums of gradients, which are wider than one gradient."""
+        """Choose the host's elements again, because sums are wider than gradients."""
         if self._has_state or self._offered or self._closed:
             raise RuntimeError(
                 "expect_micro_steps after state was written or a gradient offered: with "
@@ -268,7 +238,7 @@ class BudgetTier(TwinTier):
         share = within_budget(
             self.geometry,
             factory.device_budget,
-            self._element_state_bytes,
+            state_bytes(factory.optimizer_class, self._groups, self.geometry.master_dtype),
             factory.end,
             is_accelerated=factory.device.type != "cpu",
             adds_grads=True,

@@ -1,115 +1,207 @@
-"""Updates of one tier: which chunk is next, its update, and the thread that does it.
+"""Updates of one tier: order of chunks, their update, and the thread that runs it.
+
+A caller that needs a range of parameters waits until every run that overlaps it is published.
 
 [Note: order of need]
-Backward delivers gradients from the last unit to the first, forward needs new values from the first
-to the last. Among the chunks whose gradient has arrived, the worker updates the one that forward
-needs first: that of the lowest offset. So in backward it follows the newest gradients, and after it
-goes from the first unit to the last, with the next forward behind it. What it updates last is what
-forward needs last, and whose gradient comes first in the next backward: a host that bounds the step
-hardly ever waits. If no gradient has arrived it waits for the oldest, as copies down are in order.
-An element's updates stay in the order of their steps. A stepper that works through its memory in
-one order (`Stepper.is_sequential`) gets its chunks in the order of planning.
+Backward produces gradients from the last unit to the first, and forward needs new values from the
+first to the last. Of the chunks whose gradient has arrived, the worker updates the one at the
+lowest offset, which forward needs first. The chunk updated last is then needed last, so a slow host
+rarely delays forward. If no gradient has arrived, the worker waits for the oldest copy. Updates of
+an element keep the order of steps. With `Stepper.is_sequential` chunks keep the planned order.
 
 [Note: ahead of the decision]
-Tentative chunks (`zero_offload.steppers.undo`) are picked like others, and publish nothing. Once
-the step is decided those that have not been picked are void. The chunks of the decision follow:
-kept ones are published, and updated only where that was not done, or undone ones are restored, and
-perhaps updated with another factor. All of them are picked in the order of need, but a
-kept one waits while copies up of others are under way, and another one is updated meanwhile.
+Tentative chunks (see `memory_stepper`) are updated in the same order and publish nothing. Once the
+speculation ends, tentative chunks that were not updated are dropped. If the step is confirmed, the
+others are published, and missing ones are updated first. Otherwise the updates are undone. While
+other copies to the device are pending, the worker prefers updates to kept chunks.
 
-The policy (`Worker`) knows no thread: `Worker.run_next` picks and updates one chunk for whoever
-calls it. For a host tier that is a `HostThread`, in tests and in the benchmark ``schedule`` a
-simulated clock.
+`Worker.run_next` updates one chunk for any caller: a `HostThread`, or a simulated clock.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from zero_offload.errors import OffloadError
+from zero_offload.flat.geometry import SpanMap
 from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.streams import enter_device, with_index
+from zero_offload.steppers.memory_stepper import UndoLog
 from zero_offload.steppers.stepper import Chunk, Stepper, spans_of
-from zero_offload.steppers.undo import UndoLog
-from zero_offload.tiers.progress import Progress, Published
 from zero_offload.transfers.mover import Arrival, HostMover
 
-_MAX_UPDATES = 256
+
+@dataclass(slots=True)
+class Published:
+    """Whether a run's new values are published, and the event that fires when they arrive."""
+
+    is_published: bool = False
+    event: torch.Event | None = None
+
+
+class Progress:
+    """Runs of all pending steps, published by one thread and awaited by others.
+
+    ``changed`` guards the runs. It is notified when a run is published or a step ends. ``error`` is
+    the error of the first failed step, after which no step may run. ``stall_s`` are the seconds
+    spent in `wait`.
+    """
+
+    def __init__(
+        self,
+        changed: threading.Condition | None = None,
+        now: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._changed = changed or threading.Condition()
+        self._now = now
+        self.stall_s = 0.0
+        self._runs: SpanMap[Published] = SpanMap()  # the last run of each element
+        self._num_open = 0
+        self.error: BaseException | None = None
+
+    def begin(self, runs: Sequence[tuple[int, int]]) -> tuple[list[Published], list[Published]]:
+        """Add a step. Return an entry per run, and entries that must be published before."""
+        with self._changed:
+            new, before = [Published() for _ in runs], self.begin_unpublished(runs)
+            for (start, stop), entry in zip(runs, new, strict=True):
+                self._runs.put(start, stop, entry)
+        return new, before
+
+    def begin_unpublished(self, runs: Sequence[tuple[int, int]]) -> list[Published]:
+        """Add work that publishes nothing. Return entries that must be published before it."""
+        with self._changed:
+            self._num_open += 1
+            overlapping = [entry for run in runs for entry in self._overlapping(*run)]
+            return [entry for entry in overlapping if not entry.is_published]
+
+    def publish(self, entry: Published, event: torch.Event | None) -> None:
+        """Mark a run as published. ``event`` fires when its values have arrived."""
+        with self._changed:
+            entry.event, entry.is_published = event, True
+            self._changed.notify_all()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End a step. If it failed, later calls raise ``error``."""
+        with self._changed:
+            self.error = self.error or error
+            self._num_open -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Fail the step if an exception, such as Ctrl-C, interrupts its launch in this context."""
+        try:
+            yield
+        except BaseException as error:
+            self.finish(error)
+            raise
+
+    def _overlapping(self, start: int, stop: int) -> list[Published]:
+        return [entry for *_, entry in self._runs.overlaps(start, stop)]
+
+    def wait(self, start: int, stop: int) -> list[torch.Event]:
+        """Block until all runs that overlap a range are published, and return their events."""
+        started = self._now()
+        with self._changed:
+            hits = self._overlapping(start, stop)
+            self._changed.wait_for(lambda: self.error or all(e.is_published for e in hits))
+        self.check()
+        self.stall_s += self._now() - started
+        return [entry.event for entry in hits if entry.event is not None]
+
+    def is_over(self, start: int, stop: int) -> bool:
+        """Return whether all runs in a range have arrived. False after a failed step."""
+        with self._changed:
+            hits = self._overlapping(start, stop)
+            have_arrived = (e.is_published and (e.event is None or e.event.query()) for e in hits)
+            return self.error is None and all(have_arrived)
+
+    def drain(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.error is not None or self._num_open <= 0)
+        self.check()
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise OffloadError(
+                f"an optimizer step failed midway ({self.error!r}), so master weights and state "
+                f"are partly updated; load a checkpoint into a new tier (with zero_core: build the "
+                "engine again)"
+            ) from self.error
 
 
 class Phase(Enum):
-    """Part of an update that a job does."""
+    """Work that a job does."""
 
     WHOLE = "whole"
     """Update and publish."""
     TENTATIVE = "tentative"
-    """Update, such that it can be undone, and publish nothing."""
+    """Update such that it can be undone, and publish nothing."""
     KEEP = "keep"
-    """Publish tentative updates. Update what was not."""
+    """Publish tentative updates, and update chunks without one."""
     UNDO = "undo"
-    """Restore what was before tentative updates."""
+    """Undo tentative updates."""
 
 
+@dataclass(slots=True, eq=False)
 class Speculation:
-    """Tentative updates of one step, guarded by ``changed``. The worker enters it per chunk."""
+    """Tentative updates of one step, guarded by ``changed``."""
 
-    def __init__(
-        self, groups: list[dict[str, Any]], grad_scale: float, changed: threading.Condition
-    ) -> None:
-        self.groups = groups
-        self.grad_scale = grad_scale
-        self.pieces: set[int] = set()
-        self.chunks: list[Chunk] = []
-        self._changed = changed
-        self._is_over = False
-        self._is_entered = False
+    groups: list[dict[str, Any]]
+    grad_scale: float
+    changed: threading.Condition
+    pieces: set[int] = field(default_factory=set)
+    chunks: list[Chunk] = field(default_factory=list)
+    _is_over: bool = False
+    _is_entered: bool = False
 
     def is_of(self, groups: list[dict[str, Any]], grad_scale: float) -> bool:
-        """Return whether a step with these frozen settings goes on with it."""
+        """Return whether a step with these frozen settings can keep the updates."""
         return (self.groups, self.grad_scale) == (groups, grad_scale)
 
-    def enter(self) -> bool:
-        """Begin a chunk, in the thread that updates. Return whether it is still wanted."""
-        with self._changed:
-            self._is_entered = not self._is_over
-            return self._is_entered
-
-    def leave(self) -> None:
-        """End the chunk that was begun."""
-        with self._changed:
-            self._is_entered = False
-            self._changed.notify_all()
+    @contextmanager
+    def entered(self) -> Iterator[bool]:
+        """Enter a chunk's update in this context. Yields False if it is no longer wanted."""
+        with self.changed:
+            self._is_entered = is_wanted = not self._is_over
+        try:
+            yield is_wanted
+        finally:
+            with self.changed:
+                self._is_entered = False
+                self.changed.notify_all()
 
     def end(self) -> None:
-        """Have no further chunk begun."""
-        with self._changed:
+        with self.changed:
             self._is_over = True
 
     def wait(self) -> None:
-        """Block until no chunk is under way, after `end`: gradients are not read any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_entered)
+        """Block until no chunk is being updated, so that no gradient is read. Follows `end`."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self._is_entered)
 
 
 @dataclass(slots=True)
 class Job:
-    """The chunks of one call of ``step``, in ascending order, on their way through a worker.
+    """The chunks of one call of ``step``, in ascending order, for a worker.
 
     Attributes:
-        arrivals: of each chunk's gradient; None if it is in the tier's memory.
-        before: entries of earlier steps over the same elements that were not updated yet.
-        entries: of each chunk's runs, in `Progress`, if they are published.
-        readers: fires when the parameters may be overwritten; None if they may be.
-        num_left: chunks that were not updated yet.
+        arrivals: arrival of each chunk's gradient; None if it is in memory.
+        before: entries of earlier steps over the same elements.
+        entries: `Progress` entries of each chunk's runs, if the phase publishes.
+        readers: event after which parameters may be overwritten; None for no wait.
+        num_left: number of chunks that were not updated yet.
     """
 
     phase: Phase
@@ -132,28 +224,29 @@ _Ready = tuple[int, int, int, Job]
 
 
 class Worker:
-    """Picks chunks in the order of need and updates them. See [Note: order of need].
+    """Updates chunks in the order of need. See [Note: order of need].
 
-    `add` may be called from any thread, all else from one at a time.
+    `add` may be called from any thread, all else from one thread at a time.
 
     Attributes:
-        update_s: seconds spent on updates so far, without waiting for gradients or memory.
-        updates: start and end of the last updates, by the clock ``now``.
-        log: of tentative updates; None if there are none.
+        update_s: seconds spent on updates so far, without waits for gradients or memory.
+        updates: start and end of recent updates, by the clock ``now``.
+        log: records of tentative updates; None without undo log.
     """
 
     def __init__(
         self, stepper: Stepper, mover: HostMover, progress: Progress, now: Callable[[], float]
     ) -> None:
         self.update_s = 0.0
-        self.updates: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
+        self.updates: deque[tuple[float, float]] = deque(maxlen=256)
         self.log: UndoLog | None = None
         self._stepper = stepper
         self._mover = mover
         self._progress = progress
         self._now = now
-        self._waiting: deque[tuple[Job, int]] = deque()  # for gradients, in the order of arrival
-        self._ready: list[_Ready] = []  # a heap
+        # chunks whose gradient has not arrived, in order of the copies
+        self._waiting: deque[tuple[Job, int]] = deque()
+        self._ready: list[_Ready] = []
         self._num_ready = 0
 
     def add(self, job: Job) -> None:
@@ -166,7 +259,7 @@ class Worker:
         self._waiting.extend((job, index) for index in sorted(range(len(job.chunks)), key=number))
 
     def awaited(self) -> torch.Event | None:
-        """Return the event that `run_next` would wait for, or None if it would start at once."""
+        """Return the event that `run_next` would wait for, or None if it would not wait."""
         self._admit()
         if self._ready or not self._waiting:
             return None
@@ -175,29 +268,28 @@ class Worker:
         return None if arrival is None else arrival.event
 
     def run_next(self) -> None:
-        """Update one chunk. After a failed one it does nothing. Grad mode is per thread."""
+        """Update one chunk, or do nothing after a failure."""
         if self._progress.error is not None:
             return
         try:
-            with torch.no_grad():
+            with torch.no_grad():  # Grad mode is per thread.
                 while (event := self.awaited()) is not None:
                     self._mover.streams.wait(event)
                 *_, index, job = self._pop()
                 self._update(job, index)
         except BaseException as error:
-            self.fail(error)  # the next call of the tier raises it, whatever it is
+            self.fail(error)  # Later calls of the tier raise the error.
             raise
         if not job.num_left:
             self._progress.finish()
 
     def fail(self, error: BaseException) -> None:
-        """End all jobs with an error."""
         self._progress.finish(error)
         self._waiting.clear()
         self._ready.clear()
 
     def _pop(self) -> _Ready:
-        """Return the ready chunk that is needed first. Kept ones may wait for copies up."""
+        """Return the ready chunk that is needed first. A kept chunk may wait for copies."""
         if self._is_kept(self._ready[0]) and self._mover.is_full:
             others = [ready for ready in self._ready if not self._is_kept(ready)]
             if others:
@@ -209,19 +301,17 @@ class Worker:
 
     def _is_kept(self, ready: _Ready) -> bool:
         *_, index, job = ready
-        if self.log is None or job.phase is not Phase.KEEP:
-            return False
-        return self.log.has(job.chunks[index])
+        return job.phase is Phase.KEEP and self.log is not None and self.log.has(job.chunks[index])
 
     def _admit(self) -> None:
-        """Make the chunks ready whose gradients have arrived."""
+        """Move chunks whose gradients have arrived to the ready heap."""
         while self._waiting:
             job, index = self._waiting[0]
             arrival = job.arrivals[index]
             if arrival is not None and not arrival.event.query():
                 return
             if not all(entry.is_published for entry in job.before):
-                return  # they are among the ready ones
+                return  # Earlier updates of these elements are among the ready chunks.
             self._waiting.popleft()
             offset = 0 if self._stepper.is_sequential else job.chunks[index].runs[0].start
             heappush(self._ready, (offset, self._num_ready, index, job))
@@ -242,23 +332,21 @@ class Worker:
         self.updates.append((started, ended))
 
     def _update_tentatively(self, job: Job, index: int) -> float:
-        """Update a chunk such that it can be undone, if that is still wanted. Return the start."""
+        """Update a chunk tentatively if that is still wanted. Return the start time."""
         speculation, log, chunk = job.speculation, self.log, job.chunks[index]
         assert speculation is not None, "a tentative job has one"
         assert log is not None, "and a log"
         started = self._now()
-        if speculation.enter():
-            try:
+        with speculation.entered() as is_wanted:
+            if is_wanted:
                 self._stepper.announce(spans_of([chunk]))
                 self._mover.make_way()
                 started = self._now()
                 log.update(chunk, job.grads, job.grad_scale)
-            finally:
-                speculation.leave()
         return started
 
     def _undo(self, chunk: Chunk) -> float:
-        """Restore what was before a chunk's tentative update, if there is one. Return the start."""
+        """Undo a chunk's tentative update, if there is one. Return the start time."""
         assert self.log is not None, "there are tentative updates"
         if self.log.has(chunk):
             self._stepper.announce(spans_of([chunk]))
@@ -267,7 +355,7 @@ class Worker:
         return started
 
     def _update_finally(self, job: Job, index: int) -> float:
-        """Update a chunk, unless a tentative update is kept, and publish it. Return the start."""
+        """Update a chunk, or keep its tentative update, and publish it. Return the start time."""
         chunk, mover = job.chunks[index], self._mover
         if job.readers is not None:
             mover.streams.follow(job.readers)
@@ -286,23 +374,11 @@ class Worker:
         waited_s = mover.waited_s
         for run, entry in zip(chunk.runs, job.entries[index], strict=True):
             self._progress.publish(entry, mover.publish(run.start, run.stop))
-        return started + (mover.waited_s - waited_s)  # as if it had waited before
-
-
-class UpdateThread(Protocol):
-    """Runs a worker beside the caller, who waits for `changed`, which the worker notifies."""
-
-    changed: threading.Condition
-
-    def now(self) -> float:
-        """Return the time on the calling thread, in seconds."""
-
-    def submit(self, worker: Worker, job: Job) -> None:
-        """Have the worker update a job's chunks."""
+        return started + (mover.waited_s - waited_s)  # waits do not count as update time
 
 
 class HostThread:
-    """`UpdateThread` that is a thread. ``device`` becomes its current device."""
+    """Thread that runs a worker, with ``device`` as its current device."""
 
     def __init__(self, device: torch.device) -> None:
         self.changed = threading.Condition()
@@ -314,14 +390,13 @@ class HostThread:
 
     def submit(self, worker: Worker, job: Job) -> None:
         worker.add(job)
-        self._executor.submit(_run_all, worker, len(job.chunks), self._device)
+        self._executor.submit(self._run_all, worker, len(job.chunks))
 
-
-def _run_all(worker: Worker, num_chunks: int, device: torch.device) -> None:
-    try:
-        enter_device(device)
-    except BaseException as error:
-        worker.fail(error)
-        raise
-    for _ in range(num_chunks):
-        worker.run_next()
+    def _run_all(self, worker: Worker, num_chunks: int) -> None:
+        try:
+            enter_device(self._device)
+        except BaseException as error:
+            worker.fail(error)
+            raise
+        for _ in range(num_chunks):
+            worker.run_next()

@@ -1,1 +1,1 @@
-"""Copies between the compute device and a host tier's memory."""
+"""Copies of gradients and parameters between the compute device and a host tier."""

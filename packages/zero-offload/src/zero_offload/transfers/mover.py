@@ -1,78 +1,256 @@
-"""Copies of gradients into a tier's memory and of updated parameters back to their shards.
+"""Copies of gradients and updated parameters between the compute device and host memory.
 
 [Note: buffers]
-gradient staging   host buffers that cover ``[0, numel)`` once per gradient dtype, allocated when a
-                   gradient of that dtype first arrives. Gradients keep their dtype: 16 bits stay
-                   16. With several micro-steps there are several per dtype, and a sum: see
-                   `zero_offload.tiers.accumulation`.
-parameter staging  two small host buffers per parameter dtype, in which rounded parameters wait for
-                   their copy to the device. One is filled while the other is sent. With an undo log
-                   there are three: an update need not wait for what is only published. A parameter
-                   shard in host memory needs none: the update writes the rounded values into it.
-offloaded          a parameter shard that is kept off the device. In host memory the update writes
-                   its new values, without staging and without a copy. On the meta device it stands
-                   for one that only a `ParamStore` can write: its new values wait in a buffer of
-                   one run's length until the store has taken them.
-held               a lasting host copy of a parameter shard, in place of staging, where the update
-                   needs the 16-bit parameter itself (a master weight that is split in two).
-published weights  the values that were sent last, where new ones go up as differences: see
-                   `zero_offload.transfers.differences`.
+gradient staging   host buffers over ``[0, numel)``, one per gradient dtype and layer, allocated at
+                   the first gradient.
+parameter staging  two small host buffers per parameter dtype. One is filled with rounded parameters
+                   while the other is copied to the device. An undo log adds a third.
+offloaded          parameter shard off the device. The update writes to it directly in host memory,
+                   or through a `ParamStore` if it is on the meta device.
+held               permanent host copy of a parameter shard in place of staging, if the update reads
+                   the 16-bit parameter as the upper half of a split master weight.
+published weights  the values that were sent last, if new ones are sent as differences.
 
-ZeRO-Offload (arXiv 2101.06840, section 4): per parameter and step one 16-bit gradient goes down
-and one 16-bit parameter goes up, the least that an offloaded optimizer state allows. A test
-compares the byte counters here with that. If the compute device is the CPU, they count the bytes
-that are handed over.
+As in ZeRO-Offload (arXiv 2101.06840, section 4) each step copies one 16-bit gradient to the host
+and one 16-bit parameter to the device per parameter.
+
+[Note: differences]
+The host keeps the values that it sent last, but other code may have written to the shard since.
+While the host updates, the device therefore computes a checksum of its values. If it equals the
+host's checksum, the host sends the lossless difference, else the new values. A long span is sent in
+parts, which alternate between two buffers. Short parts are sent whole, without a checksum, as are
+up to three elements at either end, so that the others are whole checksum words.
+
+[Note: layers]
+layer   host memory over the flat space for one micro-step's gradient, in the gradient's dtype.
+sum     host memory over the flat space in the master weights' dtype.
+folded  range whose terms were added to the sum. The sum is then its first term.
+
+With few micro-steps, each has its own layer, and the update adds them in its own pass. If this
+takes more than `SEPARATE_BYTES` per element, there is one layer. A background thread folds it while
+the next micro-step computes. The update always adds the last micro-step's gradient. Terms are added
+in order in the dtype of the sum, so both methods give the same bits.
+
+The caller waits for square sums at the end of backward. A chunk's update therefore waits for the
+square sums of all gradients that have arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from importlib.metadata import entry_points
+from itertools import accumulate, cycle, pairwise
 from operator import attrgetter
-from typing import Any
+from time import perf_counter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry
-from zero_offload.flat.grads import GradLedger
-from zero_offload.flat.intervals import SpanMap
+from zero_offload.flat.geometry import Geometry, SpanMap
+from zero_offload.flat.grads import GradLedger, add_up
 from zero_offload.memory.host_memory import HostMemory
-from zero_offload.memory.streams import HostStreams, open_streams
+from zero_offload.memory.streams import (
+    Checksum,
+    HostStreams,
+    enter_device,
+    open_streams,
+    with_index,
+)
 from zero_offload.protocols import ParamStore, UploadCodec
 from zero_offload.rules.rule import KERNEL_DTYPES
-from zero_offload.transfers.differences import UploadDifferences
+from zero_offload.steppers.stepper import Stepper
+from zero_offload.threads import num_kernel_threads
+
+GROUP = "zero_core.upload_codecs"
+SHORTEST_NBYTES = 1 << 16
+"""Minimum bytes of new values for which a checksum pays off."""
+NUM_BUFFERS = 2
+_WORD_NUMEL = 4
+"""16-bit elements in a word of a checksum."""
+_NUM_CHECKSUMS = 64
+"""Number of checksums that are allocated at once."""
+
+
+def resolve_upload_codec(codec: UploadCodec | str | None) -> UploadCodec | None:
+    """Return the codec, which may be given by the name of its entry point. None stays None."""
+    if isinstance(codec, str):
+        found = tuple(entry_points(group=GROUP, name=codec))
+        if not found:
+            installed = sorted(entry.name for entry in entry_points(group=GROUP))
+            raise ValueError(
+                f"no upload codec {codec!r} is installed, only {installed}; `pip install "
+                'zero-offload[zero-comm]` brings "lossless"'
+            )
+        codec = found[0].load()()
+    if codec is not None and not isinstance(codec, UploadCodec):
+        raise ValueError(
+            f"an upload codec needs max_nbytes, checksum, encode and decode; {codec!r} lacks some"
+        )
+    return codec
+
+
+def part_numel(published_numel: int) -> int:
+    """Return the maximum elements of a difference, which with overhead is no longer than a run."""
+    numel = published_numel - published_numel // 16
+    return max(numel - numel % _WORD_NUMEL, _WORD_NUMEL)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Host memory for one difference, in use until the event ``sent`` has fired."""
+
+    memory: Tensor
+    sent: torch.Event | None = None
+
+
+class UploadDifferences:
+    """Sends lossless differences of new parameters. See [Note: differences].
+
+    Attributes:
+        num_bytes: bytes of host memory for the values that were sent last.
+        num_differences: number of parts sent as differences.
+        num_changed: number of parts sent whole because the device's values had changed.
+        waited_s: seconds that the caller waited for checksums and for copies to the device.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        staged: Collection[int],
+        codec: UploadCodec,
+        memory: HostMemory,
+        streams: HostStreams,
+    ) -> None:
+        self.num_differences = 0
+        self.num_changed = 0
+        self.waited_s = 0.0
+        self._geometry = geometry
+        self._codec = codec
+        self._memory = memory
+        self._streams = streams
+        # Pageable memory is enough, because these values are never copied to the device.
+        self._kept = {
+            index: torch.zeros(shard.numel(), dtype=shard.dtype, device="cpu")
+            for index, (_, shard) in enumerate(geometry.shards)
+            if index in staged and shard.nbytes >= SHORTEST_NBYTES
+            if codec.max_nbytes(1, shard.element_size())
+        }
+        self.num_bytes = sum(kept.nbytes for kept in self._kept.values())
+        self._part_numel = part_numel(geometry.published_numel)
+        room = max((self._room(kept) for kept in self._kept.values()), default=0)
+        rooms = [memory.empty(room, torch.uint8) for _ in range(NUM_BUFFERS)]
+        self._buffers = cycle([_Buffer(room) for room in rooms])
+        if room:
+            streams.reserve_difference(room)
+        self._checksums: dict[int, Checksum] = {}  # checksums of opened parts, by first element
+        self._free_values: list[Tensor] = []  # host memory for checksums
+        if self._kept:
+            self._add_values()
+        self._sent: SpanMap[torch.Event] = SpanMap()
+
+    def _room(self, values: Tensor) -> int:
+        numel = min(values.numel(), self._part_numel)
+        return self._codec.max_nbytes(numel, values.element_size())
+
+    def _add_values(self) -> None:
+        self._free_values += self._memory.empty(_NUM_CHECKSUMS, torch.int64).unbind()
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
+        """Yield the parts of a span, with their last sent values, or None without such."""
+        index = self._geometry.shard_at(start)
+        base, kept = self._geometry.shards[index][0], self._kept.get(index)
+        if kept is None:
+            yield start, stop, None
+            return
+        first = min(start + (base - start) % _WORD_NUMEL, stop)
+        last = max(stop - (stop - base) % _WORD_NUMEL, first)
+        bounds = [start, *range(first, last, self._part_numel), last, stop]
+        for low, high in pairwise(bounds):
+            if low < high:
+                yield low, high, kept[low - base : high - base]
+
+    def open(self, start: int, stop: int) -> None:
+        """Start to compute the device's checksums of a span before its update."""
+        for low, high, kept in self._parts(start, stop):
+            if kept is None or kept.nbytes < SHORTEST_NBYTES:
+                continue
+            if not self._free_values:
+                self._add_values()
+            earlier = [event for *_, event in self._sent.overlaps(low, high)]
+            view = self._geometry.view(low, high)
+            value = self._free_values.pop()
+            self._checksums[low] = self._streams.checksum(self._codec, view, value, earlier)
+
+    def send(self, start: int, view: Tensor, values: Tensor) -> tuple[torch.Event | None, int]:
+        """Send the new values of an opened span. They must not change until the event fires.
+
+        Return the event that fires on arrival, or None if the copy is complete, and the bytes sent.
+        """
+        event, nbytes = None, 0
+        for low, high, kept in self._parts(start, start + view.numel()):
+            part = slice(low - start, high - start)
+            if kept is None:
+                event, sent = self._streams.to_device(view[part], values[part]), values[part].nbytes
+            else:
+                event, sent = self._send_part(low, view[part], values[part], kept)
+                if event is not None:
+                    self._sent.put(low, high, event)
+            nbytes += sent
+        return event, nbytes
+
+    def _send_part(
+        self, start: int, view: Tensor, values: Tensor, kept: Tensor
+    ) -> tuple[torch.Event | None, int]:
+        checksum = self._checksums.pop(start, None)  # None for a short part
+        nbytes = values.nbytes
+        if checksum is not None:
+            self._wait(checksum.event)
+            self._free_values.append(checksum.value)
+            # The device still has the values that were sent last.
+            if int(checksum.value) == int(self._codec.checksum(kept)):
+                buffer = next(self._buffers)
+                self._wait(buffer.sent)
+                room = buffer.memory[: self._room(values)]
+                nbytes = self._codec.encode(kept, values, room, num_threads=num_kernel_threads())
+            else:
+                self.num_changed += 1
+        kept.copy_(values)
+        if nbytes >= values.nbytes:
+            return self._streams.to_device(view, values), values.nbytes
+        buffer.sent = self._streams.difference_to_device(self._codec, view, room[:nbytes])
+        self.num_differences += 1
+        return buffer.sent, nbytes
+
+    def _wait(self, event: torch.Event | None) -> None:
+        if event is not None:
+            started = perf_counter()
+            self._streams.wait(event)
+            self.waited_s += perf_counter() - started
+
 
 _SUM = -1
 """Layer number of the sum of the micro-steps' gradients."""
 
 Release = Callable[[], None]
-"""To be called before the memory of an offered gradient is written again."""
+"""Must be called before the memory of an offered gradient is overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A gradient's copy to the host: its number, in which order copies end, and its event."""
+    """A gradient's copy to the host: number in the order of copies, and completion event."""
 
     number: int
     event: torch.Event
 
 
 class Mover:
-    """Uses gradients in place and writes parameters directly.
+    """Mover for a tier on the compute device: uses gradients in place and writes parameters.
 
-    On an accelerator everything is enqueued on the caller's current stream. Gradients may come
-    from other streams and parameters be read on them; events order those.
-
-    Args:
-        geometry: the flat space; its shards lie on ``device``, on the CPU or on meta.
-        streams: of copies; those of a CPU where nothing is copied.
-
-    Raises:
-        ValueError: there is a shard on meta and no store.
+    Work is enqueued on the caller's current stream, after the streams that produced gradients.
     """
 
     def __init__(
@@ -86,7 +264,7 @@ class Mover:
         self.device = device
         self.streams = streams or HostStreams()
         self._store = store
-        self._rounded: dict[int, Tensor] = {}  # new values of a run on meta, by start
+        self._rounded: dict[int, Tensor] = {}  # new values of runs in meta shards, by start
         self._offered: list[torch.Event] = []
         if store is None and any(t.is_meta for _, t in geometry.shards):
             raise ValueError(
@@ -100,7 +278,7 @@ class Mover:
         return torch.accelerator.current_stream(self.device).record_event()
 
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
-        """Record a gradient in ``ledger``. Returns a release if it is being copied."""
+        """Record a gradient in ``ledger``. Return a release if it is copied asynchronously."""
         event = self._record()
         if event is not None:
             self._offered.append(event)
@@ -108,16 +286,15 @@ class Mover:
         return None
 
     def close_grads(self) -> None:
-        """End the offers for a step: the stepping stream waits for those that made gradients."""
+        """Make the current stream wait for the streams that produced the offered gradients."""
         for event in self._offered:
             self.arrive(event)
         self._offered.clear()
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Block the updating thread until there is memory for the values of ``spans``.
+        """Block the updating thread until `out` has memory for ``spans``, each inside one shard.
 
-        Each span lies in one shard. Where values are sent as differences, it also starts to check
-        what the device has. Parameters that are written directly need none.
+        If values are sent as differences, also start to compute the device's checksums.
         """
 
     def out(self, start: int, stop: int) -> Tensor:
@@ -128,7 +305,7 @@ class Mover:
         return view
 
     def publish(self, start: int, stop: int) -> torch.Event | None:
-        """Copy what was written to `out` to the shards. Returns an event if that takes time."""
+        """Copy the values in `out` to the shards. Return an event if that is asynchronous."""
         view = self.geometry.view(start, stop)
         if view.is_meta:
             assert self._store is not None, "checked at construction"
@@ -136,16 +313,15 @@ class Mover:
         return None if self._is_offloaded(view) else self._record()
 
     def _is_offloaded(self, shard: Tensor) -> bool:
-        """Whether a shard is off the device. In host memory an update writes it directly."""
         return shard.is_meta or (shard.is_cpu and self.device.type != "cpu")
 
     def arrive(self, event: torch.Event) -> None:
-        """Make the caller's current stream wait for a `publish`."""
+        """Make the caller's current stream wait for an event of `publish`."""
         torch.accelerator.current_stream(self.device).wait_event(event)
 
 
 class _Staging:
-    """One of the buffers of [Note: buffers]: filled run by run, then sent."""
+    """One buffer of parameter staging: filled run by run, then sent. See [Note: buffers]."""
 
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, Tensor] = {}
@@ -154,15 +330,15 @@ class _Staging:
         self.sent: list[torch.Event] = []
 
     def open(self, needs: dict[torch.dtype, int], memory: HostMemory) -> None:
-        """Start again, with memory for ``needs`` elements of each dtype."""
+        """Clear the buffer and ensure room for ``needs`` elements of each dtype."""
         for dtype, numel in needs.items():
             if dtype not in self._memory or self._memory[dtype].numel() < numel:
-                self._memory.pop(dtype, None)  # before its successor is allocated
+                self._memory.pop(dtype, None)  # frees the old memory first
                 self._memory[dtype] = memory.empty(numel, dtype)
         self._used, self._places, self.sent = {}, {}, []
 
     def reserve(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the memory of the run that begins at ``start``, the same at every call."""
+        """Return the memory of the run that begins at ``start``, the same at each call."""
         if start not in self._places:
             low = self._used.get(dtype, 0)
             self._used[dtype] = low + numel
@@ -171,18 +347,16 @@ class _Staging:
 
 
 class HostMover(Mover):
-    """Copies gradients to host buffers and parameters back.
+    """Mover for a host tier: copies gradients to host buffers and parameters to their shards.
 
-    Args:
-        is_staged: shards in host memory are staged too, as those of an accelerator.
-        codec: of differences; without one new values are sent whole.
+    ``is_staged`` also stages shards in host memory, for tests.
 
     Attributes:
         bytes_d2h: gradient bytes copied from the compute device to the host so far.
-        bytes_h2d: parameter bytes brought from the host to the compute device so far.
+        bytes_h2d: parameter bytes copied from the host to the compute device so far.
         grad_bytes: bytes of the gradient staging.
         differences: sends new values as differences; None if they are sent whole.
-        arrived: fires when all gradients offered so far have arrived; None if they have.
+        arrived: event that fires when all gradients so far have arrived; None on a CPU.
     """
 
     def __init__(
@@ -206,11 +380,11 @@ class HostMover(Mover):
         self._reads: tuple[tuple[torch.Event | None, Future[Any]], ...] = ()
         self._arrivals: SpanMap[Arrival] = SpanMap()
         self._num_copies = 0
-        # In the order of their use, the last one first.
+        # In order of use, the most recent buffer first.
         self._staging: tuple[_Staging, ...] = (_Staging(), _Staging())
-        self._held: dict[int, Tensor] = {}  # by shard
-        self._sent: SpanMap[torch.Event] = SpanMap()  # from held memory
-        self._usual: dict[torch.dtype, int] = {}  # elements of the longest run of each dtype
+        self._held: dict[int, Tensor] = {}  # held memory by shard index
+        self._sent: SpanMap[torch.Event] = SpanMap()  # pending copies from held memory
+        self._usual: dict[torch.dtype, int] = {}  # longest run of each dtype
         for _, shard in geometry.shards:
             if self._must_stage(shard):
                 longest = min(shard.numel(), geometry.published_numel)
@@ -220,12 +394,11 @@ class HostMover(Mover):
             self.differences = UploadDifferences(geometry, staged, codec, memory, self.streams)
 
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
-        """Start the one copy down, into the staging of the gradient's dtype."""
         ledger.discard(start, start + grad.numel())
         return self.append(start, grad, ledger, 0)
 
     def append(self, start: int, grad: Tensor, ledger: GradLedger, layer: int) -> Release | None:
-        """Start the copy down of one more term, in pieces no longer than a chunk of the update."""
+        """Start to copy one more term, in parts no longer than a chunk of the update."""
         event = None
         staging = self._staging_of(self.kept_dtype(grad.dtype), layer)
         longest = self.geometry.published_numel
@@ -241,15 +414,14 @@ class HostMover(Mover):
         self.bytes_d2h += grad.numel() * grad.element_size()
         if event is None:
             return None
-        self.arrived = event  # copies down are in order: the last event stands for all
+        self.arrived = event  # copies run in order: the last event covers all
         return partial(self.streams.release, event)
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of ``dtype`` are kept."""
         return dtype if dtype in KERNEL_DTYPES else self.geometry.master_dtype
 
     def sums(self) -> SpanMap[tuple[int, Tensor]]:
-        """Return the memory for sums: by span its first element and a tensor of masters' dtype."""
+        """Return the memory for sums, in the master weights' dtype: ``(first element, tensor)``."""
         return self._staging_of(self.geometry.master_dtype, _SUM)
 
     def _staging_of(self, dtype: torch.dtype, layer: int) -> SpanMap[tuple[int, Tensor]]:
@@ -262,9 +434,10 @@ class HostMover(Mover):
             self.grad_bytes += sum(part.nbytes for part in parts)
         return self._grads[key]
 
-    def reserve(self, dtype: torch.dtype, num_layers: int, *, has_sum: bool) -> None:
-        """Allocate layers for gradients of ``dtype``, a sum, and what copies up pass through."""
-        for layer in range(num_layers):
+    def reserve(self, dtype: torch.dtype, num_micro_steps: int) -> None:
+        """Allocate memory for gradients of ``dtype``, and parameter staging."""
+        layers, has_sum = num_layers(num_micro_steps, self.kept_dtype(dtype))
+        for layer in range(layers):
             self._staging_of(self.kept_dtype(dtype), layer)
         if has_sum:
             self.sums()
@@ -273,22 +446,21 @@ class HostMover(Mover):
             staging.open(needs, self._memory)
 
     def arrival(self, spans: Sequence[tuple[int, int]]) -> Arrival | None:
-        """Return the arrival of the last gradient offered for ``spans``, or None if it is there."""
+        """Return the last arrival of gradients in ``spans``, or None on a CPU."""
         found = [value for span in spans for *_, value in self._arrivals.overlaps(*span)]
         return max(found, key=attrgetter("number"), default=None)
 
     def note_read(self, read: Future[Any]) -> None:
-        """Note that another thread will ``read`` the gradients so far once they have arrived."""
+        """Record that another thread's job ``read`` reads the gradients offered so far."""
         self._reads = (*(r for r in self._reads if not r[1].done()), (self.arrived, read))
 
     def make_way(self) -> None:
-        """Block the updating thread while others read gradients that the caller waits for."""
+        """Block the updating thread while other threads read gradients that have arrived."""
         for arrived, read in self._reads:
             if arrived is None or arrived.query():
                 wait([read])
 
     def add_staging(self) -> None:
-        """Have one more buffer of parameter staging."""
         self._staging = (*self._staging, _Staging())
 
     @property
@@ -298,17 +470,18 @@ class HostMover(Mover):
 
     @property
     def is_full(self) -> bool:
-        """Whether one of the next two calls of `open_spans` would wait for copies up now."""
+        """Whether one of the next two `open_spans` calls would block."""
         return not all(e.query() for staging in self._staging[-2:] for e in staging.sent)
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Wait for the copies up of earlier spans, as many as there are buffers."""
+        """Take the least recently used staging buffer, and wait for its copies to the device."""
         self._staging = (self._staging[-1], *self._staging[:-1])
         current = self._staging[0]
         for event in current.sent:
             self.streams.wait(event)
         current.open(self._staged_numel(spans), self._memory)
-        for start, stop in spans:  # of held memory: before it is overwritten
+        # Held memory must not be overwritten before its last copy is done.
+        for start, stop in spans:
             for _, _, event in self._sent.overlaps(start, stop):
                 self.streams.wait(event)
             self._sent.discard(start, stop)
@@ -316,7 +489,7 @@ class HostMover(Mover):
                 self.differences.open(start, stop)
 
     def _staged_numel(self, spans: Sequence[tuple[int, int]]) -> dict[torch.dtype, int]:
-        """Elements to be staged by dtype. No less than other spans need, so that memory stays."""
+        """Return the elements to stage by dtype, at least one longest run, to reuse the memory."""
         needs: dict[torch.dtype, int] = {}
         for start, stop in spans:
             view = self.geometry.view(start, stop)
@@ -328,15 +501,15 @@ class HostMover(Mover):
         return (self._is_staged or not shard.is_cpu) and not shard.is_meta
 
     def hold(self, start: int, stop: int) -> Tensor:
-        """Return lasting host memory for the values of ``[start, stop)``, inside one shard.
+        """Return permanent host memory for ``[start, stop)``, a range inside one shard.
 
-        It is the shard itself where that is host memory, else memory that `publish` sends from.
+        The result is the shard itself if it is in host memory. Otherwise `publish` copies from it.
         """
         view = self.geometry.view(start, stop)
         if not self._must_stage(view):
             return view
         index, dtype = self.geometry.shard_at(start), view.dtype
-        if index not in self._held:  # nor is any other of its dtype
+        if index not in self._held:  # All shards of a dtype are allocated together.
             shards = {
                 i: shard.numel()
                 for i, (_, shard) in enumerate(self.geometry.shards)
@@ -349,13 +522,11 @@ class HostMover(Mover):
 
     def out(self, start: int, stop: int) -> Tensor:
         view = self.geometry.view(start, stop)
-        return super().out(start, stop) if self._is_offloaded(view) else self._place(start, view)
-
-    def _place(self, start: int, view: Tensor) -> Tensor:
-        """Return staging memory, held memory, or the shard itself where it is host memory."""
+        if self._is_offloaded(view):
+            return super().out(start, stop)
         if not self._must_stage(view) or self.geometry.shard_at(start) in self._held:
-            return self.hold(start, start + view.numel())
-        return self._staging[0].reserve(start, view.numel(), view.dtype)
+            return self.hold(start, stop)
+        return self._staging[0].reserve(start, stop - start, view.dtype)
 
     def publish(self, start: int, stop: int) -> torch.Event | None:
         view = self.geometry.view(start, stop)
@@ -363,17 +534,107 @@ class HostMover(Mover):
             return super().publish(start, stop)
         nbytes, event = view.numel() * view.element_size(), None
         if self._must_stage(view):
-            values = self._place(start, view)
+            values = self.out(start, stop)
             if self.differences is None:
                 event = self.streams.to_device(view, values)
             else:
                 event, nbytes = self.differences.send(start, view, values)
         self.bytes_h2d += nbytes
         if event is not None:
-            self._staging[0].sent = [event]  # copies up are in order
+            self._staging[0].sent = [event]  # copies run in order: the last event covers all
             if self.geometry.shard_at(start) in self._held:
                 self._sent.put(start, start + view.numel(), event)
         return event
 
     def arrive(self, event: torch.Event) -> None:
         self.streams.arrive(event)
+
+
+SEPARATE_BYTES = 8
+"""Maximum bytes per element for layers: four of 16 bits."""
+
+T = TypeVar("T")
+
+
+def num_layers(num_micro_steps: int, dtype: torch.dtype) -> tuple[int, bool]:
+    """Return the number of layers for gradients of ``dtype``, and whether there is a sum."""
+    if num_micro_steps * dtype.itemsize <= max(SEPARATE_BYTES, dtype.itemsize):
+        return num_micro_steps, False
+    return 1, True
+
+
+class GradSums:
+    """Adds up a host tier's gradients. See [Note: layers]."""
+
+    def __init__(self, mover: HostMover, stepper: Stepper) -> None:
+        self._mover = mover
+        self._stepper = stepper
+        self.num_micro_steps = 1
+        self._folds: SpanMap[Future[None]] = SpanMap()  # jobs that fold ranges
+        self._running: set[Future[Any]] = set()
+        self._executor = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="zero-offload-sums",
+            initializer=enter_device,
+            initargs=(with_index(mover.device),),
+        )
+
+    def add(self, start: int, grad: Tensor, ledger: GradLedger, *, is_last: bool) -> Release | None:
+        """Start to copy one more term to a free layer. Return a release, or None."""
+        layers, has_sum = num_layers(self.num_micro_steps, self._mover.kept_dtype(grad.dtype))
+        stop, release = start + grad.numel(), None
+        for a, b, terms in ledger.terms(start, stop):
+            if not terms:
+                self._folds.discard(a, b)
+            layer = len(terms) - any(True for _ in self._folds.overlaps(a, b))
+            if layer >= layers:  # There are more micro-steps than expected.
+                self._fold(a, b, ledger)
+                layer = 0
+            self.settle([(a, b)])  # A pending fold still reads the layers.
+            release = self._mover.append(a, grad[a - start : b - start], ledger, layer) or release
+        if has_sum and not is_last:
+            self._fold(start, stop, ledger)
+        return release
+
+    def _fold(self, start: int, stop: int, ledger: GradLedger) -> None:
+        """Start to add a range's terms to the sum, which becomes its only term."""
+        jobs: list[tuple[int, Tensor, list[tuple[int, int, list[Tensor]]]]] = []
+        for a, b, (base, total) in self._mover.sums().overlaps(start, stop):
+            jobs.append((a, total[a - base : b - base], ledger.segments(a, b)))
+            ledger.add(a, b, total, base)
+
+        def fold() -> None:
+            for at, total, parts in jobs:
+                for a, b, terms in parts:
+                    add_up(terms, total[a - at : b - at])
+
+        self._folds.put(start, stop, self._submit(fold))
+
+    def square_sum(self, start: int, stop: int, ledger: GradLedger) -> Future[float]:
+        parts, square_sum = ledger.segments(start, stop), self._stepper.square_sum
+        future = self._submit(lambda: sum(square_sum(terms) for _, _, terms in parts))
+        self._mover.note_read(future)
+        return future
+
+    def _submit(self, job: Callable[[], T]) -> Future[T]:
+        """Run a job in the thread after all gradients offered so far have arrived."""
+        arrived, streams = self._mover.arrived, self._mover.streams
+
+        def run() -> T:
+            if arrived is not None:
+                streams.wait(arrived)
+            return job()
+
+        future = self._executor.submit(run)
+        self._running = {f for f in self._running if not f.done()} | {future}
+        return future
+
+    def replaced(self, start: int, stop: int) -> None:
+        """Mark a range as not folded, and wait until no job reads its memory."""
+        wait(self._running)
+        self._folds.discard(start, stop)
+
+    def settle(self, spans: Sequence[tuple[int, int]]) -> None:
+        for span in spans:
+            for *_, fold in self._folds.overlaps(*span):
+                fold.result()
