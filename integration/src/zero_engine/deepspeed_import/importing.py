@@ -16,8 +16,7 @@ from zero_core import CheckpointError
 from zero_core.checkpoint import MANIFEST, local_path, read_latest
 from zero_core.errors import CheckpointCorruptError
 from zero_engine.deepspeed_import.source import Source
-from zero_engine.deepspeed_import.stage_0 import read_stage_0
-from zero_engine.deepspeed_import.zero_stages import FOLDER, read_universal, read_zero
+from zero_engine.deepspeed_import.stages import FOLDER, read_stage_0, read_universal, read_zero
 
 _WHAT = "the import of a checkpoint"
 _MAX_ANSWER_BYTES = 64 << 10
