@@ -6,10 +6,10 @@ Memory is in bytes. A ``device_index`` of None is the current device.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,13 +22,18 @@ from zero_engine.machine import memory_limit_bytes, peak_bytes, used_bytes
 CPU = torch.device("cpu")
 
 
-def _answer(value: Any) -> Callable[..., Any]:
-    """Return a method that returns ``value``, whatever device it is asked about."""
+def _call(function: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a method that calls ``function``, whatever device it is asked about."""
 
     def method(self: DeepSpeedAccelerator, *_device_index: int | None, **_named: Any) -> Any:
-        return value
+        return function()
 
     return method
+
+
+def _answer(value: Any) -> Callable[..., Any]:
+    """Return a method that returns ``value``, whatever device it is asked about."""
+    return _call(lambda: value)
 
 
 class DeepSpeedAccelerator:
@@ -120,28 +125,15 @@ class CpuAccelerator(DeepSpeedAccelerator):
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
     default_generator = _answer(torch.default_generator)
 
-    def current_device(self) -> int:
-        """Return this rank's number on its machine."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    def device_count(self) -> int:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-    def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        return torch.get_rng_state()
+    current_device = _call(lambda: int(os.environ.get("LOCAL_RANK", "0")))
+    device_count = _call(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    get_rng_state = _call(torch.get_rng_state)
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         torch.set_rng_state(new_state)
 
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return used_bytes(CPU)
-
-    memory_reserved = memory_cached = memory_allocated
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return peak_bytes()
-
-    max_memory_reserved = max_memory_cached = max_memory_allocated
+    memory_allocated = memory_reserved = memory_cached = _call(partial(used_bytes, CPU))
+    max_memory_allocated = max_memory_reserved = max_memory_cached = _call(peak_bytes)
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
         return {
@@ -149,12 +141,11 @@ class CpuAccelerator(DeepSpeedAccelerator):
             "allocated_bytes.all.peak": self.max_memory_allocated(),
         }
 
-    def total_memory(self, device_index: int | None = None) -> int:
-        """Return the memory of this machine or its container, 0 if unknown."""
-        return memory_limit_bytes() or 0
+    total_memory = _call(lambda: memory_limit_bytes() or 0)  # of this machine or its container
 
     def available_memory(self, device_index: int | None = None) -> int:
-        return max(0, self.total_memory() - self.memory_allocated())
+        free: int = self.total_memory() - self.memory_allocated()
+        return max(0, free)
 
 
 def _of_device(name: str) -> Callable[..., Any]:
@@ -223,7 +214,7 @@ def _given(device_index: int | None) -> tuple[int, ...]:
     return () if device_index is None else (device_index,)
 
 
-@functools.cache
+@cache
 def get_accelerator() -> DeepSpeedAccelerator:
     """Return the accelerator that torch has found, else the CPU.
 

@@ -25,17 +25,10 @@ from zero_engine.monitoring.communication import log_summary as log_summary
 LOG_ARGUMENTS = ("prof", "log_name", "debug")
 _ALIKE = """
     all_gather all_gather_object all_reduce all_to_all barrier batch_isend_irecv broadcast
-    broadcast_object_list gather irecv isend monitored_barrier recv reduce reduce_scatter scatter
-    send
+    broadcast_object_list destroy_process_group gather get_rank get_world_size irecv is_available
+    is_initialized isend monitored_barrier new_group recv reduce reduce_scatter scatter send
 """
 """Functions whose parameters have torch's names."""
-
-destroy_process_group = dist.destroy_process_group
-get_rank = dist.get_rank
-get_world_size = dist.get_world_size
-is_available = dist.is_available
-is_initialized = dist.is_initialized
-new_group = dist.new_group
 
 
 def _as_torch(function: Callable[..., Any], *names: str) -> Callable[..., Any]:

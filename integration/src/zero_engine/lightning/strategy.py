@@ -81,21 +81,12 @@ class ZeroPrecision(Precision):
                 f"choose one of {sorted(_BLOCK_OF)}"
             )
         self.precision = precision
-        self._engine: ShardedModel | None = None
-
-    @property
-    def block(self) -> str | None:
-        """The block of the engine's configuration that is to be enabled, if any."""
-        return _BLOCK_OF[str(self.precision)]
-
-    def attach(self, engine: ShardedModel | None) -> None:
-        """Work on ``engine`` from now on. None: there is none any more."""
-        self._engine = engine
+        self.engine: ShardedModel | None = None
 
     @property
     def _attached(self) -> Engine:
-        assert isinstance(self._engine, Engine), "the strategy attaches its engine in setup()"
-        return self._engine
+        assert isinstance(self.engine, Engine), "the strategy attaches its engine in setup()"
+        return self.engine
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
@@ -227,7 +218,7 @@ class ZeroStrategy(DDPStrategy):
                 self.lightning_module, self._resolved(), is_training=False
             )
         self.engine.stay_with_model()  # another Trainer may go on, when this one is gone
-        self._precision.attach(self.engine)
+        self._precision.engine = self.engine
         _HOLDERS.setdefault(self.engine, WeakSet()).add(self)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -255,7 +246,7 @@ class ZeroStrategy(DDPStrategy):
         # else the script has ended it
         for strategy in (*_HOLDERS.pop(self._engine, ()), self):
             strategy._engine = None
-            strategy._precision.attach(None)
+            strategy._precision.engine = None
             strategy.optimizers, strategy.lr_scheduler_configs = [], []
         gc.collect()  # its parts refer to each other
 
@@ -269,7 +260,7 @@ class ZeroStrategy(DDPStrategy):
         """Return the configuration completed by the Trainer's settings."""
         config = dict(self._config)
         config.setdefault("train_micro_batch_size_per_gpu", 1)  # the loader knows; it's only told
-        block = self._precision.block
+        block = _BLOCK_OF[str(self._precision.precision)]
         if block is not None:
             config[block] = {**config.get(block, {}), "enabled": True}
         return config

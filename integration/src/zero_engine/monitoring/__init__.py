@@ -1,7 +1,7 @@
 """Monitoring of a run: scalars, times, memory, floating-point operations, bytes sent.
 
 An engine calls observers at the borders of forward, backward and step; see
-`zero_engine.monitoring.observer`. `zero_engine.deepspeed.engine.observing` makes those that a
+`zero_engine.monitoring.observer`. `zero_engine.deepspeed.engine.engine` makes those that a
 configuration asks for.
 """
 

@@ -46,34 +46,29 @@ def describe(settings: Settings, config: Config, world_size: int) -> str:
     ``config`` is what zero-core has made of ``settings``.
     """
     total, micro, steps = (getattr(config, key) for key in _BATCH)
+    # The fields of `Settings` that hold keys, by path in a configuration.
+    own = {PATHS.get(f.name, f.name): f.name for f in fields(Settings) if f.name not in _NO_KEYS}
+    unneeded = list(find_unneeded(settings.core, config))
+    skipped = {*_BATCH, *own, *(path for path, _, _ in unneeded)}
+    different = [row for row in _leaves("", config, None) if row[0] not in skipped]
+    for path, name in own.items():
+        leaves = _leaves(path, getattr(settings, name), getattr(_DEFAULTS, name))
+        different += [row for row in leaves if not row[0].endswith("api_key")]
     lines = [
         "zero-engine: configuration in effect; every other key has its default",
         f"  batch: {total} samples a step = {micro} a rank and micro-step * {steps} micro-steps "
         f"* {world_size} ranks",
-        *(f"  {path} = {json.dumps(value)}" for path, value in _differences(settings, config)),
-        *_without_effect(settings, config),
+        *(f"  {path} = {json.dumps(value)}" for path, value in different),
     ]
+    without_effect = [*settings.notes, *(row for row in unneeded if row[0] not in own)]
+    if without_effect:
+        lines.append("  keys without effect, or with another name:")
+    for path, value, text in without_effect:
+        shown = json.dumps(value, default=str)
+        lines.append(f"    {path} = {shown if len(shown) <= 60 else f'{shown[:57]}...'}: {text}")
     if settings.dump_state:
         lines += ["  all of it:", config.model_dump_json(indent=2)]
     return "\n".join(lines)
-
-
-def _differences(settings: Settings, config: Config) -> Iterator[tuple[str, object]]:
-    own = _own_paths()
-    idle = {path for path, _, _ in find_unneeded(settings.core, config)}
-    for path, value in _leaves("", config, None):
-        if path not in {*_BATCH, *idle, *own}:
-            yield path, value
-    for path, name in own.items():
-        for leaf, value in _leaves(path, getattr(settings, name), getattr(_DEFAULTS, name)):
-            if not leaf.endswith("api_key"):
-                yield leaf, value
-
-
-def _own_paths() -> dict[str, str]:
-    """Return the fields of `Settings` that hold keys, by path in a configuration."""
-    names = [field.name for field in fields(Settings) if field.name not in _NO_KEYS]
-    return {PATHS.get(name, name): name for name in names}
 
 
 def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, object]]:
@@ -87,14 +82,3 @@ def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, object]]
         below = f"{path}.{name}" if path else name
         its_default = field.get_default(call_default_factory=True)
         yield from _leaves(below, getattr(value, name), its_default)
-
-
-def _without_effect(settings: Settings, config: Config) -> Iterator[str]:
-    own = _own_paths()
-    unneeded = [row for row in find_unneeded(settings.core, config) if row[0] not in own]
-    found = [*settings.notes, *unneeded]
-    if found:
-        yield "  keys without effect, or with another name:"
-    for path, value, text in found:
-        shown = json.dumps(value, default=str)
-        yield f"    {path} = {shown if len(shown) <= 60 else f'{shown[:57]}...'}: {text}"

@@ -180,15 +180,10 @@ _AS_MADE = "as_made"
 _LION = {"lr": 1e-3, "betas": (0.9, 0.999)}
 """DeepSpeed's defaults of Lion, which are not the paper's."""
 _DTYPE_NAMES: Mapping[str, str] = {
-    name: short
-    for short, names in {
-        "fp32": ("fp32", "float32", "float", "torch.float32"),
-        "fp16": ("fp16", "float16", "half", "torch.float16"),
-        "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
-    }.items()
-    for name in names
+    **dict.fromkeys(("float32", "float", "torch.float32"), "fp32"),
+    **dict.fromkeys(("float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bf16"),
 }
-
 
 Tell = Callable[[str, Any, str], None]
 """A function that takes note of a key, its value, and what became of it."""

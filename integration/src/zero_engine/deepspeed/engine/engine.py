@@ -10,32 +10,144 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from enum import StrEnum
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from zero_core import Engine, ShardedModel
+from zero_core import Engine, ShardedModel, StatePart
 from zero_core.adapters import ObjectMethods
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from zero_engine.deepspeed.config.reader import Settings
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.engine.checkpoints import Checkpoints
 from zero_engine.deepspeed.engine.facts import value_of
-from zero_engine.deepspeed.engine.observing import Watch
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NoSyncError, NotScalarError, NotServedError
-from zero_engine.deepspeed.zero.offload_config import (
-    PARTS,
-    OffloadDeviceEnum,
-    OffloadStateTypeEnum,
-)
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
-from zero_engine.monitoring import StepFacts
+from zero_engine.monitoring import (
+    CommunicationLog,
+    FlopsProfiler,
+    MemoryBreakdown,
+    Monitor,
+    Scalars,
+    StepFacts,
+    StepObserver,
+    Throughput,
+    ThroughputTimer,
+    WallClock,
+)
 
 _log = logging.getLogger(__name__)
+
+
+class OffloadDeviceEnum(StrEnum):
+    """Places of offloaded states."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """States of an engine, by DeepSpeed's names."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+PARTS: Mapping[OffloadStateTypeEnum, StatePart] = {
+    OffloadStateTypeEnum.optim_states: StatePart.OPTIMIZER_STATES,
+    OffloadStateTypeEnum.hp_params: StatePart.MASTER_WEIGHTS,
+    OffloadStateTypeEnum.lp_params: StatePart.PARAMETERS,
+    OffloadStateTypeEnum.lp_grads: StatePart.GRADIENTS,
+    OffloadStateTypeEnum.contiguous_grad_buffer: StatePart.BUFFERS,
+}
+"""The engine's own names."""
+
+_Outputs = TypeVar("_Outputs")
+
+
+class Watch:
+    """Everything that watches an engine's steps.
+
+    Attributes:
+        monitor: where scalars go; ``engine.monitor``.
+        observers: called in this order, that of DeepSpeed's output.
+        tput_timer: counts steps and epochs; ``engine.tput_timer``.
+    """
+
+    def __init__(self, settings: Settings, engine: ShardedModel, batch_size: int) -> None:
+        """Watch ``engine``, whose steps have ``batch_size`` samples.
+
+        Raises:
+            ConfigError: a monitor needs a library that is not installed.
+        """
+        self.monitor = Monitor(settings.monitors, rank=engine.rank)
+        # Rank 0 prints. Times and bytes are taken on every rank, so that ranks stay alike.
+        say: Callable[[str], None] = print if engine.rank == 0 else lambda text: None
+        self.observers: list[StepObserver] = []
+        if self.monitor.enabled:
+            self.observers.append(Scalars(self.monitor))
+        if settings.flops_profiler.enabled and engine.rank == 0:
+            self.observers.append(FlopsProfiler(settings.flops_profiler, say=say))
+        if settings.wall_clock_breakdown:
+            self.observers.append(WallClock(engine.device, self.monitor, say=say))
+        if settings.memory_breakdown:
+            self.observers.append(MemoryBreakdown(engine.device, say=say))
+        if settings.comms_logger.enabled:
+            self.observers.append(CommunicationLog(engine, settings.comms_logger, say=say))
+        if settings.throughput.enabled and settings.steps_per_print is not None:
+            self.observers.append(Throughput(engine.device, settings.steps_per_print, say=say))
+        self.tput_timer = ThroughputTimer(batch_size)
+        self._is_in_backward = False
+
+    @contextmanager
+    def part(self, name: Literal["forward", "backward", "step"]) -> Iterator[None]:
+        self._is_in_backward = name == "backward"
+        for observer in self.observers:
+            getattr(observer, f"begin_{name}")()
+        try:
+            yield
+        finally:
+            self._is_in_backward = False
+            for observer in self.observers:
+                getattr(observer, f"end_{name}")()
+
+    def followed(self, outputs: _Outputs) -> _Outputs:
+        """Return ``outputs`` of a forward, from which a plain ``backward()`` is observed, too."""
+        self._is_in_backward = False  # one that failed has not told its end
+        for leaf in pytree.tree_leaves(outputs) if self.observers else ():
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _enter_backward(self, _grad: Tensor) -> None:
+        if self._is_in_backward:
+            return
+        self._is_in_backward = True
+        for observer in self.observers:
+            observer.begin_plain_backward()
+        # Called back after all that was queued meanwhile: the engine waits for reductions there.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._leave_backward))
+
+    def _leave_backward(self) -> None:
+        self._is_in_backward = False
+        for observer in self.observers:
+            observer.end_plain_backward()
+
+    def step_done(self, facts: StepFacts) -> None:
+        self.tput_timer.step_done(facts)
+        for observer in self.observers:
+            observer.step_done(facts)
 
 
 class DeepSpeedEngine(Checkpoints, nn.Module):
@@ -93,7 +205,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         if not settings.managed_gradient_accumulation and isinstance(core, Engine):
             core.set_gradient_accumulation_boundary(True)
         trained = (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable)
-        core.remove_at_end(Averaging(trained, self.gradient_accumulation_steps).handles)
+        core.remove_at_end(average_plain_backwards(trained, self.gradient_accumulation_steps))
         if self.zero_optimization_stage():  # at stage 0 torch's own drops what is on parameters
             zero_grad = partial(_zero_grad, weakref.ref(self))
             core.remove_at_end([ObjectMethods("zero_grad", [(core.module, zero_grad)])])
@@ -149,7 +261,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             raise ValueError(f"backward() takes a scalar, found a loss of shape {loss.shape}")
         steps = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         self._num_backwards += 1
-        with self.watch.part("backward"), Averaging.done():
+        with self.watch.part("backward"), _divided():
             core.backward(loss, over=steps, retain_graph=retain_graph)
         return loss / steps if steps > 1 else loss
 
@@ -243,7 +355,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """
         core = self._live_core("idle_step")
         self._num_backwards += 1
-        with self.watch.part("backward"), Averaging.done():
+        with self.watch.part("backward"), _divided():
             core.idle_backward(over=self.gradient_accumulation_steps())
         self.step()
 
@@ -495,8 +607,14 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return self
 
 
-class Averaging:
-    """Division of the gradients of a plain ``loss.backward()`` by a step's micro-steps.
+_num_divided = 0
+"""Running backwards whose loss is divided already. Autograd calls hooks from threads of its own."""
+
+
+def average_plain_backwards(
+    params: Iterable[nn.Parameter], num_micro_steps: Callable[[], int]
+) -> list[Any]:
+    """Divide gradients of a plain ``loss.backward()`` by a step's micro-steps, by hooks.
 
     [Note: divided once]
     `DeepSpeedEngine.backward` divides the loss. Any other backward that reaches a parameter has its
@@ -504,36 +622,30 @@ class Averaging:
     losses and outputs there are, and wherever a block is computed again, each gradient passes there
     once. DeepSpeed divides at the outputs of forward. A loss that goes through several engines is
     divided by the one whose ``backward`` is called, and by no other.
-
-    Attributes:
-        handles: of its hooks, for whoever takes them off.
     """
 
-    _running = 0  # backwards of engines, which divide their loss; in all threads, as autograd's
+    def divide(grad: Tensor) -> Tensor | None:
+        steps = num_micro_steps()
+        return None if _num_divided or steps == 1 else grad / steps
 
-    def __init__(self, params: Iterable[nn.Parameter], steps: Callable[[], int]) -> None:
-        """Hook ``params``, some of which may be frozen for now. ``steps`` is called each time."""
+    handles: list[Any] = []
+    for param in params:
+        is_required = param.requires_grad
+        param.requires_grad_(True)  # torch hooks no other; the hook stays when it is off again
+        handles.append(param.register_hook(divide))  # type: ignore[no-untyped-call]
+        param.requires_grad_(is_required)
+    return handles
 
-        def divide(grad: Tensor) -> Tensor | None:
-            num_steps = steps()
-            return None if Averaging._running or num_steps == 1 else grad / num_steps
 
-        self.handles: list[Any] = []
-        for param in params:
-            is_required = param.requires_grad
-            param.requires_grad_(True)  # torch hooks no other; the hook stays when it is off again
-            self.handles.append(param.register_hook(divide))  # type: ignore[no-untyped-call]
-            param.requires_grad_(is_required)
-
-    @classmethod
-    @contextmanager
-    def done(cls) -> Iterator[None]:
-        """Mark a backward whose loss has been divided, or is not to be."""
-        Averaging._running += 1
-        try:
-            yield
-        finally:
-            Averaging._running -= 1
+@contextmanager
+def _divided() -> Iterator[None]:
+    """Mark a backward whose loss has been divided, or is not to be."""
+    global _num_divided
+    _num_divided += 1
+    try:
+        yield
+    finally:
+        _num_divided -= 1
 
 
 def _zero_grad(engine: weakref.ref[DeepSpeedEngine], set_to_none: bool = True) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -141,13 +141,6 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
         return self._core.states.scalars(name)["num_steps"] > 0
 
 
-class Stepping(Protocol):
-    """Protocol of the engine that `DeepSpeedOptimizer` steps, which imports this file."""
-
-    def optimizer_step(self) -> None: ...
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """View of the optimizer that is driven, with its ``param_groups``. Schedulers accept it.
 
@@ -164,8 +157,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     _is_bare = False  # whether DeepSpeed would return the driven optimizer itself
 
-    def __init__(self, core: Engine, engine: Stepping) -> None:
-        """``engine`` is the one whose optimizer this is. It is held weakly."""
+    def __init__(self, core: Engine, engine: Any) -> None:
+        """Wrap the optimizer of ``core``. ``engine``, a `DeepSpeedEngine`, is held weakly."""
         given = core.optimizer.given
         super().__init__(given.param_groups, given.defaults)
         self.param_groups = given.param_groups
@@ -252,7 +245,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """Drop the gradients since the last step, as `DeepSpeedEngine.zero_grad` does."""
         self._live_engine("zero_grad").zero_grad(set_to_none)
 
-    def _live_engine(self, what: str) -> Stepping:
+    def _live_engine(self, what: str) -> Any:
         engine = self._engine()
         if engine is None:
             raise RuntimeError(

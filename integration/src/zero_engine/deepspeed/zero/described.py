@@ -213,20 +213,16 @@ class _Saved:
                 _CheckpointFrame.get_inputs = _get_inputs  # type: ignore[method-assign]
 
 
-def _saved_tensors(context: BackwardCFunction) -> tuple[Any, ...]:
-    saved: tuple[Any, ...] = super(BackwardCFunction, context).saved_tensors
-    _describe(saved)
-    return saved
+def _saved_tensors(context: BackwardCFunction) -> Any:
+    return _described(super(BackwardCFunction, context).saved_tensors)
 
 
-def _inputs(frame: _CheckpointFrame) -> list[Any]:
-    inputs: list[Any] = _get_inputs(frame)
-    _describe(inputs)
-    return inputs
+def _inputs(frame: _CheckpointFrame) -> Any:
+    return _described(_get_inputs(frame))
 
 
-def _describe(unpacked: Iterable[Any]) -> None:
-    """Give tensors that are parameters' gathered values the parameters' attributes."""
+def _described(unpacked: Any) -> Any:
+    """Return ``unpacked``, in which gathered values have their parameters' attributes."""
     for tensor in unpacked:
         if type(tensor) is not Tensor:
             continue
@@ -236,3 +232,4 @@ def _describe(unpacked: Iterable[Any]) -> None:
         if param is not None:
             vars(tensor).update({name: getattr(param, name) for name in NAMES})
             vars(tensor)["ds_status"] = ZeroParamStatus.AVAILABLE
+    return unpacked

@@ -19,9 +19,20 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zero_core import ShardedModel, engine_of
-from zero_core.adapters import gathered_slices, is_recorded_innermost, note_reader, stored_tensors
+from zero_core.adapters import (
+    find_ranks,
+    gathered_slices,
+    is_recorded_innermost,
+    is_storage_dtype,
+    note_reader,
+    put_in_slices,
+    release_free_pages,
+    slices,
+    stored_tensors,
+)
 from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
 from zero_engine.deepspeed.config.reader import load
 from zero_engine.deepspeed.distributed import init_distributed
@@ -37,8 +48,11 @@ from zero_engine.deepspeed.zero.described import ZeroParamType as ZeroParamType
 from zero_engine.deepspeed.zero.described import is_zero_param as is_zero_param
 from zero_engine.deepspeed.zero.partitioned import (
     Made,
+    PartitionedValue,
+    can_partition,
     gathered_params,
     is_partitioned,
+    partition,
     partition_module,
     partitioned_init,
     value_of,
@@ -159,7 +173,7 @@ class Init:
         given = config if config is not None else config_dict_or_path
         found = load(given) if enabled and given is not None else {}
         self._dtype = dtype if dtype is not None else _dtype_of(found)
-        self._has_checks = _is_on(found, "zero_optimization", "enable_sanity_checks")
+        self._has_checks = _value_of(found, "zero_optimization", "enable_sanity_checks") is True
         group = mpu.get_data_parallel_group() if mpu is not None else None
         self._group = data_parallel_group if data_parallel_group is not None else group
         self._num_secondary = _value_of(found, "zero_optimization", "zero_hpz_partition_size")
@@ -310,13 +324,9 @@ def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
     """Return the 16-bit dtype that a configuration enables, None for none."""
-    if _is_on(config, "bf16", "enabled") or _is_on(config, "bfloat16", "enabled"):
+    if any(_value_of(config, block, "enabled") is True for block in ("bf16", "bfloat16")):
         return torch.bfloat16
-    return torch.float16 if _is_on(config, "fp16", "enabled") else None
-
-
-def _is_on(config: Mapping[str, Any], block: str, key: str) -> bool:
-    return _value_of(config, block, key) is True
+    return torch.float16 if _value_of(config, "fp16", "enabled") is True else None
 
 
 def _value_of(config: Mapping[str, Any], block: str, key: str) -> Any:
@@ -363,3 +373,67 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
         finally:
             if offload is not None:
                 offload.register(offload.module)
+
+
+@contextmanager
+def sharded_loading() -> Iterator[None]:
+    """Shard each parameter that modules are given in this context, as soon as it is complete.
+
+    Quantized ones are put in slices: see [Note: values in slices] in `zero_core.quantization`.
+    Others become partitioned ones. A parameter is complete when another module is given one, since
+    quantizers set a module's weight more than once. So besides its slices a rank holds one module.
+    A module's forward refuses values in slices. Every rank must enter it, and load the same values.
+    """
+    ranks = find_ranks(None, None)
+    control = ranks.connect()
+    waiting: dict[tuple[nn.Module, str], None] = {}
+
+    @torch.no_grad()
+    def shard_waiting() -> None:
+        for module, name in waiting:
+            param = module._parameters.get(name)
+            if param is None or param.is_meta:
+                continue
+            if can_partition(param) and not is_storage_dtype(param.dtype):
+                value = PartitionedValue(control, ranks.device)
+                value.keep(param)
+                partition(param, value)
+                describe([param])
+            else:
+                put_in_slices([component.tensor for component in stored_tensors(param)], control)
+                if _check_whole not in module._forward_pre_hooks.values():
+                    module.register_forward_pre_hook(_check_whole)
+        waiting.clear()
+        release_free_pages()
+
+    def note(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if any(other is not module for other, _ in waiting):
+            shard_waiting()
+        waiting[module, name] = None
+
+    handle = register_module_parameter_registration_hook(note)
+    try:
+        yield
+        shard_waiting()
+    finally:
+        handle.remove()
+
+
+def _check_whole(module: nn.Module, args: Any) -> None:
+    """Refuse a forward with values in slices. A hook, which ends when an engine has the module."""
+    if torch.compiler.is_compiling():
+        return
+    params = {name: p for name, p in module._parameters.items() if p is not None}
+    for name, param in params.items():
+        if any(component.tensor in slices for component in stored_tensors(param)):
+            raise RuntimeError(
+                f"forward of a {type(module).__name__} whose quantized {name} is sharded over the "
+                "ranks, as it was loaded under a configuration of stage 3, and no engine has it: "
+                "call the engine of deepspeed.initialize(), or compute within "
+                "deepspeed.zero.GatheredParameters(model.parameters()), or load the model before "
+                "HfDeepSpeedConfig or TrainingArguments(deepspeed=...) is made"
+            )
+    if any(engine_of(param) is not None for param in params.values()):
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _check_whole]:
+            del hooks[key]
