@@ -67,15 +67,9 @@ class DeepSpeedAccelerator:
     is_bf16_supported = is_fp16_supported = _answer(True)
     get_compile_backend = _answer("inductor")
     is_pinned = staticmethod(Tensor.is_pinned)
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float32, torch.float16, torch.bfloat16]
-
-    def export_envs(self) -> list[str]:
-        """Return the variables that a launcher would pass on."""
-        return []
-
-    visible_devices_envs = export_envs
+    lazy_call = staticmethod(lambda callback: callback())
+    supported_dtypes = _call(lambda: [torch.float32, torch.float16, torch.bfloat16])
+    export_envs = visible_devices_envs = _call(list)  # no variable has to reach the ranks
 
     def is_fp64_supported(self) -> bool:
         return self.device_type != "mps"
@@ -86,9 +80,6 @@ class DeepSpeedAccelerator:
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
         """Return a page-locked copy of ``tensor``, or ``tensor`` itself on the CPU."""
         return tensor if self.device_type == "cpu" else tensor.pin_memory()
-
-    def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        return callback()
 
     def range_push(self, msg: str, domain: object = None, category: object = None) -> None:
         """Open a range, named ``msg`` in the trace of `torch.profiler`."""

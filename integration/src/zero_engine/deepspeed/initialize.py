@@ -18,8 +18,7 @@ from zero_core.adapters import Cures, check_served, find_ranks, make_optimizer, 
 from zero_core.config import OptimizerConfig, explain, load_config
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.announce import apply, describe
-from zero_engine.deepspeed.config.keys import keep_bf16_moments
-from zero_engine.deepspeed.config.reader import Settings, Source, read
+from zero_engine.deepspeed.config.reader import Settings, Source, keep_bf16_moments, read
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.distributed import choose_device, init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine

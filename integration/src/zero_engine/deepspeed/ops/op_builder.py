@@ -52,10 +52,4 @@ FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", torch)
 FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", None)
 AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", None)
 
-ALL_OPS: dict[str, OpBuilder] = {
-    builder.NAME: builder()
-    for builder in (
-        *(CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder),
-        *(FusedAdamBuilder, FusedLionBuilder, FusedLambBuilder, AsyncIOBuilder),
-    )
-}
+ALL_OPS = {builder.NAME: builder() for builder in OpBuilder.__subclasses__()}
