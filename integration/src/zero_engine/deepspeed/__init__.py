@@ -1,8 +1,7 @@
-"""DeepSpeed's interface over this engine: the names that a script asks for.
+"""DeepSpeed's interface, served by this engine.
 
-``zero-engine run`` serves this package as ``deepspeed``. It can be imported by its own name too.
-Submodules have DeepSpeed's paths. The first use of a part that is not
-served raises `NotServedError`.
+``zero-engine run`` serves this package under the name ``deepspeed``, with submodules at DeepSpeed's
+paths. The first use of a part that is not served raises `NotServedError`.
 """
 
 from __future__ import annotations

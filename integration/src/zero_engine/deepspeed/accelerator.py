@@ -1,6 +1,5 @@
-"""``deepspeed.accelerator``: the devices that ranks compute on, over torch.accelerator.
+"""``deepspeed.accelerator``: the devices of this machine, through torch.accelerator.
 
-`get_accelerator` returns the one object that stands for this machine's accelerator, or its CPU.
 Memory is in bytes. A ``device_index`` of None is the current device.
 """
 
@@ -23,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def _call(function: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a method that calls ``function``, whatever device it is asked about."""
+    """Return a method that calls ``function`` and ignores the device that it is asked about."""
 
     def method(self: DeepSpeedAccelerator, *_device_index: int | None, **_named: Any) -> Any:
         return function()
@@ -32,12 +31,12 @@ def _call(function: Callable[[], Any]) -> Callable[..., Any]:
 
 
 def _answer(value: Any) -> Callable[..., Any]:
-    """Return a method that returns ``value``, whatever device it is asked about."""
+    """Return a method that returns ``value`` for every device."""
     return _call(lambda: value)
 
 
 class DeepSpeedAccelerator:
-    """Questions about a kind of device, which has the name ``device_type`` in torch."""
+    """Functions of one kind of device, which torch calls ``device_type``."""
 
     def __init__(self, device_type: str, backend: str) -> None:
         self.device_type = self._name = device_type
@@ -45,7 +44,7 @@ class DeepSpeedAccelerator:
         self._ranges: list[torch.profiler.record_function] = []
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return torch's name of the device, such as "cuda:1", or the kind without an index."""
+        """Return torch's name of the device, such as "cuda:1", or "cuda" without an index."""
         return self.device_type if device_index is None else f"{self.device_type}:{device_index}"
 
     def communication_backend_name(self) -> str:
@@ -62,14 +61,14 @@ class DeepSpeedAccelerator:
     handles_memory_backpressure = is_synchronized_device
 
     random = _answer(torch.random)
-    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)  # of host and devices
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)  # seeds host and devices
     initial_seed = staticmethod(torch.initial_seed)
     is_bf16_supported = is_fp16_supported = _answer(True)
     get_compile_backend = _answer("inductor")
     is_pinned = staticmethod(Tensor.is_pinned)
     lazy_call = staticmethod(lambda callback: callback())
     supported_dtypes = _call(lambda: [torch.float32, torch.float16, torch.bfloat16])
-    export_envs = visible_devices_envs = _call(list)  # no variable has to reach the ranks
+    export_envs = visible_devices_envs = _call(list)  # variables that a launcher passes to ranks
 
     def is_fp64_supported(self) -> bool:
         return self.device_type != "mps"
@@ -82,7 +81,7 @@ class DeepSpeedAccelerator:
         return tensor if self.device_type == "cpu" else tensor.pin_memory()
 
     def range_push(self, msg: str, domain: object = None, category: object = None) -> None:
-        """Open a range, named ``msg`` in the trace of `torch.profiler`."""
+        """Open a range that `torch.profiler` records under the name ``msg``."""
         opened = torch.profiler.record_function(msg)
         opened.__enter__()  # type: ignore[no-untyped-call]
         self._ranges.append(opened)
@@ -91,15 +90,12 @@ class DeepSpeedAccelerator:
         self._ranges.pop().__exit__(None, None, None)
 
     def stream(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
-        """Return a context in which work is queued on ``stream``. None changes nothing."""
+        """Return a context that queues work on ``stream``. None does nothing."""
         return nullcontext() if stream is None else stream
 
 
 class CpuAccelerator(DeepSpeedAccelerator):
-    """The CPU as one device without an index. Memory is the process's resident set.
-
-    What needs no device, such as `synchronize` and `empty_cache`, does nothing.
-    """
+    """The CPU as one device. Memory is the resident set of the process."""
 
     Stream = None
     Event = None
@@ -108,10 +104,10 @@ class CpuAccelerator(DeepSpeedAccelerator):
         super().__init__("cpu", "gloo")
 
     device_name = current_device_name = _answer("cpu")
-    device = _answer(CPU)  # as a context manager the default device
+    device = _answer(CPU)
     is_available = _answer(True)
     set_device = synchronize = current_stream = default_stream = empty_cache = _answer(None)
-    # The system's peak is that of the whole process.
+    # The system measures the peak of the whole process, which cannot be reset.
     reset_peak_memory_stats = _answer(None)
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
     default_generator = _answer(torch.default_generator)
@@ -132,7 +128,7 @@ class CpuAccelerator(DeepSpeedAccelerator):
             "allocated_bytes.all.peak": self.max_memory_allocated(),
         }
 
-    total_memory = _call(lambda: memory_limit_bytes() or 0)  # of this machine or its container
+    total_memory = _call(lambda: memory_limit_bytes() or 0)
 
     def available_memory(self, device_index: int | None = None) -> int:
         free: int = self.total_memory() - self.memory_allocated()
@@ -201,7 +197,7 @@ class TorchAccelerator(DeepSpeedAccelerator):
 
 
 def _given(device_index: int | None) -> tuple[int, ...]:
-    """Return the index as an argument, left out if it is None: torch's default has another form."""
+    """Return the index as an argument list, empty for None: torch has another default than None."""
     return () if device_index is None else (device_index,)
 
 
@@ -209,8 +205,7 @@ def _given(device_index: int | None) -> tuple[int, ...]:
 def get_accelerator() -> DeepSpeedAccelerator:
     """Return the accelerator that torch has found, else the CPU.
 
-    Raises:
-        ConfigError: the variable DS_ACCELERATOR asks for another; torch decides which one is there.
+    Raises ConfigError if the variable DS_ACCELERATOR names another device than torch has found.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     found = "cpu" if device is None else device.type

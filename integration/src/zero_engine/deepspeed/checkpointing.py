@@ -1,7 +1,7 @@
-"""``deepspeed.checkpointing``: recompute what the model asks for, by torch.utils.checkpoint.
+"""``deepspeed.checkpointing``: activation checkpointing by torch.utils.checkpoint.
 
-`configure` sets what holds for all calls of `checkpoint`; the configuration's block
-``activation_checkpointing`` recomputes nothing by itself, as in DeepSpeed.
+As in DeepSpeed, the configuration's block ``activation_checkpointing`` recomputes nothing without
+calls of `checkpoint`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,10 @@ def configure(
     """Set how `checkpoint` works. Arguments of None are taken from the configuration's block.
 
     Args:
-        mpu_: not used: there are no model-parallel ranks.
         deepspeed_config: a configuration with a block ``activation_checkpointing``.
-        partition_activations: has no effect without model-parallel ranks.
-        contiguous_checkpointing: has no effect: what is kept are the inputs alone.
-        num_checkpoints: has no effect: every call is one.
         checkpoint_in_cpu: keep the inputs in host memory until backward.
-        synchronize: has no effect on results; torch orders the streams.
+        mpu_, partition_activations, contiguous_checkpointing, num_checkpoints, synchronize: no
+            effect. There are no model-parallel ranks, and each call is one checkpoint.
         profile: not served.
     """
     global _is_configured, _is_on_cpu
@@ -69,13 +66,13 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Do nothing: nothing is kept between steps."""
+    """Do nothing: there is no state between steps."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``, and compute it again in backward (Chen et al., arXiv 1604.06174).
+    """Call ``function``, and recompute it in backward (Chen et al., arXiv 1604.06174).
 
-    Tensors among ``args`` are kept, in host memory if so configured.
+    The tensors in ``args`` are kept, in host memory if `configure` says so.
     """
     is_pinned = torch.accelerator.is_available()
     with save_on_cpu(is_pinned) if _is_on_cpu else nullcontext():
@@ -86,7 +83,7 @@ non_reentrant_checkpoint = checkpoint
 
 
 class _Tracker:
-    """Random state of model-parallel ranks: there is one rank, whose state torch keeps."""
+    """Random state of the only model-parallel rank, which torch keeps."""
 
     def fork(self, name: str = "model-parallel-rng") -> Any:
         return nullcontext()
@@ -98,5 +95,5 @@ def get_cuda_rng_tracker() -> _Tracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed every generator: there is one model-parallel rank."""
+    """Seed every generator."""
     torch.manual_seed(seed)

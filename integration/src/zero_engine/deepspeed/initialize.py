@@ -1,4 +1,4 @@
-"""`initialize`: what scripts call to turn a model into an engine."""
+"""`initialize`, which turns a model into an engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EMPTY_ENTRIES = (
     "engine.save_16bit_model(), or "
     "state_dict() within deepspeed.zero.GatheredParameters(list(model.parameters()))"
 )
-"""How to save what ``module.state_dict()`` does not hold."""
+"""Advice on saving the weights, which ``module.state_dict()`` lacks at stage 3."""
 CURES = Cures(
     read="deepspeed.zero.GatheredParameters([param])",
     write="deepspeed.zero.GatheredParameters([param], modifier_rank=...)",
@@ -73,41 +73,39 @@ def initialize(
 ) -> _Made:
     """Make an engine out of a model, as ``deepspeed.initialize`` does.
 
-    Every rank must call it, with the same model and configuration. The model's parameters move to
-    the engine's memory; see `zero_core.build`. An engine that has them already is ended first, as
-    by its ``destroy()``: values stay, and gradients that wait for a step are dropped. A wrong
-    configuration or optimizer is refused before that. If it fails later on, the model is as before,
-    or as that engine left it. Within `zero.Init`, what that has made so far
-    is partitioned first.
+    Every rank must call it, with the same model and configuration. The parameters move to the
+    engine's memory; see `zero_core.build`. An earlier engine of the model is ended as by its
+    ``destroy()``: values are kept, and gradients that wait for a step are dropped. A wrong
+    configuration or optimizer is refused before that. After a later failure the model is as before,
+    or as the earlier engine left it. Within `zero.Init`, the parameters made so far are partitioned
+    first.
 
     Args:
-        args: the parsed command line: its ``deepspeed_config`` is the configuration, if none is
-            given here, and its ``local_rank`` is set. ``device_rank``, if it has one, is the
-            index of the accelerator to use, else the environment's ``LOCAL_RANK`` is.
-        model: any module.
-        optimizer: a torch optimizer, or what makes one out of ``model_parameters``; wins over the
-            configuration's.
-        model_parameters: what to train: parameters or groups; default: all that require a gradient.
-            Those that are frozen for now can be unfrozen later, and take memory as trained ones.
-        training_data: a dataset, of which the third value returned is a loader.
-        lr_scheduler: a scheduler, or what makes one out of the optimizer; wins over the
-            configuration's.
-        distributed_port: of rank 0, if the environment names none.
-        mpu: Megatron's parallel state; only with one model-parallel rank.
-        dist_init_required: False leaves torch.distributed alone.
-        collate_fn: of the loader.
-        config: the configuration: a mapping, the path of its JSON file, or base64 of it.
+        args: the parsed command line. Its ``deepspeed_config`` is the configuration if none is
+            given here, and its ``local_rank`` is set. Its ``device_rank`` is the index of the
+            accelerator, by default the environment's ``LOCAL_RANK``.
+        optimizer: a torch optimizer, or a function that makes one out of ``model_parameters``. It
+            replaces the configuration's.
+        model_parameters: parameters or groups to train. Default: all that require a gradient.
+            Frozen ones among them take memory as trained ones, and can be unfrozen later.
+        training_data: dataset of the loader that is returned.
+        lr_scheduler: a scheduler, or a function that makes one out of the optimizer. It replaces
+            the configuration's.
+        distributed_port: port of rank 0, if the environment has none.
+        mpu: Megatron's parallel state, with one model-parallel rank.
+        dist_init_required: False does not start torch.distributed.
+        collate_fn: argument of the loader.
+        config, config_params: the configuration: a mapping, the path of a JSON file, or base64.
         mesh_param: not served.
-        config_params: the same as ``config``.
 
     Returns:
-        The engine, its optimizer, the loader of ``training_data`` and the scheduler, each of the
-        last three None if there is none. Without an optimizer the engine evaluates alone.
+        The engine, its optimizer, the loader and the scheduler. The last three may be None. Without
+        an optimizer the engine only evaluates.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the model.
         ModelMissingError: ``model`` is None.
-        NotServedError: model parallelism is asked for.
+        NotServedError: model parallelism is requested.
     """
     if model is None:
         raise ModelMissingError("initialize() needs a model, found None: pass model=...")
@@ -132,7 +130,7 @@ def initialize(
     if _option(args, "local_rank") is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     given = _make_optimizer(settings, model, optimizer, model_parameters)
-    # Where the key is missing, which means the same to DeepSpeed, the optimizer is served.
+    # Only false is refused. DeepSpeed also refuses where the key is missing.
     is_checked = settings.allows_untested_optimizer is False and settings.zero_stage > 0
     if is_checked and given is not None and type(given).__name__ not in TESTED:
         raise UntestedOptimizerError(
@@ -159,10 +157,10 @@ def initialize(
         core.name_cures(CURES)
         mark_configured(model, core.config.zero_optimization.leaf_module)
         if core.config.zero_optimization.stage == 3:
-            core.stay_with_model()  # as DeepSpeed's shards do, which parameters hold
+            core.stay_with_model()  # shards live as long as the model, as in DeepSpeed
             core.keep_small_params()
             describe_engine(core)
-            # as DeepSpeed's: OpenRLHF reads the names on rank 0
+            # OpenRLHF reads the names of the empty state dict on rank 0.
             core.allow_empty_entries(EMPTY_ENTRIES)
         if core.rank == 0:
             print(describe(settings, core.config, core.world_size), file=sys.stderr, flush=True)
@@ -199,9 +197,10 @@ def initialize(
 
 
 def _name_optimizer(engine: DeepSpeedEngine) -> None:
-    """Let the configuration's optimizer be an instance of DeepSpeed's class.
+    """Make the configuration's optimizer an instance of DeepSpeed's class.
 
-    At stage 0 in fp32 DeepSpeed returns that very object, so the one returned here is one, too.
+    At stage 0 in fp32 the returned view becomes one too, because DeepSpeed returns the optimizer
+    itself.
     """
     named, config = engine.core.config.optimizer, engine.core.config
     zero, view = config.zero_optimization, engine.optimizer
@@ -209,7 +208,7 @@ def _name_optimizer(engine: DeepSpeedEngine) -> None:
         return
     on_device, on_host = CLASSES.get(named.type.lower(), (None, None))
     chosen = on_device if zero.offload_optimizer.device == "none" else on_host
-    if chosen is None or named.params.get("torch_adam"):  # which asks for torch's own class
+    if chosen is None or named.params.get("torch_adam"):  # torch_adam asks for torch's own class
         return
     is_bare = zero.stage == 0 and config.compute_dtype is None
     for optimizer in (view.optimizer, view) if is_bare else (view.optimizer,):
@@ -217,7 +216,7 @@ def _name_optimizer(engine: DeepSpeedEngine) -> None:
 
 
 def _option(args: Any, name: str) -> Any:
-    # foreign: the script's parsed command line, which may be of any class.
+    # foreign: the script's parsed command line may be of any class.
     return getattr(args, name, None)
 
 
@@ -227,7 +226,7 @@ def _check(config: dict[str, Any], given: torch.optim.Optimizer | None, *, world
     if given is not None:
         check_served(type(given))
     elif resolved.optimizer is not None:
-        tried = nn.Parameter(torch.empty(1, 1))  # Adagrad makes its state here: a small one
+        tried = nn.Parameter(torch.empty(1, 1))  # small, because Adagrad makes its state here
         tag_matrices([("weight", tried)])
         make_optimizer(resolved.optimizer, [tried])
 
@@ -238,7 +237,7 @@ def _make_optimizer(
     given: OptimizerOrFactory | None,
     model_parameters: Iterable[Any] | None,
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer to build with, None if the configuration's covers all parameters."""
+    """Return the optimizer to build with. None means the configuration's, of all parameters."""
     groups = None if model_parameters is None else list(model_parameters)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if isinstance(given, torch.optim.Optimizer):
@@ -260,7 +259,7 @@ def _make_optimizer(
 
 
 def _find_untrained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the parameters in no group, which need no gradient, and warn of them."""
+    """Return trainable parameters that are in no group, with a warning."""
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in covered}
     if left:

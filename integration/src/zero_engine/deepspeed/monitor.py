@@ -1,4 +1,4 @@
-"""``deepspeed.monitor``: the blocks of monitors in a configuration, and `MonitorMaster`."""
+"""``deepspeed.monitor``: configuration blocks of monitors, and `MonitorMaster`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CometConfig = CometSettings
 
 
 class MonitorMaster(Monitor):
-    """The monitors that ``monitor_config`` asks for, on rank 0."""
+    """Monitors of the configuration ``monitor_config``, on rank 0."""
 
     def __init__(self, monitor_config: MonitorSettings) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0

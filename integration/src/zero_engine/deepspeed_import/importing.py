@@ -1,4 +1,4 @@
-"""`import_checkpoint`: a checkpoint of DeepSpeed's as one of zero-core's."""
+"""`import_checkpoint`, which converts DeepSpeed's checkpoint to zero-core's."""
 
 from __future__ import annotations
 
@@ -30,30 +30,29 @@ def import_checkpoint(
     optimizer: str | None = None,
     frozen: Sequence[str] = (),
 ) -> Path:
-    """Convert DeepSpeed's checkpoint ``tag`` of ``directory``, and return the new one's folder.
+    """Convert DeepSpeed's checkpoint ``tag`` of ``directory``. Returns the new checkpoint's folder.
 
-    Its files are pickles. They are read in a process of its own by an unpickler of tensors and
-    plain containers, with bounds of memory and processor time, and without network where the
-    system permits network namespaces; where it does not (many containers), a note says so.
-    Progress goes to stderr. Nothing that is in ``output`` is replaced; its file ``latest`` is
-    written only if there is none. Call it on one process.
+    A separate process reads the pickles with an unpickler of tensors and plain containers, with
+    bounded memory and processor time, and without network if the system permits network namespaces
+    (a note says if not). Progress goes to stderr. Nothing in ``output`` is replaced, and its file
+    ``latest`` is written only if there is none. Call it on one process.
 
     Args:
-        directory: what DeepSpeed's ``save_checkpoint`` was given, or one checkpoint's folder.
+        directory: folder that DeepSpeed's ``save_checkpoint`` was given, or one checkpoint's
+            folder.
         output: folder for checkpoints, as `zero_core.Engine.load_checkpoint` takes it.
-        tag: None is the one that the file ``latest`` names.
-        optimizer: class of the optimizer, "AdamW" or "Adam" or as the script's own is called.
-            None is the one of the saved configuration.
-        frozen: parameters that were not trained, for a checkpoint of stage 0, which does not say.
+        tag: None is the tag in the file ``latest``.
+        optimizer: class of the optimizer, such as "AdamW". None is the saved configuration's.
+        frozen: names of parameters that were not trained, which a checkpoint of stage 0 lacks.
 
     Raises:
-        CheckpointError: there is none, it has what is not imported, or the new folder is there
-            already or overlaps with it.
-        CheckpointCorruptError: it is damaged.
+        CheckpointError: there is no such checkpoint, a part of it is not imported, or the new
+            folder exists or overlaps with it.
+        CheckpointCorruptError: the checkpoint is damaged.
     """
     try:
         place = find_place(local_path(directory, _WHAT), tag)
-        # The name that was asked for, also where it is a link.
+        # The given name, not the target of a link.
         target = local_path(output, _WHAT) / Path(os.path.abspath(place)).name
         _check_target(place, target)
     except OSError as error:
@@ -71,11 +70,11 @@ def import_checkpoint(
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            with suppress(BrokenPipeError):  # it has ended: its code says how
+            with suppress(BrokenPipeError):  # the child has ended, and its exit code says why
                 child.stdin.write(json.dumps(request).encode())
                 child.stdin.close()
             data = child.stdout.read(_MAX_ANSWER_BYTES + 1)
-            if len(data) > _MAX_ANSWER_BYTES:  # a pickle has taken it over
+            if len(data) > _MAX_ANSWER_BYTES:  # a malicious pickle controls the child
                 child.kill()
             child.wait()
         except BaseException:
@@ -128,9 +127,9 @@ def _is_ours(folder: Path) -> bool:
 _LATEST = ("latest", "latest_universal")
 _MAX_TAG = 1024
 _SPARE_BYTES = 1 << 30
-"""Buffers under several names are written several times."""
+"""Allowance for buffers with several names, which are written several times."""
 _MAX_RATIO = 4
-"""Of a file's size to what it takes on a disk that compresses. Beyond it, the file has holes."""
+"""Largest ratio of size to disk blocks, on a disk that compresses. Other files have holes."""
 
 
 def find_place(directory: Path, tag: str | None) -> Path:
@@ -157,7 +156,7 @@ def find_place(directory: Path, tag: str | None) -> Path:
 
 
 def read_source(place: Path, frozen: Sequence[str]) -> Source:
-    """Read the checkpoint in folder ``place``, whatever its form."""
+    """Read the checkpoint in folder ``place``, of any stage or universal."""
     for pattern, what in (
         ("layer_*expert*_states.pt", "mixtures of experts (DeepSpeed-MoE)"),
         ("expp_rank_*_optim_states.pt", "mixtures of experts (DeepSpeed-MoE)"),
@@ -177,7 +176,7 @@ def read_source(place: Path, frozen: Sequence[str]) -> Source:
         source.check_extent(size_of(place) + _SPARE_BYTES)
     except (CheckpointError, OSError, MemoryError):
         raise
-    except Exception as error:  # whatever values of an attacker's make the program raise
+    except Exception as error:  # a malicious file may raise anything
         raise CheckpointCorruptError(
             f"{place} is not as DeepSpeed writes its checkpoints: {type(error).__name__} {error}"
         ) from error
@@ -185,9 +184,9 @@ def read_source(place: Path, frozen: Sequence[str]) -> Source:
 
 
 def size_of(place: Path) -> int:
-    """Return the bytes of the files that are read, without the holes of sparse ones.
+    """Return the bytes of the files that are read, without the holes of sparse files.
 
-    Links are not followed, and a file under several names counts once.
+    Links are not followed. A file with several names counts once.
     """
     found = {}
     for path in place.rglob("*.pt"):

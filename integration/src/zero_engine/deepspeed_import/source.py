@@ -1,10 +1,10 @@
-"""Content of a checkpoint of DeepSpeed's, whatever its stage and form.
+"""Content of a DeepSpeed checkpoint, of any stage, and of its files.
 
 [Note: what a file may hold]
-Tensors, numbers, strings and plain containers: what torch's own restricted unpickler takes
-(``torch.load(weights_only=True)``). Objects of DeepSpeed's classes (loss scalers, addresses of
-fragments) become `Record`s: the class's name and the object's attributes. A file that names
-anything else is refused before it is read. Tensors are mapped: their bytes are read when used.
+A file of ``torch.save`` may hold what ``torch.load(weights_only=True)`` accepts: tensors, numbers,
+strings and plain containers. Objects of DeepSpeed's classes (loss scalers, addresses of fragments)
+become `Record`s. A file that names any other class or function is refused before it is read.
+Tensors are mapped: their bytes are read on use.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from zero_core.errors import CheckpointCorruptError
 
 MASTER = "master_weight"
 OWN_STATE = "zero_engine.deepspeed"
-"""Key of the client state under which the DeepSpeed engine's own counters are kept."""
+"""Client state key of the DeepSpeed engine's own counters."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-"""States of Adam's. A checkpoint with others is refused: their meaning differs between packages."""
+"""Adam's states. Others are refused, because packages differ in their meaning."""
 _NOT_HYPERPARAMETERS = {
     *("params", "param_names", "step"),
-    *("foreach", "fused", "capturable", "differentiable"),  # how, not what
+    *("foreach", "fused", "capturable", "differentiable"),  # these change no result
 }
 _KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
@@ -43,15 +43,15 @@ _KEYS = {
     *("num_experts", "ds_autoep_layers", "autoep_layers", "sparse_tensor_module_names"),
     *("csr_tensor_module_names", "folding"),
 }
-"""DeepSpeed's entries of a file of model states. The others are the client state."""
+"""DeepSpeed's entries of a file of model states. The other entries are the client state."""
 
 
 _INERT = "deepspeed."
-"""Names of these become records."""
+"""Objects whose class name starts with it become records."""
 
 
 class Record:
-    """An object of a class that is not imported: what it was made of, and its attributes."""
+    """An object of a class that is not imported: its constructor arguments, and its attributes."""
 
     args: tuple[Any, ...]
 
@@ -84,7 +84,7 @@ def load_file(path: Path) -> Any:
                 "client_state, save the checkpoint again without it"
             )
         records = [(type(name, (Record,), {}), name) for name in named]
-        # Compare the records with their CRC-32: a mapped read does not.
+        # A mapped read does not check the CRC-32 of the records.
         with zipfile.ZipFile(path) as archive:
             packed = [i for i in archive.infolist() if i.compress_type != zipfile.ZIP_STORED]
             name = packed[0].filename if packed else archive.testzip()
@@ -96,7 +96,7 @@ def load_file(path: Path) -> Any:
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} is refused: {_first_line(error)}") from error
-    except Exception as error:  # whatever bytes of an attacker's make the unpickler raise
+    except Exception as error:  # a malicious file may raise anything
         reason = f"{type(error).__name__}: {_first_line(error)}"
         raise CheckpointCorruptError(f"{path} cannot be read: {reason}") from error
 
@@ -104,8 +104,7 @@ def load_file(path: Path) -> Any:
 def flat(value: Any, where: str) -> Tensor:
     """Return a tensor as one dimension, a view of its mapped bytes.
 
-    Raises:
-        CheckpointCorruptError: it is no dense, contiguous tensor on the CPU.
+    Raises CheckpointCorruptError if ``value`` is no dense, contiguous tensor on the CPU.
     """
     is_plain = (
         isinstance(value, Tensor)
@@ -129,13 +128,13 @@ class SourceParam:
     """A parameter.
 
     Attributes:
-        names: its first name and those tied to it.
-        shape: of the whole.
+        names: first name and tied names.
+        shape: shape of the whole parameter.
         dtype: compute dtype.
-        states: fragments of each state, 1-D and mapped, whose concatenation is the whole; the
-            master weight is one. None for a frozen parameter.
-        value: fragments of the value of a frozen parameter.
-        step: optimizer steps that it has had.
+        states: fragments of each state and of the master weight, 1-D and mapped, in order. None for
+            a frozen parameter.
+        value: fragments of a frozen parameter's value.
+        step: number of its optimizer steps.
     """
 
     names: tuple[str, ...]
@@ -165,15 +164,13 @@ class Source:
     """A checkpoint.
 
     Attributes:
-        params: in the model's order.
-        buffers: persistent ones, by name.
+        params: parameters in the model's order.
+        buffers: persistent buffers by name.
         groups: hyperparameters of each group.
-        loss_scale: state of a dynamic loss scale, as `zero_core` has it; else empty.
-        global_steps: steps of the engine, of which ``skipped_steps`` were skipped.
-        skipped_steps: see ``global_steps``.
-        global_samples: samples that it has been trained on.
+        loss_scale: state of a dynamic loss scale, in `zero_core`'s form; else empty.
+        global_steps: steps of the engine, including ``skipped_steps``.
         schedule: state of the learning rate's schedule.
-        optimizer: type and arguments that the saved configuration names; None: a script made it.
+        optimizer: type and arguments in the saved configuration. None: a script made it.
         client_state: the user's entries.
     """
 
@@ -268,7 +265,7 @@ def split_states(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor
 def named_like(model: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Return all names of each parameter by its first one, in the model's order.
 
-    ``ties`` has the first name of names that are tied to one.
+    ``ties`` maps tied names to first names.
     """
     buffers, found = set(model["buffer_names"]), {}
     for name in model["module"]:
@@ -280,7 +277,7 @@ def named_like(model: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, t
 
 
 def storage_ties(model: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names whose values share memory with an earlier one's: torch.save keeps that."""
+    """Return the first name of each name whose value shares its memory, which torch.save keeps."""
     seen: dict[Any, str] = {}
     ties: dict[str, str] = {}
     for name, value in model["module"].items():
@@ -292,7 +289,7 @@ def storage_ties(model: Mapping[str, Any]) -> dict[str, str]:
 
 
 def loss_scale_of(state: Mapping[str, Any], *, has_zero: bool = True) -> dict[str, float]:
-    """Return a 16-bit optimizer's dynamic loss scale as `zero_core` keeps it, {} if constant."""
+    """Return a dynamic loss scale in `zero_core`'s form, {} for a constant one."""
     found: Any = state
     if has_zero:
         scaler = state.get("loss_scaler")

@@ -1,20 +1,19 @@
-"""Readers of checkpoints of stages 0 to 3, and of universal ones.
+"""Readers of checkpoints of stages 0 to 3, and of universal checkpoints.
 
-A stage's files are one of optimizer states per rank, and of model states. A universal checkpoint is
-a folder per parameter, as ``ds_to_universal`` writes them.
+Stages 1 to 3 have a file of optimizer states and one of model states per rank. A universal
+checkpoint is a folder per parameter, written by ``ds_to_universal``.
 
 [Note: DeepSpeed's partitions]
-Stages 1 and 2 flatten each group's parameters one after another and cut the group into equal
-parts, one per rank. Each rank's file says which elements of its part belong to which parameter
-(``param_slice_mappings``). Stage 3 cuts each parameter into equal parts, padded to a whole number
-of elements, and each rank flattens its parts, sub-group by sub-group.
+Stages 1 and 2 concatenate each group's flattened parameters and cut the group into equal parts, one
+per rank. A rank's file maps parameters to elements of its part (``param_slice_mappings``). Stage 3
+cuts each parameter into equal parts, rounded up, and each rank concatenates its parts by sub-group.
 
 [Note: names at stage 0]
-The file numbers an optimizer's parameters and does not name them. With 16-bit weights, a master
-weight is of the parameter whose weights it rounds to. Where several have these (norms that are
-still 1), the import is refused. In fp32 shapes must decide: of each shape all parameters are
-trained, in one group, or none is. Their order among themselves is assumed to be the model's,
-which a line on stderr says.
+The one file numbers the optimizer's parameters and does not name them. In 16-bit training, a master
+weight belongs to the parameter whose weights it rounds to. If several parameters have these weights
+(new norms, all ones), the import is refused. In fp32 the shapes decide: of each shape all
+parameters are trained in one group, or none is. Parameters of one shape are assumed to be in the
+model's order, which a note on stderr says.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def read_zero(place: Path, optim_files: Sequence[Path]) -> Source:
     """Read a checkpoint of stage 1, 2 or 3 from its files of optimizer states.
 
     Raises:
-        CheckpointError: it has what is not imported: see the messages.
+        CheckpointError: a part of it is not imported.
         CheckpointCorruptError: a file is missing or is not as DeepSpeed writes it.
     """
     files = in_rank_order(optim_files)
@@ -72,7 +71,7 @@ def read_zero(place: Path, optim_files: Sequence[Path]) -> Source:
 
 
 def in_rank_order(files: Sequence[Path]) -> list[Path]:
-    """Return one file per data-parallel rank, in their order."""
+    """Return one file per data-parallel rank, in the order of ranks."""
     by_rank: dict[int, Path] = {}
     for file in files:
         found = _RANK.search(file.name)
@@ -91,13 +90,10 @@ def in_rank_order(files: Sequence[Path]) -> list[Path]:
 
 
 def param_groups(state: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return name and shape of the trained parameters of a list of groups' or sub-groups'."""
+    """Return name and shape of the trained parameters of all groups or sub-groups."""
     return [
         (name, tuple(shape)) for group in state["param_shapes"] for name, shape in group.items()
     ]
-
-
-# ------------------------------------------------------------------------- stages 1 and 2
 
 
 def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
@@ -157,9 +153,6 @@ def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> So
     return make_source(model, params, base["param_groups"], loss_scale_of(states[0]))
 
 
-# ------------------------------------------------------------------------- stage 3
-
-
 def _read_stage_3(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
     world = len(states)
     if states[0].get("ds_zero_partition_groups"):
@@ -202,7 +195,7 @@ def _read_stage_3(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
 def frozen_of_stage_3(
     place: Path, names: tuple[str, ...], dtype: Any, models: Sequence[Mapping[str, Any]]
 ) -> SourceParam:
-    """Join the parts of a frozen parameter in the model states of stage 3's ranks."""
+    """Join the parts of a frozen parameter from all ranks' model states."""
     first = names[0]
     if first not in (models[0].get("frozen_param_shapes") or {}):
         raise CheckpointError(
@@ -223,7 +216,6 @@ _FILES = {MASTER: "fp32.pt", **{name: f"{name}.pt" for name in MOMENTS}}
 
 
 def read_universal(place: Path) -> Source:
-    """Read a universal checkpoint."""
     files = sorted(place.glob("zero_pp_rank_*_model_states.pt"))
     is_stage_3 = bool(files)
     files = in_rank_order(files) if is_stage_3 else [place / "mp_rank_00_model_states.pt"]
@@ -237,7 +229,7 @@ def read_universal(place: Path) -> Source:
     ties = {**storage_ties(model), **(model["shared_params"] or {})}
     shapes = dict(param_groups(model))
     by_group = optimizer.get("optimizer_state_dict", {}).get("state", {})
-    step_of = {  # of parameters without a file of theirs: stage 3's, by sub-group
+    step_of = {  # stage 3 has the steps by sub-group, not in a file per parameter
         name: int(by_group[index]["step"])
         for index, group in enumerate(model["param_shapes"])
         if "step" in by_group.get(index, {})
@@ -271,7 +263,7 @@ def read_universal(place: Path) -> Source:
 
 
 def _value(path: Path) -> Tensor:
-    """Return the tensor of a file, which stage 3 writes alone and other stages with its form."""
+    """Return the tensor of a file. Stage 3 writes the tensor, other stages a dict around it."""
     content = load_file(path)
     if isinstance(content, Mapping):
         if content.get("vocab_tensor"):
@@ -282,10 +274,8 @@ def _value(path: Path) -> Tensor:
     return flat(content, str(path))
 
 
-# ------------------------------------------------------------------------- stage 0
-
 _States = dict[str, tuple[dict[str, Tensor], int]]
-"""Elementwise states and steps by parameter."""
+"""Elementwise states and number of steps by parameter."""
 
 
 def read_stage_0(place: Path, frozen: Iterable[str]) -> Source:
@@ -389,7 +379,7 @@ def _by_masters(
 def _by_flat_masters(
     place: Path, groups: Sequence[Tensor], inner: Mapping[str, Any], values: Mapping[str, Tensor]
 ) -> _States:
-    """Identify parts of flat master weights by the weights that they round to."""
+    """Identify slices of flat master weights by the weights that they round to."""
     found: _States = {}
     for number, group in enumerate(groups):
         where = f"{place}: group {number}"
@@ -416,7 +406,6 @@ def _by_flat_masters(
 
 
 def _only(where: str, names: Sequence[str]) -> str:
-    """Return the one parameter whose weights a master weight rounds to."""
     if not names:
         raise CheckpointError(
             f"{where} is of no parameter: the weights are not the master weights, rounded; save it "

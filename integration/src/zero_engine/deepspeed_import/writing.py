@@ -1,4 +1,4 @@
-"""Writes a `Source` as a checkpoint of zero-core's, which any stage and number of ranks loads."""
+"""Writes a `Source` as zero-core's checkpoint, which any stage and world size loads."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ from zero_core.checkpoint import (
 from zero_engine.deepspeed_import.source import MASTER, OWN_STATE, Source
 
 _SEED = 0
-"""Seed of the random generators: DeepSpeed does not save theirs."""
+"""Seed of the random generators, whose states DeepSpeed does not save."""
 _MAX_TEXT = 4000
 
 
 def write_source(source: Source, directory: Path, tag: str, optimizer: str | None) -> Path:
-    """Write checkpoint ``tag`` into ``directory``, and return its folder.
+    """Write checkpoint ``tag`` into ``directory``. Returns its folder.
 
-    The file ``latest`` names it, unless there is one that names another. One fragment of a
-    parameter at a time is in memory. ``optimizer`` is the optimizer's class; None is the one that
-    the saved configuration names.
+    The file ``latest`` is written if there is none. One fragment of a parameter at a time is in
+    memory. ``optimizer`` is the optimizer's class; None is the saved configuration's.
     """
     check_tag(tag)
-    # First, since it refuses what cannot be kept, and tensors take long to write.
+    # The manifest first, because it refuses content before the long writing of tensors.
     known = [name for param in source.params for name in param.states or ()]
     states = list(dict.fromkeys([MASTER, *known]))
     kind = optimizer or _optimizer_of(source)
@@ -59,7 +58,7 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
             for index, param in enumerate(source.params):
                 if param.states is not None:
                     given = param.states.get(name)
-                    # Some were never updated.
+                    # Without an update, moments are zero.
                     found[str(index)] = given or (torch.zeros(param.numel),)
             files |= write_file(aside.folder, file_name(name, 0), found)
         _note("writing frozen parameters and buffers")
@@ -81,9 +80,9 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
 
 
 def _optimizer_of(source: Source) -> str:
-    """Return the class that the saved configuration names, as `zero_core` names it.
+    """Return zero-core's name of the saved configuration's optimizer class.
 
-    A script that made the optimizer itself has left no name: AdamW is the most usual one.
+    Without a name (a script made the optimizer) it is AdamW, the most usual one.
     """
     if source.optimizer is None:
         _note(
@@ -113,7 +112,6 @@ def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str
         "param_groups": list(source.groups),
         "lr_scheduler": source.schedule,
     }
-    # Keep the user's entries that JSON can hold.
     own = {"global_samples": source.global_samples}
     kept: dict[str, Any] = {}
     for name, value in {**source.client_state, OWN_STATE: own}.items():
@@ -138,7 +136,7 @@ def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str
             }
             for param in source.params
         ],
-        # A segment for each parameter: its fragments are written one after another.
+        # One segment per parameter, because its fragments are written one after another.
         "segments": [
             {
                 "is_trainable": param.states is not None,
@@ -167,7 +165,7 @@ def _note(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return a text for a terminal: cut, names from a file without escape sequences."""
+    """Return ``text`` shortened, with control characters escaped: a file may have chosen it."""
     cut = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in cut

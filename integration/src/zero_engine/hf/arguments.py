@@ -1,9 +1,9 @@
-"""``zero=...``, and TrainingArguments carried over into the engine's configuration.
+"""The configuration of ``zero=...``, completed from TrainingArguments.
 
-TrainingArguments lead: a key that they decide may be left out or be "auto", and must agree with
-them if it is given. [Note: who does what] The Trainer divides the loss over the micro-steps, makes
-the optimizer and the schedule, and steps both; the engine computes in bf16 or fp16, scales the
-loss, clips, and updates.
+A key that TrainingArguments decide may be missing or "auto". Otherwise it must agree with them.
+
+[Note: who does what] The Trainer divides the loss by the micro-steps, makes the optimizer and the
+schedule, and steps both. The engine computes in bf16 or fp16, scales the loss, clips, and updates.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _LEFT_TO_ENGINE = (
     "stage3_prefetch_bucket_size",
     "stage3_param_persistence_threshold",
 )
-"""Keys of ``zero_optimization`` where "auto" is the engine's default."""
+"""Keys of ``zero_optimization`` whose "auto" is the engine's default."""
 
 
 def read_zero(zero: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of ``zero``: a preset's name, a JSON file's path, or itself.
+    """Return the configuration of ``zero``: a preset's name, a JSON file's path, or a
+    configuration.
 
     "auto" values are still in it.
     """
@@ -52,7 +53,7 @@ def read_zero(zero: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Refuse what asks for another engine, or would change the model behind this one's back."""
+    """Refuse arguments that select another engine or would change the sharded model."""
     refused = {
         "deepspeed": "leave it out: zero=... takes the same configuration",
         "fsdp": "leave it out: the engine shards the model",
@@ -70,7 +71,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
-    """Return ``config`` with the keys that ``args`` decide filled in, without ``scheduler``."""
+    """Return ``config`` completed from ``args``, without ``scheduler``."""
     filled = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
     for key in ("zero_optimization", "optimizer", "bf16", "fp16"):
         if not isinstance(filled.get(key, {}), Mapping):
@@ -136,7 +137,7 @@ def fill_schedule(
 def _fill(
     block: dict[str, Any], path: str, value: Any, differences: list[str], prefix: str = ""
 ) -> None:
-    """Set ``path``, a key or block and key, to ``value``, or note that it differs."""
+    """Set ``path``, a key or "block.key", to ``value``, or append a difference."""
     *outer, key = path.split(".")
     for name in outer:
         block = block.setdefault(name, {})

@@ -1,10 +1,11 @@
-"""transformers' Trainers on the engine: what of a Trainer has to be another.
+"""transformers' Trainers on the engine.
 
 [Note: the seams]
-The model is trained as it is, without a wrapper: the engine works by hooks on it. So the Trainer's
-loop is its own. Other is, in the order in which the Trainer comes by: the Accelerator
-(`ZeroAccelerator`), the device placement (the engine's), the preparation of the model
-(`_wrap_model`, where the engine is built), the state dict that is saved, and the checkpoints.
+The engine works by hooks on the unwrapped model, so the Trainer's loop is unchanged. Overridden
+are, in the Trainer's order: the Accelerator (`ZeroAccelerator`), the device placement, the
+preparation of the model (`_wrap_model` builds the engine), the saved state dict, and the
+checkpoints. The Accelerator asks the engine for the backward and the gradient's norm, and the
+optimizer asks it for the step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from zero_engine.hf.arguments import check_arguments, fill_config, fill_schedule
 _log = logging.getLogger(__name__)
 
 _SCHEDULE = "lr_scheduler"
-"""Where a checkpoint's client state keeps the Trainer's schedule."""
+"""Key of the Trainer's schedule in a checkpoint's client state."""
 
 
 class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -43,14 +44,13 @@ class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.optimizer, device_placement=False)
         self.engine = engine
-        # Accelerate leaves alone what it finds prepared.
+        # Accelerate does not wrap an object with this mark.
         self._is_accelerate_prepared = True
 
     def step(self, closure: Any = None) -> None:
-        """End the step. Within an accumulation, do nothing.
+        """End the step. During gradient accumulation, do nothing.
 
-        Raises:
-            ValueError: there is a closure: the gradient is computed once per step.
+        Raises ValueError if there is a closure, which would compute the gradient again.
         """
         if closure is not None:
             raise ValueError("ZeroOptimizer.step() takes no closure")
@@ -59,23 +59,23 @@ class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped, as the gradient was not finite."""
+        """Whether the last step was skipped because its gradient was not finite."""
         return self.engine.optimizer.overflow
 
 
 class ZeroAccelerator(Accelerator):  # type: ignore[misc]
-    """An Accelerator of one model that an engine trains. The Trainer's own becomes one."""
+    """An Accelerator of one model that an engine trains. The Trainer's own object becomes one."""
 
     engine: ShardedModel | None = None
 
     def adopt(self, engine: ShardedModel) -> None:
-        """Drive ``engine`` from now on. Its module counts as prepared."""
+        """Use ``engine`` from now on. Its module counts as prepared."""
         self.engine = engine
         engine.module._is_accelerate_prepared = True  # type: ignore[assignment]
         self._models.append(engine.module)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward of ``loss``, which is divided over the micro-steps already."""
+        """Run backward of ``loss``, which the Trainer has divided by the micro-steps."""
         engine = self._engine()
         engine.set_gradient_accumulation_boundary(self.sync_gradients)
         engine.backward(loss, over=1, **kwargs)
@@ -85,9 +85,9 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(
         self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
     ) -> float | None:
-        """Clip by another norm than the configuration's, which the engine does within the step.
+        """Clip by a norm that differs from the configuration's, and return the norm.
 
-        None where the engine does it: the norm is known after the step, and costs nothing then.
+        Returns None for the configuration's own norm, by which the engine clips in its step.
         """
         engine = self._engine()
         if norm_type == 2 and max_norm in (math.inf, engine.config.gradient_clipping):
@@ -96,7 +96,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Leave backwards unreduced in this context where gradients are whole (stages 0 and 1)."""
+        """Do not reduce gradients in this context, at stages 0 and 1."""
         engine = self._engine()
         if engine.config.zero_optimization.stage >= 2:
             yield
@@ -115,11 +115,9 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 class ZeroTrainer(Trainer):
     """transformers' Trainer, whose model the engine trains.
 
-    It takes what Trainer takes, and ``zero``. TrainingArguments lead, and the optimizer is the
-    Trainer's, with its decay groups, unless the configuration names one. The engine is built where
-    the Trainer would wrap the model: at the first ``train``, ``evaluate`` or ``predict``. Every
-    rank runs the same script, under torchrun; the model may be made under
-    `zero_core.deferred_init`.
+    The engine is built at the first ``train``, ``evaluate`` or ``predict``. The optimizer is the
+    Trainer's, with its decay groups, unless the configuration names one. Every rank runs the same
+    script, under torchrun. The model may be made under `zero_core.deferred_init`.
 
     Attributes:
         engine: None before it is built.
@@ -130,23 +128,19 @@ class ZeroTrainer(Trainer):
     def __init__(self, *args: Any, zero: str | Path | Mapping[str, Any], **kwargs: Any) -> None:
         """Check ``zero``: a name of `zero_engine.hf.PRESETS`, a configuration or its JSON file.
 
-        Raises:
-            ConfigError: it is none of these, differs from TrainingArguments, or these ask for
-                another engine.
+        Raises ConfigError if ``zero`` is none of these, it differs from TrainingArguments, or
+        TrainingArguments select another engine.
         """
         self.engine: ShardedModel | None = None
         self._given = read_zero(zero)
-        self._whole: dict[str, Tensor] | None = None  # the state dict, while it is being saved
+        self._whole: dict[str, Tensor] | None = None  # state dict of `save_model`
         super().__init__(*args, **kwargs)
         if "optimizer" in self._given and self.optimizer is not None:
             raise ConfigError(
                 "optimizers=... and the configuration's optimizer: found both, leave out one"
             )
 
-    # ---------------------------------------------------------------- building
-
     def create_accelerator_and_postprocess(self) -> None:
-        """Check the arguments, and turn the Trainer's Accelerator into the engine's."""
         check_arguments(self.args)
         self._config = fill_config(self._given, self.args)
         super().create_accelerator_and_postprocess()
@@ -155,17 +149,17 @@ class ZeroTrainer(Trainer):
                 "accelerate's environment asks for DeepSpeed or FSDP, and zero=... for this "
                 "engine: start with torchrun, or take Trainer instead of ZeroTrainer"
             )
-        self.accelerator.__class__ = ZeroAccelerator  # the same object, which others refer to
+        self.accelerator.__class__ = ZeroAccelerator  # not a new object: others refer to this one
         if self.args.n_gpu > 1:
             _log.warning("one process uses one of %d devices: use torchrun", self.args.n_gpu)
             self.args._n_gpu = 1
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Return the Trainer's arguments, without mixed precision, which is the engine's."""
+        """Return the Trainer's arguments without mixed precision, which the engine does."""
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: the engine places the model, sharded, on its device."""
+        """Do nothing: the engine places the sharded model."""
 
     def create_optimizer(  # type: ignore[override]
         self, model: nn.Module | None = None
@@ -178,7 +172,7 @@ class ZeroTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
-        """Make the schedule that the configuration names, else the Trainer's."""
+        """Make the configuration's schedule, else the Trainer's."""
         if "scheduler" in self._given and self.lr_scheduler is None:
             block = SchedulerConfig.model_validate(self._given["scheduler"])
             params = fill_schedule(block.params, self.args, num_training_steps)
@@ -189,16 +183,15 @@ class ZeroTrainer(Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_learning_rate(self) -> float:
-        """Return the rate of the first group, which a schedule may not have set yet."""
         assert self.optimizer is not None
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: DataLoader[Any] | None = None
     ) -> nn.Module:
-        """Return the model itself, after building the engine on it.
+        """Build the engine on ``model``, and return ``model``.
 
-        One that evaluates alone, without optimizer state, if there is nothing to train on.
+        Without a training set the engine only evaluates, and has no optimizer state.
         """
         engine = self.engine
         if engine is None or engine.module is not self.model:
@@ -211,7 +204,7 @@ class ZeroTrainer(Trainer):
             )
         elif training:
             assert isinstance(engine, Engine)
-            engine.zero_grad()  # what a training that broke off has left
+            engine.zero_grad()  # drops gradients of an interrupted training
         return model
 
     def _start_engine(self, *, is_training: bool) -> None:
@@ -241,16 +234,13 @@ class ZeroTrainer(Trainer):
             )
 
     def _prepare_input(self, data: Any) -> Any:
-        """Prepare inputs as the Trainer, with floating ones in the compute dtype."""
         data = super()._prepare_input(data)
         if isinstance(data, Tensor) and data.is_floating_point() and self.engine is not None:
             return data.to(self.engine.config.compute_dtype or data.dtype)
         return data
 
-    # ----------------------------------------------------------------- keeping
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as the Trainer. Every rank must call it, as weights are gathered."""
+        """Save as the Trainer. Every rank must call it, because weights are gathered."""
         if self.engine is not None:
             rank = None if self.args.save_on_each_node else 0
             self._whole = self.engine.full_state_dict(rank=rank)
@@ -262,11 +252,10 @@ class ZeroTrainer(Trainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Save as the Trainer, which some releases call on one rank and others on all."""
+        """Save as the Trainer, which calls it on one rank or on all, depending on the release."""
         super()._save(output_dir, state_dict=self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the engine's checkpoint, for any stage and world size, with the schedule in it."""
         assert isinstance(self.engine, Engine)
         schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         tag = f"global_step{self.state.global_step}"
@@ -283,7 +272,7 @@ class ZeroTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the engine's checkpoint, weights included, and the schedule."""
+        """Load the engine's checkpoint, which includes the weights, and the schedule."""
         assert isinstance(self.engine, Engine)
         if checkpoint is None or not _has_state(checkpoint):
             return
@@ -291,7 +280,7 @@ class ZeroTrainer(Trainer):
         schedule: Schedule | None = None if saved is None else self.lr_scheduler
         if schedule is not None:
             try:
-                check_state(schedule, saved)  # before anything is loaded
+                check_state(schedule, saved)  # before the engine loads
             except ValueError as error:
                 raise CheckpointError(
                     f"{checkpoint}: the schedule that was saved does not fit: {error}; resume with "
@@ -302,7 +291,6 @@ class ZeroTrainer(Trainer):
             schedule.load_state_dict(saved)
 
     def _load_best_model(self) -> None:
-        """Load the best weights from the engine's checkpoint, or from a file of weights alone."""
         best = self.state.best_model_checkpoint
         assert best is not None
         assert isinstance(self.engine, Engine)
@@ -313,12 +301,10 @@ class ZeroTrainer(Trainer):
             super()._load_best_model()
 
     def _writable(self) -> AbstractContextManager[object]:
-        """Return a context in which the whole model may be written, alike on every rank."""
+        """Return a context in which every rank may write the whole model with equal values."""
         if self.engine is None or self.engine.module is not self.model:
             return nullcontext()
         return self.engine.gathered(modifier_rank=0)
-
-    # ----------------------------------------------------------------- telling
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the Trainer, with the gradient's norm and fp16's loss scale."""
@@ -345,7 +331,9 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[float | None, Tensor | None, Tensor | None]:
-        """Predict as the Trainer. At stage 3 ranks generate in step, as they gather together."""
+        """Predict as the Trainer. At stage 3 all ranks generate equally many tokens, to gather
+        together.
+        """
         if self.args.predict_with_generate and not prediction_loss_only:
             gen_kwargs = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
             is_sharded = self._config["zero_optimization"].get("stage") == 3

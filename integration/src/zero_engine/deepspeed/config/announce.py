@@ -1,4 +1,4 @@
-"""The configuration in effect, printed once, on rank 0, when an engine is made."""
+"""Log levels of a configuration, and its description, which rank 0 prints once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from zero_engine.deepspeed.utils.logging import speak
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _NO_KEYS = ("raw", "core", "notes", "steps_per_print")
-"""Fields of `Settings` that are no keys, or told with the engine's own configuration."""
+"""Fields of `Settings` that are no keys, or are described with zero-core's configuration."""
 _DEFAULTS = Settings(raw={}, core={})
 _LOGGERS = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
 
 
 def apply(settings: Settings) -> None:
-    """Apply the settings of the process: log levels, Python's garbage collector, NVMe folders."""
+    """Apply the process's settings: log levels, Python's garbage collector, NVMe folders."""
     if settings.steps_per_print is not None:
         speak("zero_core.optim.train_state", logging.INFO)
     if settings.log_level is not None:
@@ -37,13 +37,13 @@ def apply(settings: Settings) -> None:
     for block in (zero.get("offload_optimizer", {}), zero.get("offload_param", {})):
         is_file = isinstance(block, Mapping) and block.get("device") == "nvme"
         if is_file and isinstance(block.get("nvme_path"), str):
-            Path(block["nvme_path"]).mkdir(parents=True, exist_ok=True)  # as DeepSpeed does
+            Path(block["nvme_path"]).mkdir(parents=True, exist_ok=True)  # DeepSpeed makes it too
 
 
 def describe(settings: Settings, config: Config, world_size: int) -> str:
     """Describe the batch, values that differ from the defaults, keys without effect, and notes.
 
-    ``config`` is what zero-core has made of ``settings``.
+    ``config`` is zero-core's configuration of ``settings``.
     """
     total, micro, steps = (getattr(config, key) for key in _BATCH)
     # The fields of `Settings` that hold keys, by path in a configuration.
@@ -72,7 +72,7 @@ def describe(settings: Settings, config: Config, world_size: int) -> str:
 
 
 def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, object]]:
-    """Yield the values below ``path`` that differ from the default, leaf by leaf."""
+    """Yield path and value of each leaf below ``path`` that differs from its default."""
     if value == default:
         return
     if not isinstance(value, BaseModel):

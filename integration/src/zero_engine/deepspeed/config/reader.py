@@ -1,10 +1,11 @@
-"""DeepSpeed's JSON, read as DeepSpeed reads it.
+"""DeepSpeed's JSON, read as DeepSpeed reads it, with DeepSpeed's defaults.
 
-`read` sorts a configuration into what `zero_core.build` takes and what the DeepSpeed engine serves
-itself. Defaults are DeepSpeed's. No key is ignored silently. A key without effect becomes a `Note`,
-which `zero_engine.deepspeed.config.announce` prints with the configuration in effect. A key that
-asks for a part that is not served is refused. As in DeepSpeed, an unknown key is refused in the
-blocks that DeepSpeed checks, and has no effect elsewhere.
+`read` sorts a configuration into keys for `zero_core.build` and keys for the DeepSpeed engine. A
+key outside zero-core is in one of three tables, as in ``docs/deepspeed-config.md``: honoured
+(`HONOURED`), without effect (`UNNEEDED` has the reason), or refused unless its value changes
+nothing (`REFUSED`). A key without effect becomes a `Note`, which
+`zero_engine.deepspeed.config.announce` prints. As in DeepSpeed, unknown keys are refused in the
+blocks that DeepSpeed checks, and have no effect elsewhere.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ from zero_engine.monitoring.settings import (
 
 
 class Refusal(NamedTuple):
-    """A key that is refused, but for the values that change nothing."""
+    """A key that is refused, except for the values ``harmless``, which change nothing.
+
+    A block that is not enabled is always harmless.
+    """
 
     harmless: tuple[Any, ...]
-    """Values that say what holds anyway; a block that is not enabled always is one."""
     reason: str
 
 
@@ -80,7 +83,7 @@ HONOURED = FLAGS | frozenset(
         "zero_allow_untested_optimizer",
     }
 )
-"""Keys, and blocks of keys, that end up in `Settings` and not in zero-core's configuration."""
+"""Keys, and blocks of keys, that `Settings` has instead of zero-core's configuration."""
 
 _DEEPCOMPILE = (
     "autoep_non_moe free_activation free_activation_threshold offload_activation "
@@ -128,7 +131,7 @@ UNNEEDED: Mapping[str, str] = {
         "the host's kernel computes the rule of the optimizer that was given"
     ),
 }
-"""Keys that are accepted, and why nothing here needs them."""
+"""Keys without effect, and the reason."""
 
 _GONE = "removed from DeepSpeed, too"
 _NO_MODEL_PARALLEL = "all ranks are data-parallel: leave it out"
@@ -165,11 +168,10 @@ REFUSED: Mapping[str, Refusal] = {
     "use_data_before_expert_parallelism": Refusal((False,), _NO_MODEL_PARALLEL),
     "weight_quantization": Refusal((), "see zero_quantized_weights for weights on the wire"),
 }
-"""Keys that are refused unless they ask for what holds anyway."""
+"""Keys that are refused unless their value changes nothing."""
 
 
 def check_refused(path: str, value: Any) -> None:
-    """Refuse ``path``, one of `REFUSED`, unless the value says what holds anyway."""
     harmless, reason = REFUSED[path]
     if isinstance(value, Mapping):
         is_block = "enabled" in value
@@ -183,7 +185,7 @@ def check_refused(path: str, value: Any) -> None:
 
 _ZERO = "zero_optimization"
 _OWN_AUTO = ("accumulation_schedule", f"{_ZERO}.offload_optimizer.ratio")
-"""Where "auto" is a value of zero-core's own: the faster schedule, the fastest ratio that fits."""
+"""Keys whose value "auto" zero-core reads: the faster schedule, the fastest ratio that fits."""
 
 _STAGE3 = (
     "prefetch_bucket_size",
@@ -196,7 +198,7 @@ _STAGE3 = (
     "use_all_reduce_for_fetch_params",
     "allgather_sequential",
 )
-"""Keys that DeepSpeed takes with and without ``stage3_``."""
+"""Keys that DeepSpeed accepts with and without ``stage3_``."""
 
 _RENAMED = {
     **{key: f"stage3_{key}" for key in _STAGE3},
@@ -205,10 +207,10 @@ _RENAMED = {
 _OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 CLIPPING = 1.0
-"""``gradient_clipping`` where the key is missing."""
+"""Default of ``gradient_clipping``."""
 _AS_MADE = "as_made"
 _LION = {"lr": 1e-3, "betas": (0.9, 0.999)}
-"""DeepSpeed's defaults of Lion, which are not the paper's."""
+"""DeepSpeed's defaults of Lion, which differ from the paper's."""
 _DTYPE_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("float32", "float", "torch.float32"), "fp32"),
     **dict.fromkeys(("float16", "half", "torch.float16"), "fp16"),
@@ -216,11 +218,11 @@ _DTYPE_NAMES: Mapping[str, str] = {
 }
 
 Tell = Callable[[str, Any, str], None]
-"""A function that takes note of a key, its value, and what became of it."""
+"""Function that notes a key, its value, and its effect."""
 
 
 def without_auto(block: Mapping[str, Any], tell: Tell, path: str = "") -> dict[str, Any]:
-    """Return ``block`` without nulls and without unfilled "auto": both mean the default."""
+    """Return ``block`` without nulls and unfilled "auto", which mean the default."""
     kept: dict[str, Any] = {}
     for key, value in block.items():
         where = f"{path}{key}"
@@ -234,10 +236,9 @@ def without_auto(block: Mapping[str, Any], tell: Tell, path: str = "") -> dict[s
 
 
 def modernise(config: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Return ``config`` with today's names. ``config`` itself is not changed.
+    """Return a copy of ``config`` with the present names of keys.
 
-    Raises:
-        ConfigError: an old name and its new one are both there.
+    Raises ConfigError if an old name and its new one are both there.
     """
     new = dict(config)
     if "bfloat16" in new:
@@ -259,7 +260,7 @@ def modernise(config: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
             text = "an old key: pin_memory of the offload"
             tell(f"{_ZERO}.cpu_offload_use_pin_memory", pins, text)
         if zero.get("zero_hpz_partition_size") == 0:
-            zero["zero_hpz_partition_size"] = 1  # DeepSpeed's other way to say that there are none
+            zero["zero_hpz_partition_size"] = 1  # DeepSpeed's 0 also means no secondary shards
     for key in ("communication_data_type", "gradient_allreduce_op"):
         if isinstance(new.get(key), str):
             new[key] = new[key].lower()
@@ -267,7 +268,7 @@ def modernise(config: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
 
 def as_bool(path: str, value: Any) -> bool:
-    """Return ``value`` as the boolean that DeepSpeed takes it for."""
+    """Return ``value`` as the boolean that DeepSpeed reads it as."""
     found = as_kind(value, bool)
     if not isinstance(found, bool):
         raise ConfigError(f"{path}: expected true or false, found {shown(value)}")
@@ -292,14 +293,13 @@ def _rename(block: dict[str, Any], old: str, name: str, tell: Tell, where: str =
 
 
 def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Return ``given``, zero-core's keys as in DeepSpeed's JSON, with DeepSpeed's defaults.
+    """Return zero-core's keys ``given`` with DeepSpeed's defaults, in zero-core's form.
 
-    Raises:
-        ConfigError: two keys contradict each other.
+    Raises ConfigError if two keys contradict each other.
     """
     core = {"gradient_clipping": CLIPPING, "broadcast_buffers": False, **given}
     clipping = core["gradient_clipping"]
-    if isinstance(clipping, bool):  # as in Ray's documentation
+    if isinstance(clipping, bool):
         core["gradient_clipping"] = float(clipping)
         tell("gradient_clipping", clipping, f"the norm {float(clipping)}, as DeepSpeed takes it")
     steps = core.get("steps_per_print")
@@ -310,11 +310,11 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         zero = core[_ZERO] = dict(core[_ZERO])
         block = zero.get("offload_param")
         has_offload = isinstance(block, Mapping) and block.get("device", "none") != "none"
-        if has_offload and zero.get("stage", 0) != 3:  # where DeepSpeed ignores it
+        if has_offload and zero.get("stage", 0) != 3:  # DeepSpeed ignores it below stage 3
             text = "used at stage 3 only: at lower stages every rank holds all parameters"
             tell(f"{_ZERO}.offload_param", dict(zero.pop("offload_param")), text)
     core["data_types"] = _data_types(core)
-    if "fp16" in core:  # the engine casts inputs itself, or doesn't
+    if "fp16" in core:  # the DeepSpeed engine reads auto_cast, not zero-core
         as_bool("fp16.auto_cast", core["fp16"].get("auto_cast", False))
         core["fp16"] = {k: v for k, v in core["fp16"].items() if k != "auto_cast"}
         asked = as_whole(core["fp16"].get("hysteresis", 2))
@@ -329,7 +329,7 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
             tell(block, core.pop(block), "without a type there is none")
     if isinstance(params := core.get("scheduler", {}).get("params"), Mapping):
         kind = params.get("warmup_type", "log")
-        if isinstance(kind, str) and kind not in ("log", "linear"):  # else zero-core refuses it
+        if isinstance(kind, str) and kind not in ("log", "linear"):  # zero-core would refuse it
             text = "neither 'log' nor 'linear': 'log' is taken, as by DeepSpeed"
             tell("scheduler.params.warmup_type", kind, text)
             core["scheduler"] = {**core["scheduler"], "params": {**params, "warmup_type": "log"}}
@@ -340,7 +340,7 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
 
 def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
-    """Turn ``fp32_optimizer_states`` of the optimizer into ``state_dtype`` of its offload."""
+    """Replace the optimizer's ``fp32_optimizer_states`` by ``state_dtype`` of its offload."""
     path, params = "optimizer.params.fp32_optimizer_states", core["optimizer"]["params"]
     if params.pop("fp32_optimizer_states", True):
         return
@@ -355,7 +355,7 @@ def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
 
 
 def keep_bf16_moments(core: dict[str, Any]) -> None:
-    """Keep Adam's moments of 16-bit training in bf16 on the host by default."""
+    """Make bf16 the default of Adam's offloaded moments in 16-bit training."""
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
     if offload.get("device", "none") == "none":
@@ -368,7 +368,7 @@ def keep_bf16_moments(core: dict[str, Any]) -> None:
 
 
 def keep_updates_to_steps(core: dict[str, Any]) -> None:
-    """Have offloaded units updated in ``step()``: any backward may be followed by another one."""
+    """Update offloaded units in ``step()`` only, because any backward may be the last one."""
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
     if offload.get("device", "none") == "none":
@@ -383,7 +383,7 @@ def keep_updates_to_steps(core: dict[str, Any]) -> None:
 
 
 def _data_types(core: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``data_types``, in which buffers keep their dtype by default."""
+    """Return ``data_types``. By default buffers keep their dtype."""
     types = {"buffer_dtype": _AS_MADE, **core.get("data_types", {})}
     for key in ("buffer_dtype", "grad_accum_dtype", "param_dtype"):
         if key in types:
@@ -431,11 +431,11 @@ PATHS: Mapping[str, str] = {
     "throughput": "timers.throughput",
     "allows_untested_optimizer": "zero_allow_untested_optimizer",
 }
-"""Where in a configuration fields of `Settings` come from; "" is the top."""
+"""Paths of fields of `Settings` whose key has another name. "" is the top level."""
 
 
 class Note(NamedTuple):
-    """A key that was given and has no effect, or another effect than one might expect."""
+    """A key that has no effect, or another effect than expected."""
 
     path: str
     value: Any
@@ -444,23 +444,17 @@ class Note(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A configuration, sorted.
-
-    A field is named as its key is, unless `PATHS` has another path for it. What each key does is in
-    docs/deepspeed-config.md.
+    """A configuration, sorted. `PATHS` has the keys of fields with another name.
 
     Attributes:
-        raw: as given; the very dict, if it was one.
-        core: for `zero_core.build`, with DeepSpeed's defaults where zero-core has others.
+        raw: the configuration as given.
+        core: configuration for `zero_core.build`, with DeepSpeed's defaults.
         steps_per_print: None is never.
-        cpu_checkpointing: calls of `deepspeed.checkpointing.checkpoint` keep their inputs in host
-            memory until backward.
-        fp16_auto_cast: cast floating inputs of the model; otherwise they go in as they are.
-        managed_gradient_accumulation: False: each ``step()`` ends an optimizer step, however many
-            backwards came before it.
-        allows_untested_optimizer: False refuses an optimizer that DeepSpeed calls untested; None
-            is a key that is missing, which allows it here.
-        notes: keys without effect, each with the reason.
+        cpu_checkpointing: `deepspeed.checkpointing.checkpoint` keeps inputs in host memory.
+        fp16_auto_cast: cast the model's floating inputs.
+        managed_gradient_accumulation: False: each ``step()`` ends an optimizer step.
+        allows_untested_optimizer: False refuses an optimizer that DeepSpeed calls untested. None, a
+            missing key, allows it.
     """
 
     raw: dict[str, Any]
@@ -494,30 +488,29 @@ Source = Mapping[str, Any] | str | PathLike[str]
 
 
 def load(source: Source) -> dict[str, Any]:
-    """Return the configuration as a dict: ``source`` itself if it is one.
+    """Return the configuration as a dict, which is ``source`` itself if it is one.
 
-    Raises:
-        ConfigError: it cannot be read, is not an object in JSON or Hjson, is nested too deeply, or
-            has a number that is not finite.
+    Raises ConfigError if ``source`` cannot be read, is no object in JSON or Hjson, is nested too
+    deeply, or has a number that is not finite.
     """
     found = dict(source) if isinstance(source, Mapping) else parse_hjson(*_text_of(source))
-    # accelerate writes Infinity there, for never
+    # accelerate writes Infinity as steps_per_print, which means never.
     check_plain({k: v for k, v in found.items() if k != "steps_per_print"})
     return source if isinstance(source, dict) else found
 
 
 def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
-    """Return the text and a name for messages."""
+    """Return the text, and a name of it for messages."""
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return source, "the configuration"
     path = Path(source)
-    if os.path.isfile(path):  # False where base64 makes too long a name
+    if os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
         return read_config_text(path), str(path)
     if isinstance(source, str):
         try:
             return base64.urlsafe_b64decode(source).decode("utf-8"), "the base64 configuration"
         except (binascii.Error, UnicodeError, ValueError):
-            pass  # then it was meant as a path
+            pass  # it is no base64 either
     raise ConfigError(
         f"the configuration {shown(str(source))} is neither a file that exists, nor JSON, nor "
         "base64 of JSON: pass a dict or the path of a JSON file"
@@ -525,11 +518,11 @@ def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
 
 
 _SHARED = ("data_types", "optimizer")
-"""Blocks of which zero-core reads what is not in the tables."""
+"""Blocks whose other keys zero-core reads."""
 _BLOCKS = frozenset(
     path.partition(".")[0] for path in (*HONOURED, *UNNEEDED, *REFUSED) if "." in path
 )
-"""Blocks whose keys are in the tables one by one."""
+"""Blocks whose keys the tables list one by one."""
 _VALIDATIONS: Mapping[str, TagValidation] = {"IGNORE": "IGNORE", "WARN": "WARN", "FAIL": "FAIL"}
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "checkpoint.tag_validation": tuple(_VALIDATIONS),
@@ -542,11 +535,9 @@ _Parsed = TypeVar("_Parsed", bound=pydantic.BaseModel)
 def read(config: Source) -> Settings:
     """Read DeepSpeed's configuration: a dict, a file's path, a JSON text, or base64 of one.
 
-    Nothing is printed, and ``config`` is not changed. `zero_core.build` resolves the batch triple,
-    because it knows the number of ranks.
-
-    Raises:
-        ConfigError: a key has a value that is not served; the message says what to do.
+    It prints nothing and does not change ``config``. `zero_core.build` resolves the batch triple,
+    because it knows the number of ranks. Raises ConfigError if a key has a value that is not
+    served. The message has advice.
     """
     raw = load(config)
     sorter = _Sorter()
@@ -555,7 +546,7 @@ def read(config: Source) -> Settings:
     zero = core.get("zero_optimization", {})
     flops = _parse(FlopsProfilerSettings, own, "flops_profiler")
     comms = _parse(CommsLoggerSettings, own, "comms_logger")
-    if comms.enabled and comms.prof_ops:  # of which some may choose nothing
+    if comms.enabled and comms.prof_ops:  # unknown names in prof_ops have no effect
         unknown = [name for name in comms.prof_ops if not name.startswith(COLLECTIVES)]
         if comms.prof_all:
             text = "prof_all is true, which is the default: all collectives are logged"
@@ -588,17 +579,16 @@ def read(config: Source) -> Settings:
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
-    """Return the monitors that a configuration asks for. Its other keys are ignored.
+    """Return the monitors of a configuration. Other keys are ignored.
 
-    Raises:
-        ConfigError: a block has a key or a value that it may not have.
+    Raises ConfigError if a block has an unknown key or a wrong value.
     """
     kinds = {name: type(block) for name, block in MonitorSettings()}
     return MonitorSettings(**{name: _parse(kinds[name], param_dict, name) for name in kinds})
 
 
 class _Sorter:
-    """Takes a configuration apart: ``core`` for zero-core, ``own`` by path, and ``notes``."""
+    """Sorts a configuration into ``core`` for zero-core, ``own`` by path, and ``notes``."""
 
     def __init__(self) -> None:
         self.core: dict[str, Any] = {}
@@ -611,7 +601,7 @@ class _Sorter:
     def sort(self, given: Mapping[str, Any]) -> None:
         for key, value in given.items():
             if key == "activation_checkpointing" and "enabled" in _mapping(key, value):
-                self.core[key] = value  # this engine's own form: every block is computed again
+                self.core[key] = value  # zero-core's own form of the block
             elif self._dispose(key, value):
                 continue
             elif key in _BLOCKS:

@@ -1,7 +1,7 @@
-"""`DeepSpeedEngine`: a `zero_core.Engine` with DeepSpeed's methods around it.
+"""`DeepSpeedEngine`: a `zero_core.Engine` with DeepSpeed's methods.
 
-It trains nothing by itself: forward, backward and step are the engine's. What it adds is the
-order in which DeepSpeed counts and boundaries are set from outside.
+Forward, backward and step are the core engine's. This class adds DeepSpeed's order of counting, and
+accumulation boundaries that the script sets.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Places of offloaded states."""
+    """Targets of offloaded states, by DeepSpeed's names."""
 
     none = "none"
     cpu = "cpu"
@@ -54,7 +54,7 @@ class OffloadDeviceEnum(StrEnum):
 
 
 class OffloadStateTypeEnum(StrEnum):
-    """States of an engine, by DeepSpeed's names."""
+    """States that `DeepSpeedEngine.offload_states` offloads, by DeepSpeed's names."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -70,28 +70,27 @@ PARTS: Mapping[OffloadStateTypeEnum, StatePart] = {
     OffloadStateTypeEnum.lp_grads: StatePart.GRADIENTS,
     OffloadStateTypeEnum.contiguous_grad_buffer: StatePart.BUFFERS,
 }
-"""The engine's own names."""
+"""zero-core's names of these states."""
 
 _Outputs = TypeVar("_Outputs")
 
 
 class Watch:
-    """Everything that watches an engine's steps.
+    """Observers of an engine's steps, as the configuration asks for them.
 
     Attributes:
-        monitor: where scalars go; ``engine.monitor``.
-        observers: called in this order, that of DeepSpeed's output.
-        tput_timer: counts steps and epochs; ``engine.tput_timer``.
+        monitor: writer of scalars; ``engine.monitor``.
+        observers: observers in calling order, which is that of DeepSpeed's output.
+        tput_timer: counter of steps and epochs; ``engine.tput_timer``.
     """
 
     def __init__(self, settings: Settings, engine: ShardedModel, batch_size: int) -> None:
-        """Watch ``engine``, whose steps have ``batch_size`` samples.
+        """Observe ``engine``, whose steps have ``batch_size`` samples.
 
-        Raises:
-            ConfigError: a monitor needs a library that is not installed.
+        Raises ConfigError if a monitor needs a library that is not installed.
         """
         self.monitor = Monitor(settings.monitors, rank=engine.rank)
-        # Rank 0 prints. Times and bytes are taken on every rank, so that ranks stay alike.
+        # Only rank 0 prints. Every rank measures, so that all ranks do the same work.
         say: Callable[[str], None] = print if engine.rank == 0 else lambda text: None
         self.observers: list[StepObserver] = []
         if self.monitor.enabled:
@@ -122,8 +121,8 @@ class Watch:
                 getattr(observer, f"end_{name}")()
 
     def followed(self, outputs: _Outputs) -> _Outputs:
-        """Return ``outputs`` of a forward, from which a plain ``backward()`` is observed, too."""
-        self._is_in_backward = False  # one that failed has not told its end
+        """Return ``outputs`` of a forward, with hooks that observe a plain ``backward()``."""
+        self._is_in_backward = False  # a failed backward has not reset it
         for leaf in pytree.tree_leaves(outputs) if self.observers else ():
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
@@ -135,7 +134,7 @@ class Watch:
         self._is_in_backward = True
         for observer in self.observers:
             observer.begin_plain_backward()
-        # Called back after all that was queued meanwhile: the engine waits for reductions there.
+        # Queued twice, to run after the callback in which the engine waits for reductions.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(self._leave_backward))
 
@@ -153,20 +152,16 @@ class Watch:
 class DeepSpeedEngine(Checkpoints, nn.Module):
     """A model under training, with DeepSpeed's interface. Made by `initialize`.
 
-    What it doesn't have itself is looked up in the model.
+    Attributes that it lacks are looked up in the model.
 
     Attributes:
         core: the engine that trains.
-        settings: what was asked for beside its configuration.
-        module: the model itself.
+        settings: DeepSpeed's settings outside of the core's configuration.
         config: the configuration as it was given.
-        optimizer: real ``param_groups``; None, if the engine only evaluates.
-        client_optimizer: what `initialize` was given as one, or None.
-        client_lr_scheduler: what it was given as the scheduler, or None.
-        lr_scheduler: stepped at each optimizer step that is taken, or None.
-        training_dataloader: of ``training_data``, or None.
+        optimizer: None if the engine only evaluates.
+        client_optimizer, client_lr_scheduler: objects that `initialize` was given, or None.
+        training_dataloader: loader of ``training_data``, or None.
         global_samples: samples of all steps so far.
-        watch: the observers of its steps.
     """
 
     module: nn.Module
@@ -193,20 +188,20 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.collate_fn = collate_fn
         self.optimizer = DeepSpeedOptimizer(core, self) if isinstance(core, Engine) else None
         if isinstance(core, Engine) and core.config.fp16.enabled:
-            core.loss_scaler.growth_delay = 1  # by autocast DeepSpeed uses torch's GradScaler
+            core.loss_scaler.growth_delay = 1  # one step, as in DeepSpeed's own scaler
         self.global_samples = 0
         self._was_step_applied = False
         self.watch = Watch(settings, core, self.train_batch_size())
         self._config = DeepSpeedConfig.of(settings, core.config, core.rank, core.world_size)
-        self._num_backwards = 0  # since the last step, where step() alone is the boundary
-        self._is_quiet = self._is_coalescing = self._is_stepping = False  # within these contexts
-        self._was_quiet = False  # since the last step
+        self._num_backwards = 0  # since the last step
+        self._is_quiet = self._is_coalescing = self._is_stepping = False  # within a context
+        self._was_quiet = False  # whether no_sync was entered since the last step
         self._has_told_of_drop = False
         if not settings.managed_gradient_accumulation and isinstance(core, Engine):
             core.set_gradient_accumulation_boundary(True)
         trained = (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable)
         core.remove_at_end(average_plain_backwards(trained, self.gradient_accumulation_steps))
-        if self.zero_optimization_stage():  # at stage 0 torch's own drops what is on parameters
+        if self.zero_optimization_stage():  # at stage 0 torch's zero_grad suffices
             zero_grad = partial(_zero_grad, weakref.ref(self))
             core.remove_at_end([ObjectMethods("zero_grad", [(core.module, zero_grad)])])
         self.training_dataloader = (
@@ -214,7 +209,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute where the engine has none of that name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -229,8 +223,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             hint = "the model has no such attribute either: remove it, or use DeepSpeed itself"
             raise NotServedError(f"DeepSpeedEngine.{name}", hint) from None
 
-    # ---------------------------------------------------------------- training
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. Inputs are cast only under ``fp16.auto_cast``, as in DeepSpeed."""
         call = self.core if self.fp16_auto_cast() else self.module
@@ -244,17 +236,11 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Run backward of ``loss``, a scalar. Every rank must call it.
+        """Run backward of ``loss``, the mean over this rank's micro-batch. Every rank must call it.
 
-        A plain ``loss.backward()`` does the same, but for the loss scale of fp16: see `scale`.
-
-        Args:
-            loss: the mean over this rank's micro-batch.
-            retain_graph: as in `torch.Tensor.backward`.
-            scale_wrt_gas: divide by the micro-steps of a step.
-
-        Returns:
-            ``loss``, divided, without the loss scale.
+        A plain ``loss.backward()`` does the same, except for fp16's loss scale: see `scale`. With
+        ``scale_wrt_gas`` the loss is divided by the micro-steps of a step. Returns ``loss``,
+        divided, without the loss scale.
         """
         core = self._live_core("backward")
         if loss.numel() != 1:
@@ -266,10 +252,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return loss / steps if steps > 1 else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, for a plain ``backward()``, which averages.
+        """Return ``loss`` times the loss scale, for a plain ``backward()``.
 
-        Raises:
-            NotScalarError: ``loss`` has several values.
+        Raises NotScalarError if ``loss`` has several values.
         """
         if loss.numel() != 1:
             raise NotScalarError(
@@ -281,13 +266,11 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step and, at an accumulation boundary, update the parameters.
 
-        Every rank must call it. ``lr_kwargs`` go to the scheduler's ``step``.
-
-        Raises:
-            NoSyncError: it is called within `no_sync`.
+        Every rank must call it. ``lr_kwargs`` are passed to the scheduler's ``step``. Raises
+        NoSyncError if called within `no_sync`.
         """
         core = self._live_core("step")
-        if self._is_quiet:  # in DeepSpeed's words, which scripts may look for
+        if self._is_quiet:  # scripts may match DeepSpeed's message
             raise NoSyncError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it first"
             )
@@ -330,9 +313,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def optimizer_step(self) -> None:
         """End the step, for `DeepSpeedOptimizer.step`. Every rank must call it.
 
-        Raises:
-            RuntimeError: further micro-steps are to come before the step, or no rank has a
-                gradient: ``step`` was called already.
+        Raises RuntimeError if the step has further micro-steps, or no rank has a gradient since the
+        last ``step``.
         """
         core = self._live_core("optimizer.step")
         if not core.is_gradient_accumulation_boundary():
@@ -350,8 +332,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def idle_step(self) -> None:
         """Take part in one micro-step of the other ranks, without data.
 
-        DeepSpeed has no such call: its scripts run a batch whose loss is multiplied by zero, which
-        works too, but computes. The average is that of `zero_core.Engine.idle_step`.
+        DeepSpeed has no such call. Its scripts compute a batch whose loss is multiplied by zero,
+        which works here too. See `zero_core.Engine.idle_step` for the average.
         """
         core = self._live_core("idle_step")
         self._num_backwards += 1
@@ -365,17 +347,16 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next backward is the last one of its step.
 
-        Without ``managed_gradient_accumulation`` that is not known before ``step``: it is True only
-        while ``step`` runs.
+        Without ``managed_gradient_accumulation`` it is True only while ``step`` runs.
         """
         is_known = self.settings.managed_gradient_accumulation or self._is_stepping
         return is_known and self.core.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next backward is the last one of its step, until said otherwise.
+        """Set whether the next backwards are the last ones of their step.
 
-        Raises:
-            RuntimeError: ``managed_gradient_accumulation`` is false, or the engine only evaluates.
+        Raises RuntimeError if ``managed_gradient_accumulation`` is false, or the engine only
+        evaluates.
         """
         core = self._training_core("set_gradient_accumulation_boundary")
         if not self.settings.managed_gradient_accumulation:
@@ -388,8 +369,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step, at every stage as plain torch does.
 
-        DeepSpeed does so at stages 0 and 1, and after `no_sync`. At stages 2 and 3 it may keep
-        what a backward has reduced: that difference is logged once, on rank 0.
+        At stages 2 and 3 DeepSpeed may keep gradients that are reduced already. Rank 0 logs this
+        difference once.
         """
         if not isinstance(self.core, Engine):
             return
@@ -409,8 +390,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Keep gradients on the rank in this context. ``step`` must be called outside.
 
-        Raises:
-            RuntimeError: the engine only evaluates.
+        Raises RuntimeError if the engine only evaluates.
         """
         core = self._training_core("no_sync")
         before, self._is_quiet = self._is_quiet, True
@@ -425,12 +405,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Reduce the gradients of all backwards in this context once, for the ``step`` after it.
 
-        It spans a whole step's backwards, however many these are.
-
-        Raises:
-            RuntimeError: within another such context or ``no_sync``, or
-                ``managed_gradient_accumulation`` is false, or ``gradient_accumulation_steps`` is
-                more than 1.
+        The context spans all backwards of a step. Raises RuntimeError if the context is nested or
+        within ``no_sync``, ``managed_gradient_accumulation`` is false, or
+        ``gradient_accumulation_steps`` is more than 1.
         """
         core = self._training_core("coalesce_grad_reduction")
         if not self.settings.managed_gradient_accumulation:
@@ -464,12 +441,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """Copy states to host memory and free the device's. See `zero_core.Engine.offload_states`.
 
         Args:
-            include: which states; None: all.
-            device: "cpu" alone; "none" does nothing.
-            pin_memory, non_blocking: as there.
+            include: states to offload; None: all.
+            device: "cpu"; "none" does nothing.
 
-        Raises:
-            ValueError: ``device`` is "nvme".
+        Raises ValueError if ``device`` is "nvme".
         """
         if device == OffloadDeviceEnum.none:
             return
@@ -479,7 +454,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.core.offload_states(parts, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring states back that `offload_states` took away. Every rank must call it."""
+        """Copy offloaded states back to the device. Every rank must call it."""
         self.core.reload_states(non_blocking=non_blocking)
 
     def get_global_grad_norm(self) -> float | None:
@@ -490,10 +465,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """Do nothing: gradients are reduced as they become complete."""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples per step, by the number of micro-steps, at a step boundary.
+        """Set the samples per step, at a step boundary, by changing the number of micro-steps.
 
-        Raises:
-            ValueError: it is no multiple of the samples per micro-step of all ranks.
+        Raises ValueError if ``train_batch_size`` is no multiple of the samples per micro-step of
+        all ranks.
         """
         per_micro_step = self.train_micro_batch_size_per_gpu() * self.core.world_size
         if train_batch_size < 1 or train_batch_size % per_micro_step:
@@ -512,8 +487,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     ) -> None:
         """Compile the model in place with torch.compile.
 
-        Raises:
-            NotServedError: for a ``schedule`` of DeepCompile's passes, or compiled autograd.
+        Raises NotServedError for a ``schedule`` of DeepCompile's passes, or compiled autograd.
         """
         if schedule is not None:
             raise NotServedError("compile(schedule=...), DeepCompile's,", "leave it out")
@@ -524,17 +498,17 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.is_compiled = True
 
     def destroy(self) -> None:
-        """Remove the engine's hooks from the model, on this rank alone. The model keeps its values.
+        """Remove the engine from the model, which keeps its values.
 
-        What lies in shards stays so, as within `zero.Init`, for `GatheredParameters` and the next
-        `initialize`; but integers and classes of their own are gathered: every rank must call it.
+        Sharded parameters become partitioned, as within `zero.Init`. Integer parameters and
+        subclasses of ``nn.Parameter`` are gathered, for which every rank must call it.
         """
         if self.core.offloaded_states:
             self.core.reload_states()
         leave_partitioned(self.core)
 
     def empty_partition_cache(self) -> None:
-        """Do nothing: gathered parameters are released as soon as their unit is computed."""
+        """Do nothing: a unit's gathered parameters are released after its computation."""
 
     def deepspeed_io(
         self,
@@ -562,20 +536,15 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             drop_last=self.dataloader_drop_last(),
         )
 
-    # ------------------------------------------------------------------- facts
-
-    # ``monitor.write_events([(name, value, samples)])``, ``tput_timer.update_epoch_count()``
     monitor = property(value_of("watch.monitor"))
     tput_timer = property(value_of("watch.tput_timer"))
 
     @property
     def lr_scheduler(self) -> Any:
-        """Scheduler that is stepped at each optimizer step that is taken, or None."""
         return self.core.lr_scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
-        """Step another one, or none, as Lightning does, which steps its schedulers itself."""
         self.core.lr_scheduler = scheduler
 
     @property
@@ -596,7 +565,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return [next((g[k] for k in keys if k in g), 0.0) for g in groups]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepSpeedEngine:
-        """Serve ``to``, ``half``, ``cuda`` and the like where they change nothing."""
+        """Accept ``to``, ``half``, ``cuda`` and the like if they change nothing."""
         for param in self.parameters():
             probe = torch.empty(0, dtype=param.dtype, device=param.device)
             if (fn(probe).dtype, fn(probe).device) != (probe.dtype, probe.device):
@@ -608,20 +577,20 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
 
 _num_divided = 0
-"""Running backwards whose loss is divided already. Autograd calls hooks from threads of its own."""
+"""Running backwards whose loss is divided already. Autograd calls hooks from other threads."""
 
 
 def average_plain_backwards(
     params: Iterable[nn.Parameter], num_micro_steps: Callable[[], int]
 ) -> list[Any]:
-    """Divide gradients of a plain ``loss.backward()`` by a step's micro-steps, by hooks.
+    """Divide gradients of a plain ``loss.backward()`` by the micro-steps of a step. Returns the
+    hooks.
 
     [Note: divided once]
-    `DeepSpeedEngine.backward` divides the loss. Any other backward that reaches a parameter has its
-    gradient divided there, by a hook on the parameter, before it is accumulated: however many
-    losses and outputs there are, and wherever a block is computed again, each gradient passes there
-    once. DeepSpeed divides at the outputs of forward. A loss that goes through several engines is
-    divided by the one whose ``backward`` is called, and by no other.
+    `DeepSpeedEngine.backward` divides the loss. In any other backward, a hook on each parameter
+    divides its gradient before accumulation. A gradient passes that hook once, whatever the number
+    of losses, outputs and recomputed blocks. If a loss depends on several engines, only the engine
+    whose ``backward`` is called divides it.
     """
 
     def divide(grad: Tensor) -> Tensor | None:
@@ -631,7 +600,7 @@ def average_plain_backwards(
     handles: list[Any] = []
     for param in params:
         is_required = param.requires_grad
-        param.requires_grad_(True)  # torch hooks no other; the hook stays when it is off again
+        param.requires_grad_(True)  # torch adds hooks to no other, but keeps them
         handles.append(param.register_hook(divide))  # type: ignore[no-untyped-call]
         param.requires_grad_(is_required)
     return handles
@@ -639,7 +608,7 @@ def average_plain_backwards(
 
 @contextmanager
 def _divided() -> Iterator[None]:
-    """Mark a backward whose loss has been divided, or is not to be."""
+    """Mark a backward whose loss is already divided."""
     global _num_divided
     _num_divided += 1
     try:
@@ -649,7 +618,7 @@ def _divided() -> Iterator[None]:
 
 
 def _zero_grad(engine: weakref.ref[DeepSpeedEngine], set_to_none: bool = True) -> None:
-    """Drop the gradients of ``engine``, as the ``zero_grad`` of its model."""
+    """Drop the gradients of ``engine``, for ``zero_grad`` of its model."""
     found = engine()
     if found is not None:
         found.zero_grad(set_to_none)

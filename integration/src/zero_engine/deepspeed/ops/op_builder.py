@@ -1,7 +1,7 @@
-"""``deepspeed.ops.op_builder``, which compiles nothing: kernels are installed with the wheels.
+"""``deepspeed.ops.op_builder``: builders of kernels, which are installed with the wheels.
 
-Scripts call ``CPUAdamBuilder().load()`` to have a kernel built before ranks need it. Here ``load``
-gives the installed module; a builder of what the engine does not have refuses it.
+Scripts call ``CPUAdamBuilder().load()`` to compile a kernel before ranks need it. Here ``load``
+returns the installed module.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from zero_engine.deepspeed.errors import NotServedError
 
 
 class OpBuilder:
-    """Knows whether an operation is there, and its module.
+    """An operation and its module.
 
     Attributes:
-        NAME: of the operation, DeepSpeed's.
-        module: what `load` gives; None if it is not served.
+        NAME: DeepSpeed's name of the operation.
+        module: result of `load`; None if the operation is not served.
     """
 
     NAME: ClassVar[str]
@@ -32,8 +32,7 @@ class OpBuilder:
     def load(self, verbose: bool = True) -> Any:
         """Return the installed module of the operation.
 
-        Raises:
-            NotServedError: the engine does not have it.
+        Raises NotServedError if the operation is not served.
         """
         if self.module is None:
             raise NotServedError(f"ops.op_builder.{type(self).__name__}", "there is no such kernel")

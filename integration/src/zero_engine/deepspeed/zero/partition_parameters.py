@@ -1,12 +1,12 @@
 """`Init` and `GatheredParameters`: models whose parameters are sharded over the ranks.
 
-Before there is an engine, a parameter that was made within `Init` is *partitioned*: see
-[Note: partitioned parameters] in `zero_engine.deepspeed.zero.partitioned`. Afterwards it belongs to
-an engine. It keeps its shape throughout. A read while it is sharded gives NaN, where DeepSpeed's
-parameter has no elements. Constructors of torch are left as they are. Parameters are cast when they
-are partitioned if a dtype is given, or a configuration with bf16 or fp16, and master weights start
-from the rounded values, as in DeepSpeed. Otherwise the engine casts them, and its master weights
-keep the precision that a cast would have lost.
+Before there is an engine, a parameter that was made within `Init` is *partitioned*: see [Note:
+partitioned parameters] in `zero_engine.deepspeed.zero.partitioned`. Afterwards an engine owns it. A
+sharded parameter keeps its shape and reads as NaN, where DeepSpeed's has no elements.
+
+With a dtype, or a configuration that enables bf16 or fp16, parameters are cast when they are
+partitioned, and master weights start from the rounded values, as in DeepSpeed. Otherwise the engine
+casts them, and its master weights keep the full precision.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ _orig_torch_arange = torch.arange
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], dtype: torch.dtype, target_device: Any = None
 ) -> Callable[..., Tensor]:
-    """Wrap ``fn`` so that floating results are in ``dtype``. transformers replaces it.
+    """Wrap ``fn`` so that floating results are in ``dtype``. transformers replaces this name.
 
-    `Init` wraps no constructor with it: what it makes keeps its dtype until it is partitioned.
+    `Init` does not use it.
     """
 
     def construct(*args: Any, **kwargs: Any) -> Tensor:
@@ -80,10 +80,10 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Declare that ``module`` reads ``parameter`` in its forward, before the engine is made.
+    """Declare, before the engine is made, that ``module`` reads ``parameter`` in its forward.
 
-    Raises:
-        NotServedError: an engine has the parameter already, and it isn't one of ``module``'s own.
+    Raises NotServedError if an engine owns the parameter already, and ``module`` does not contain
+    it.
     """
     if any(parameter is own for own in module.parameters()):
         return
@@ -97,10 +97,9 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Take back `register_external_parameter`.
+    """Undo `register_external_parameter`.
 
-    Raises:
-        RuntimeError: it was not registered.
+    Raises RuntimeError if the parameter was not registered.
     """
     if not note_reader(module, parameter, is_reader=False):
         raise RuntimeError(
@@ -112,9 +111,9 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 class Init:
     """A context that makes modules without memory, and partitions their parameters at its end.
 
-    See `partitioned_init`. Every rank must enter it. torch.distributed is started if it isn't yet.
-    One within another counts as part of it. But if the outer one has made nothing yet, it leaves
-    all to the inner one: transformers enters one of its own, and loads values after it.
+    See `partitioned_init`. Every rank must enter it. It starts torch.distributed if necessary. A
+    nested context is part of the outer one, unless the outer one has made no module yet: then the
+    inner one replaces it. transformers enters such a nested context, and loads values after it.
     """
 
     _active: ClassVar[Init | None] = None
@@ -138,27 +137,23 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        """Prepare the context. With ``module``, shard the parameters that it has, at once.
+        """Prepare the context. With ``module``, partition its parameters at once.
 
         Args:
-            module: a module that has values already; rank 0's count.
-            data_parallel_group: the ranks to share among; default: ``mpu``'s, or all.
-            mem_efficient_linear: nothing to do: the engine keeps no gathered weight for backward.
-            remote_device, pin_memory: shards lie in host memory until there is an engine.
-            config_dict_or_path, config: its bf16 or fp16 is the default of ``dtype``, and its
-                ``zero_optimization.enable_sanity_checks`` holds for the parameters.
-            enabled: False: it does nothing.
-            dtype: what floating parameters are cast to; default: the configuration's, else the
-                engine casts them.
-            mpu: an object that knows the data-parallel group.
-            zero_param_parallel_group: secondary shards are the engine's. Where the configuration
-                asks for one over all ranks, they are ``ds_zero_param_process_group``.
-            zero_quantized_weights, zero_quantized_nontrainable_weights: the engine's too; values
-                are exact before.
-            sequence_data_parallel_group, param_swapper, tensor_overrides: not served.
+            module: a module that has values, of which rank 0's are used.
+            data_parallel_group: ranks that share the parameters. Default: ``mpu``'s group, or all
+                ranks.
+            mem_efficient_linear, remote_device, pin_memory: no effect. Parts are in host memory.
+            config_dict_or_path, config: a configuration. Its bf16 or fp16 is the default of
+                ``dtype``, and its ``zero_optimization.enable_sanity_checks`` applies to the
+                parameters.
+            enabled: False makes the context do nothing.
+            dtype: dtype of floating parameters. Default: the configuration's, else the engine
+                casts.
+            zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights:
+                no effect before there is an engine, which reads its configuration.
 
-        Raises:
-            NotServedError: for one of the last three.
+        Raises NotServedError if one of the last three arguments is given.
         """
         for name, value in (
             ("sequence_data_parallel_group", sequence_data_parallel_group),
@@ -203,7 +198,7 @@ class Init:
         if Init._active is None:
             context = partitioned_init(self._group, dtype=self._dtype)
             self._made = self._recorder.enter_context(context)
-            Init._active = self  # not before: what fails to begin has no end
+            Init._active = self  # last, because a failed __enter__ has no __exit__
 
     def __exit__(self, *error: Any) -> None:
         if Init._active is self:
@@ -215,7 +210,7 @@ class Init:
 
 @contextmanager
 def suspended_init() -> Iterator[None]:
-    """Leave an active `Init` for a while: what it has made is partitioned. Then it begins anew."""
+    """Leave an active `Init`, which partitions its parameters, and enter it again at the end."""
     active = Init._active
     if active is None or not is_recorded_innermost():
         yield
@@ -230,14 +225,13 @@ def suspended_init() -> Iterator[None]:
 class GatheredParameters:
     """A context in which sharded parameters hold their whole values, on every rank.
 
-    For parameters that no engine has yet, see `gathered_params`. For an engine's, see
-    `zero_core.Engine.gathered`: there changes reach the master weights, too. Anything else (None,
-    buffers, ordinary parameters) is left alone.
+    For parameters without an engine see `gathered_params`, for an engine's see
+    `zero_core.Engine.gathered`, which copies changes to the master weights too. Other objects
+    (None, buffers, ordinary parameters) are ignored.
 
-    Every rank must enter it, with the same parameters, at stages 0 to 2 too: changes of the
-    modifier rank are sent to the others there as well, and a rank that enters alone waits for them
-    until the process group's timeout. So not within ``if rank == 0``; but within it, for the code
-    that one rank alone is to run.
+    Every rank must enter it with the same parameters, at every stage: a rank that enters alone
+    waits until the process group's timeout. Code for one rank (``if rank == 0``) belongs inside the
+    context.
     """
 
     def __init__(
@@ -247,16 +241,16 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        """Prepare.
+        """Prepare the context.
 
         Args:
-            params: a parameter, or an iterable of them.
-            modifier_rank: whose changes count; by default they are read only. Changes of those
-                that no engine has are lost then; of an engine's of stage 3 they are an error at the
-                end, on the rank that made them. With ``enable_sanity_checks`` a change in place is
-                an error on every rank.
-            fwd_module: also calls `register_external_parameter` with it, before there is an engine.
-            enabled: False: it does nothing.
+            params: a parameter, or an iterable of parameters.
+            modifier_rank: rank whose changes are kept. By default parameters are read only: without
+                an engine changes are lost, and with an engine of stage 3 they raise at the end on
+                the rank that made them. With ``enable_sanity_checks`` a change in place raises on
+                every rank.
+            fwd_module: module for `register_external_parameter`, if there is no engine yet.
+            enabled: False makes the context do nothing.
         """
         given = [params] if isinstance(params, Tensor) or params is None else list(params)
         unique = {id(p): p for p in given if isinstance(p, nn.Parameter)} if enabled else {}
@@ -271,7 +265,7 @@ class GatheredParameters:
     def __enter__(self) -> None:
         partitioned = [p for p in self._params if value_of(p) is not None]
         if Init.is_active():
-            # Nothing is sharded yet, and rank 0's changes count.
+            # Parameters made so far hold whole values, of which rank 0's are kept.
             if any(is_partitioned(p) for p in partitioned) or self._modifier_rank not in (None, 0):
                 raise NotServedError(
                     f"zero.GatheredParameters(modifier_rank={self._modifier_rank}) within "
@@ -279,9 +273,9 @@ class GatheredParameters:
                     "leave zero.Init first",
                 )
             return
-        describe(partitioned)  # a copy is new
+        describe(partitioned)  # a deep copy has no attributes yet
         with ExitStack() as stack:
-            stack.callback(describe, partitioned)  # a shape may have changed
+            stack.callback(describe, partitioned)  # the body may have changed shapes
             stack.enter_context(gathered_params(partitioned, modifier_rank=self._modifier_rank))
             others = [p for p in self._params if value_of(p) is None and engine_of(p) is None]
             stored = [component.tensor for p in others for component in stored_tensors(p)]
@@ -303,7 +297,7 @@ class GatheredParameters:
 
 @contextmanager
 def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Refuse edits within that would be lost. Every rank must leave it."""
+    """Refuse edits of ``params`` in this context, which would be lost. Collective at its end."""
     before = [(p.data_ptr(), p._version) for p in params]
     yield
     if not params:
@@ -323,7 +317,6 @@ def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the 16-bit dtype that a configuration enables, None for none."""
     if any(_value_of(config, block, "enabled") is True for block in ("bf16", "bfloat16")):
         return torch.bfloat16
     return torch.float16 if _value_of(config, "fp16", "enabled") is True else None
@@ -335,7 +328,7 @@ def _value_of(config: Mapping[str, Any], block: str, key: str) -> Any:
 
 
 def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[nn.Parameter]]]:
-    """Parameters that engines own, by engine, in an order that is the same on every rank."""
+    """Group ``params`` by the engine that owns them, in an order that is the same on every rank."""
     found: dict[int, tuple[ShardedModel, dict[str, nn.Parameter]]] = {}
     for param in params:
         engine = engine_of(param)
@@ -348,7 +341,7 @@ def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[
 
 @contextmanager
 def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Mark those of ``params`` that no engine has as holding their values."""
+    """Set ``ds_status`` to AVAILABLE in this context for those of ``params`` without an engine."""
     marked = [p for p in params if "ds_status" in vars(p) and not isinstance(p, ShardedParameter)]
     before = [vars(param)["ds_status"] for param in marked]
     for param in marked:
@@ -362,8 +355,8 @@ def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """Gather the model that an engine trains, to generate with, and yield the engine."""
-    # foreign: an engine's, below stage 3 without the attribute.
+    """Gather the parameters of ``model``, an engine, to generate with them. Yields ``model``."""
+    # foreign: TRL passes DeepSpeed's engine or ours. Below stage 3 there is no such attribute.
     offload = getattr(model.optimizer, "parameter_offload", None)
     with GatheredParameters(model.parameters()):
         if offload is not None:
@@ -377,12 +370,13 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def sharded_loading() -> Iterator[None]:
-    """Shard each parameter that modules are given in this context, as soon as it is complete.
+    """Shard each parameter that a module is given in this context, as soon as it is complete.
 
-    Quantized ones are put in slices: see [Note: values in slices] in `zero_core.quantization`.
-    Others become partitioned ones. A parameter is complete when another module is given one, since
-    quantizers set a module's weight more than once. So besides its slices a rank holds one module.
-    A module's forward refuses values in slices. Every rank must enter it, and load the same values.
+    Quantized parameters are put in slices: see [Note: values in slices] in
+    `zero_core.quantization`. Others become partitioned. Quantizers set a module's weight more than
+    once, so a parameter is complete only when another module is given one. A rank therefore holds
+    its shards and one module. A module's forward refuses values in slices. Every rank must enter
+    it, and load the same values.
     """
     ranks = find_ranks(None, None)
     control = ranks.connect()
@@ -420,7 +414,7 @@ def sharded_loading() -> Iterator[None]:
 
 
 def _check_whole(module: nn.Module, args: Any) -> None:
-    """Refuse a forward with values in slices. A hook, which ends when an engine has the module."""
+    """Refuse a forward with values in slices. The hook removes itself once there is an engine."""
     if torch.compiler.is_compiling():
         return
     params = {name: p for name, p in module._parameters.items() if p is not None}

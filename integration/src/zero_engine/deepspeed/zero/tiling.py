@@ -1,7 +1,7 @@
 """``deepspeed.zero.TiledLinear``, which is one linear layer here.
 
-DeepSpeed's tiles bound what stage 3 gathers at a time. The engine gathers a block as a whole. What
-long sequences take in a block, ``tiled_compute`` in the configuration bounds.
+DeepSpeed's tiles bound the parameters that stage 3 gathers at a time. This engine gathers whole
+units. ``tiled_compute`` in the configuration bounds the activations of long sequences.
 """
 
 from __future__ import annotations
@@ -16,19 +16,16 @@ from zero_engine.deepspeed.zero.partition_parameters import GatheredParameters
 
 
 class TiledLinear(nn.Module):
-    """`torch.nn.Linear`, whose input and output may be in ``in_splits`` and ``out_splits`` parts.
+    """`torch.nn.Linear` whose input and output may be split along the last dimension.
 
     Args:
-        in_features, out_features, bias: as of `torch.nn.Linear`.
-        in_splits, out_splits: parts of the input and the output, equal to within one.
+        in_splits, out_splits: numbers of parts of the input and the output.
         input_is_already_split: `forward` gets a sequence of ``in_splits`` tensors.
         combine_out_splits: False returns the list of the output's parts.
-        linear_cls: makes the layer.
-        init_linear: a layer to copy values from.
-        **kwargs: passed to ``linear_cls``.
+        linear_cls: class of the layer. It gets ``**kwargs``.
+        init_linear: a layer to copy the values from.
 
-    Raises:
-        RuntimeError: a number of parts is not within [1, features].
+    Raises RuntimeError if a number of parts is not within [1, features].
     """
 
     def __init__(
@@ -76,8 +73,7 @@ class TiledLinear(nn.Module):
     def copy_params_from(self, other: nn.Linear) -> None:
         """Copy rank 0's weight and bias of ``other``, sharded or not. Every rank must call it.
 
-        Raises:
-            ValueError: the shapes differ.
+        Raises ValueError if the shapes differ.
         """
         own: nn.Linear = self.linear
         if other.weight.shape != own.weight.shape:
@@ -97,7 +93,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """The same of layers that return ``(output, bias)``, as Megatron's do."""
+    """`TiledLinear` for layers that return ``(output, bias)``, such as Megatron's."""
 
     def _split(self, output: Any) -> list[Any]:
         product, bias = output
