@@ -39,10 +39,15 @@ from zero_core.errors import CheckpointCorruptError
 from zero_engine import deepspeed
 from zero_engine.checkpoints import convert
 from zero_engine.deepspeed_import.child import die_with_parent, leave_network, limit
-from zero_engine.deepspeed_import.importing import find_place, import_checkpoint, read_source
+from zero_engine.deepspeed_import.importing import (
+    find_place,
+    import_checkpoint,
+    printable,
+    read_source,
+    write_source,
+)
 from zero_engine.deepspeed_import.source import MASTER, load_file
 from zero_engine.deepspeed_import.stages import read_universal
-from zero_engine.deepspeed_import.writing import printable, write_source
 
 
 class Model(nn.Module):

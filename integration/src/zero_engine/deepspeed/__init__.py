@@ -24,11 +24,7 @@ from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NotServedError
-from zero_engine.deepspeed.initialize import (
-    DeepSpeedConfigError,
-    add_config_arguments,
-    initialize,
-)
+from zero_engine.deepspeed.initialize import DeepSpeedConfigError, add_config_arguments, initialize
 from zero_engine.deepspeed.served import VERSION, serve
 from zero_engine.deepspeed.utils.logging import log_dist, logger
 from zero_engine.deepspeed.utils.usage import OnDevice

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,16 +83,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 non_reentrant_checkpoint = checkpoint
 
 
-class _Tracker:
-    """Random state of the only model-parallel rank, which torch keeps."""
-
-    def fork(self, name: str = "model-parallel-rng") -> Any:
-        return nullcontext()
-
-
-def get_cuda_rng_tracker() -> _Tracker:
-    """Return the tracker that Megatron's layers fork for dropout."""
-    return _Tracker()
+def get_cuda_rng_tracker() -> Any:
+    """Return the tracker that Megatron's layers fork for dropout. Torch keeps the random state."""
+    return SimpleNamespace(fork=nullcontext)
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:

@@ -83,7 +83,7 @@ _OWN = (
 
 _PATHS_BY_SOURCE = {
     "dataloader utils.logging utils.tensor_fragment utils.usage utils.z3_leaf_module": "utils",
-    "zero.partition_parameters zero.tiling": "zero",
+    "zero.partition_parameters": "zero runtime.zero.partition_parameters runtime.zero.tiling",
     "accelerator": (
         "accelerator.abstract_accelerator accelerator.cpu_accelerator accelerator.real_accelerator"
     ),
@@ -103,8 +103,6 @@ _PATHS_BY_SOURCE = {
     "engine.engine": "runtime.engine runtime.zero.offload_config",
     "lr_schedules": "runtime.lr_schedules",
     "zero": "runtime.zero",
-    "zero.partition_parameters": "runtime.zero.partition_parameters",
-    "zero.tiling": "runtime.zero.tiling",
     "utils.usage": "runtime.utils utils.init_on_device utils.nvtx",
 }
 ALIASES: Mapping[str, str] = {

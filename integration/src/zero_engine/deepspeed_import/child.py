@@ -36,8 +36,12 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     die_with_parent(request["parent"])  # leave_network may clear an earlier setting
     # Imported here, because torch starts threads, which would keep the network.
     from zero_core.errors import ZeroError
-    from zero_engine.deepspeed_import.importing import read_source, size_of
-    from zero_engine.deepspeed_import.writing import printable, write_source
+    from zero_engine.deepspeed_import.importing import (
+        printable,
+        read_source,
+        size_of,
+        write_source,
+    )
 
     place = Path(request["place"])
     try:

@@ -224,10 +224,7 @@ def _base_layer(adapted: nn.Module) -> nn.Module | None:
 
 
 def _values(
-    part: _Part,
-    names: dict[int, str],
-    adapted: frozenset[int],
-    adapter_names: Sequence[str] | None,
+    part: _Part, names: dict[int, str], adapted: frozenset[int], adapter_names: Sequence[str] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of ``part``, which is gathered, as the merged model has
     them.

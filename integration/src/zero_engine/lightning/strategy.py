@@ -94,11 +94,7 @@ class ZeroPrecision(Precision):
         model.backward(self._attached.scale(tensor), *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override]
-        self,
-        optimizer: Any,
-        model: pl.LightningModule,
-        closure: Callable[[], Any],
-        **kwargs: Any,
+        self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run ``closure`` (forward and backward), Lightning's hooks and clipping, and
         `Engine.step`.

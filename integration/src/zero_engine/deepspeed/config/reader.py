@@ -4,7 +4,7 @@
 key outside zero-core is in one of three tables, as in ``docs/deepspeed-config.md``: honoured
 (`HONOURED`), without effect (`UNNEEDED` has the reason), or refused unless its value changes
 nothing (`REFUSED`). A key without effect becomes a `Note`, which
-`zero_engine.deepspeed.config.announce` prints. As in DeepSpeed, unknown keys are refused in the
+`zero_engine.deepspeed.initialize` prints. As in DeepSpeed, unknown keys are refused in the
 blocks that DeepSpeed checks, and have no effect elsewhere.
 """
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from zero_core import Engine, ShardedModel, StatePart
 from zero_core.adapters import ObjectMethods
+from zero_engine import monitoring
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from zero_engine.deepspeed.config.reader import Settings
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
@@ -29,18 +30,6 @@ from zero_engine.deepspeed.engine.facts import value_of
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NoSyncError, NotScalarError, NotServedError
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
-from zero_engine.monitoring import (
-    CommunicationLog,
-    FlopsProfiler,
-    MemoryBreakdown,
-    Monitor,
-    Scalars,
-    StepFacts,
-    StepObserver,
-    Throughput,
-    ThroughputTimer,
-    WallClock,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -89,23 +78,27 @@ class Watch:
 
         Raises ConfigError if a monitor needs a library that is not installed.
         """
-        self.monitor = Monitor(settings.monitors, rank=engine.rank)
+        self.monitor = monitoring.Monitor(settings.monitors, rank=engine.rank)
         # Only rank 0 prints. Every rank measures, so that all ranks do the same work.
         say: Callable[[str], None] = print if engine.rank == 0 else lambda text: None
-        self.observers: list[StepObserver] = []
+        self.observers: list[monitoring.StepObserver] = []
         if self.monitor.enabled:
-            self.observers.append(Scalars(self.monitor))
+            self.observers.append(monitoring.Scalars(self.monitor))
         if settings.flops_profiler.enabled and engine.rank == 0:
-            self.observers.append(FlopsProfiler(settings.flops_profiler, say=say))
+            self.observers.append(monitoring.FlopsProfiler(settings.flops_profiler, say=say))
         if settings.wall_clock_breakdown:
-            self.observers.append(WallClock(engine.device, self.monitor, say=say))
+            self.observers.append(monitoring.WallClock(engine.device, self.monitor, say=say))
         if settings.memory_breakdown:
-            self.observers.append(MemoryBreakdown(engine.device, say=say))
+            self.observers.append(monitoring.MemoryBreakdown(engine.device, say=say))
         if settings.comms_logger.enabled:
-            self.observers.append(CommunicationLog(engine, settings.comms_logger, say=say))
+            self.observers.append(
+                monitoring.CommunicationLog(engine, settings.comms_logger, say=say)
+            )
         if settings.throughput.enabled and settings.steps_per_print is not None:
-            self.observers.append(Throughput(engine.device, settings.steps_per_print, say=say))
-        self.tput_timer = ThroughputTimer(batch_size)
+            self.observers.append(
+                monitoring.Throughput(engine.device, settings.steps_per_print, say=say)
+            )
+        self.tput_timer = monitoring.ThroughputTimer(batch_size)
         self._is_in_backward = False
 
     @contextmanager
@@ -143,7 +136,7 @@ class Watch:
         for observer in self.observers:
             observer.end_plain_backward()
 
-    def step_done(self, facts: StepFacts) -> None:
+    def step_done(self, facts: monitoring.StepFacts) -> None:
         self.tput_timer.step_done(facts)
         for observer in self.observers:
             observer.step_done(facts)
@@ -302,7 +295,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             else:
                 micro_batch = self.core.train_micro_batch_size_per_gpu
                 self.global_samples += micro_batch * self.core.world_size * num_backwards
-            facts = StepFacts(
+            facts = monitoring.StepFacts(
                 global_steps=self.global_steps,
                 global_samples=self.global_samples,
                 lr=[float(lr) for lr in self.get_lr()],

@@ -8,7 +8,6 @@ from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zero_core import Config, Engine, ShardedModel
@@ -81,13 +80,8 @@ class Facts:
         micro = self.core.train_micro_batch_size_per_gpu
         return self.train_batch_size(), micro, self.core.gradient_accumulation_steps
 
-    @property
-    def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup | None:
-        return get_data_parallel_group()
+    local_rank = property(lambda self: int(os.environ.get("LOCAL_RANK", "0")))
+    data_parallel_group = property(lambda self: get_data_parallel_group())
 
     zero_optimization_stage = value_of("core.config.zero_optimization.stage")
 

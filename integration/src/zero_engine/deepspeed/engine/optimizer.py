@@ -188,9 +188,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     # Whether a plain ``loss.backward()`` needs `DeepSpeedEngine.scale`.
     needs_scaler = value_of("_core.loss_scaler.is_dynamic")
 
-    @property
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return self._core.is_gradient_accumulation_boundary()
+    is_gradient_accumulation_boundary = property(
+        lambda self: self._core.is_gradient_accumulation_boundary()
+    )
+    _global_grad_norm = property(lambda self: self._core.get_global_grad_norm())
 
     @property
     def single_partition_of_fp32_groups(self) -> list[Tensor]:
@@ -212,10 +213,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             parts = [self._core.states.get_local(n) for n in owned if n is not None]
             groups.append(torch.cat([torch.empty(0), *parts]))
         return groups
-
-    @property
-    def _global_grad_norm(self) -> float | None:
-        return self._core.get_global_grad_norm()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Call the engine's ``step`` at an accumulation boundary, for Lightning's Fabric.

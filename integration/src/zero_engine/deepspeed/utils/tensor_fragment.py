@@ -90,8 +90,7 @@ def safe_set_local_optimizer_state(
 
 
 def safe_update_full_grad_vectorized(
-    param_list: Sequence[nn.Parameter],
-    update_func: Callable[[Tensor, nn.Parameter], Tensor],
+    param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
     """Replace each gradient by ``update_func(gradient, parameter)``. Every rank must call it."""
     for param in param_list:

@@ -37,9 +37,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def set_z3_leaf_modules(
-    model: nn.Module,
-    leaf_module_classes: Sequence[type | str],
-    raise_if_not_found: bool = True,
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Mark the modules of the given classes, which may be names. Returns those modules.
 
@@ -49,9 +47,7 @@ def set_z3_leaf_modules(
 
 
 def unset_z3_leaf_modules(
-    model: nn.Module,
-    leaf_module_classes: Sequence[type | str],
-    raise_if_not_found: bool = True,
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Remove the marks of modules of the given classes. Returns those modules.
 
