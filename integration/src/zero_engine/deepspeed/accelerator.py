@@ -177,17 +177,15 @@ class TorchAccelerator(DeepSpeedAccelerator):
     def default_stream(self, device_index: int | None = None) -> Any:
         return self._module.default_stream(device_index)
 
-    def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        """Return the state of the device's generator: uint8, on the CPU."""
-        state: Tensor = self._module.get_rng_state(*_given(device_index))
-        return state
+    def get_rng_state(self, device_index: int | None = None) -> Any:
+        """Return the state of the device's generator: a tensor, uint8, on the CPU."""
+        return self._module.get_rng_state(*_given(device_index))
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         self._module.set_rng_state(new_state, *_given(device_index))
 
-    def default_generator(self, device_index: int) -> torch.Generator:
-        generator: torch.Generator = self._module.default_generators[device_index]
-        return generator
+    def default_generator(self, device_index: int) -> Any:
+        return self._module.default_generators[device_index]
 
     def total_memory(self, device_index: int | None = None) -> int:
         return torch.accelerator.get_memory_info(device_index)[1]

@@ -17,24 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core import CheckpointError
-from zero_core.checkpoint import (
-    BUFFERS,
-    CHUNK_BYTES,
-    FORMAT,
-    MANIFEST,
-    RNG,
-    VALUE,
-    VERSION,
-    Aside,
-    check_tag,
-    encode,
-    file_name,
-    local_path,
-    read_latest,
-    write_file,
-    write_manifest,
-)
+from zero_core import CheckpointError, checkpoint
 from zero_core.errors import CheckpointCorruptError
 from zero_engine.deepspeed_import.source import MASTER, OWN_STATE, Source
 from zero_engine.deepspeed_import.stages import FOLDER, read_stage_0, read_universal, read_zero
@@ -72,9 +55,9 @@ def import_checkpoint(
         CheckpointCorruptError: the checkpoint is damaged.
     """
     try:
-        place = find_place(local_path(directory, _WHAT), tag)
+        place = find_place(checkpoint.local_path(directory, _WHAT), tag)
         # The given name, not the target of a link.
-        target = local_path(output, _WHAT) / Path(os.path.abspath(place)).name
+        target = checkpoint.local_path(output, _WHAT) / Path(os.path.abspath(place)).name
         _check_target(place, target)
     except OSError as error:
         raise CheckpointError(f"{directory} is not imported into {output}: {error}") from error
@@ -133,7 +116,7 @@ def _check_target(place: Path, target: Path) -> None:
         raise CheckpointError(
             f"{target} is there already, {what}: load or remove it, or import into another folder"
         )
-    latest = read_latest(target.parent)
+    latest = checkpoint.read_latest(target.parent)
     if latest is not None and not _is_ours(target.parent / latest):
         raise CheckpointError(
             f"{target.parent} holds checkpoints of another program (its file 'latest' names "
@@ -142,7 +125,7 @@ def _check_target(place: Path, target: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
+    return (folder / checkpoint.MANIFEST).is_file()
 
 
 _LATEST = ("latest", "latest_universal")
@@ -229,14 +212,14 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
     The file ``latest`` is written if there is none. One fragment of a parameter at a time is in
     memory. ``optimizer`` is the optimizer's class; None is the saved configuration's.
     """
-    check_tag(tag)
+    checkpoint.check_tag(tag)
     # The manifest first, because it refuses content before the long writing of tensors.
     known = [name for param in source.params for name in param.states or ()]
     states = list(dict.fromkeys([MASTER, *known]))
     kind = optimizer or _optimizer_of(source)
     content = _manifest(source, states, f"{kind} with {len(source.groups)} groups")
     directory.mkdir(parents=True, exist_ok=True)
-    aside = Aside(directory, tag)
+    aside = checkpoint.Aside(directory, tag)
     try:
         aside.make()
         files: dict[str, dict[str, Any]] = {}
@@ -248,17 +231,19 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
                     given = param.states.get(name)
                     # Without an update, moments are zero.
                     found[str(index)] = given or (torch.zeros(param.numel),)
-            files |= write_file(aside.folder, file_name(name, 0), found)
+            files |= checkpoint.write_file(aside.folder, checkpoint.file_name(name, 0), found)
         _note("writing frozen parameters and buffers")
         frozen = {str(i): p.value for i, p in enumerate(source.params) if p.states is None}
-        files |= write_file(aside.folder, file_name(VALUE, 0), frozen)
-        files |= write_file(aside.folder, BUFFERS, dict(source.buffers))
+        files |= checkpoint.write_file(
+            aside.folder, checkpoint.file_name(checkpoint.VALUE, 0), frozen
+        )
+        files |= checkpoint.write_file(aside.folder, checkpoint.BUFFERS, dict(source.buffers))
         rng = {"torch": torch.Generator().manual_seed(_SEED).get_state()}
-        files |= write_file(aside.folder, file_name(RNG, 0), rng)
-        write_manifest(aside, {**content, "files": files})
+        files |= checkpoint.write_file(aside.folder, checkpoint.file_name(checkpoint.RNG, 0), rng)
+        checkpoint.write_manifest(aside, {**content, "files": files})
         if os.path.lexists(directory / tag):
             raise CheckpointError(f"{directory / tag} has been made meanwhile: it stays")
-        latest = read_latest(directory)
+        latest = checkpoint.read_latest(directory)
         aside.commit(is_latest=latest is None)
         if latest is not None:
             _note(f"note: {directory / 'latest'} still names {latest}")
@@ -304,13 +289,13 @@ def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str
     kept: dict[str, Any] = {}
     for name, value in {**source.client_state, OWN_STATE: own}.items():
         try:
-            kept |= encode({name: value}, "client_state")
+            kept |= checkpoint.encode({name: value}, "client_state")
         except CheckpointError as error:
             _note(f"left out: {error}")
     return {
-        "format": FORMAT,
-        "version": VERSION,
-        "chunk_bytes": CHUNK_BYTES,
+        "format": checkpoint.FORMAT,
+        "version": checkpoint.VERSION,
+        "chunk_bytes": checkpoint.CHUNK_BYTES,
         "world_size": 1,
         "optimizer": optimizer,
         "states": list(states),
@@ -342,7 +327,7 @@ def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str
         },
         "whole_states": {},
         "python_rng": [random.Random(_SEED).getstate()],
-        "progress": encode(progress, "progress"),
+        "progress": checkpoint.encode(progress, "progress"),
         "client_state": kept,
         "has_frozen": True,
     }

@@ -13,17 +13,6 @@ from zero_core.config import Config, load_config
 from zero_engine.deepspeed.config.reader import Settings, Source, read
 from zero_engine.deepspeed.errors import NotServedError
 
-ADAGRAD_OPTIMIZER = "adagrad"
-ADAM_OPTIMIZER = "adam"
-ADAMW_OPTIMIZER = "adamw"
-LAMB_OPTIMIZER = "lamb"
-LION_OPTIMIZER = "lion"
-MUADAM_OPTIMIZER = "muadam"
-MUADAMW_OPTIMIZER = "muadamw"
-MUON_OPTIMIZER = "muon"
-MUSGD_OPTIMIZER = "musgd"
-"""Values of ``optimizer.type``. LAMB and the mu-parametrised ones are refused."""
-
 _KEYS: Mapping[str, tuple[str, Any]] = {
     "buffer_dtype": ("data_types.buffer_dtype", None),
     "checkpoint_parallel_write_pipeline": ("checkpoint.parallel_write.pipeline_stage", False),
@@ -46,6 +35,8 @@ _KEYS: Mapping[str, tuple[str, Any]] = {
 """Path in the file, and DeepSpeed's default, of attributes that are read from the file."""
 
 _OWN_OPTIMIZERS = {"adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon"}
+# DeepSpeed has a constant for each value of ``optimizer.type``: ADAM_OPTIMIZER = "adam".
+globals().update({f"{name.upper()}_OPTIMIZER": name for name in _OWN_OPTIMIZERS})
 
 _CHECKPOINTING = {
     "partition_activations": False,

@@ -23,6 +23,7 @@ import enum
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -111,13 +112,13 @@ def describe_engine(engine: ShardedModel) -> None:
     """Describe the parameters of a stage-3 ``engine``, and their unpacked copies, until it ends."""
     params = list(engine.module.parameters())
     describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
-    engine.remove_at_end(
-        # A subclass of nn.Parameter that a user wrote keeps its class.
-        _shard(param)
-        if (own := own_class(param)) is nn.Parameter or issubclass(own, EngineParameter)
-        else _OwnClass(param)
-        for param in params
-    )
+    for param in params:
+        own = own_class(param)
+        if own is nn.Parameter or issubclass(own, EngineParameter):
+            use_class([param], derive(ShardedParameter, own))
+            engine.remove_at_end([AtEnd(partial(use_class, [param], own))])
+        else:  # a subclass that a user wrote stays the parameter's class
+            engine.remove_at_end([_OwnClass(param)])
     engine.remove_at_end([_Saved(params)])
 
 
@@ -129,12 +130,6 @@ class AtEnd:
 
     def remove(self) -> None:
         self._undo()
-
-
-def _shard(param: nn.Parameter) -> AtEnd:
-    before = own_class(param)
-    use_class([param], derive(ShardedParameter, before))
-    return AtEnd(lambda: use_class([param], before))
 
 
 class _OwnClass:

@@ -21,18 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from zero_core import ShardedModel, engine_of
-from zero_core.adapters import (
-    find_ranks,
-    gathered_slices,
-    is_recorded_innermost,
-    is_storage_dtype,
-    note_reader,
-    put_in_slices,
-    release_free_pages,
-    slices,
-    stored_tensors,
-)
+from zero_core import ShardedModel, adapters, engine_of
 from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
 from zero_engine.deepspeed.config.reader import load
 from zero_engine.deepspeed.distributed import init_distributed
@@ -93,7 +82,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
             "call it in the module's __init__, or read the parameter within "
             "zero.GatheredParameters",
         )
-    note_reader(module, parameter)
+    adapters.note_reader(module, parameter)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -101,7 +90,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
     Raises RuntimeError if the parameter was not registered.
     """
-    if not note_reader(module, parameter, is_reader=False):
+    if not adapters.note_reader(module, parameter, is_reader=False):
         raise RuntimeError(
             f"a parameter of shape {tuple(parameter.shape)} is not registered as an external one "
             f"of this {type(module).__name__}"
@@ -193,7 +182,7 @@ class Init:
             return
         outer = Init._active
         has_made = outer is None or outer._made is None or outer._made.modules
-        if outer is not None and not has_made and is_recorded_innermost():
+        if outer is not None and not has_made and adapters.is_recorded_innermost():
             outer.__exit__(None, None, None)
         if Init._active is None:
             context = partitioned_init(self._group, dtype=self._dtype)
@@ -212,7 +201,7 @@ class Init:
 def suspended_init() -> Iterator[None]:
     """Leave an active `Init`, which partitions its parameters, and enter it again at the end."""
     active = Init._active
-    if active is None or not is_recorded_innermost():
+    if active is None or not adapters.is_recorded_innermost():
         yield
         return
     active.__exit__(None, None, None)
@@ -278,8 +267,8 @@ class GatheredParameters:
             stack.callback(describe, partitioned)  # the body may have changed shapes
             stack.enter_context(gathered_params(partitioned, modifier_rank=self._modifier_rank))
             others = [p for p in self._params if value_of(p) is None and engine_of(p) is None]
-            stored = [component.tensor for p in others for component in stored_tensors(p)]
-            stack.enter_context(gathered_slices(stored, modifier_rank=self._modifier_rank))
+            stored = [component.tensor for p in others for component in adapters.stored_tensors(p)]
+            stack.enter_context(adapters.gathered_slices(stored, modifier_rank=self._modifier_rank))
             for engine, own in _by_engine(self._params):
                 if self._modifier_rank is not None or engine.config.zero_optimization.stage == 3:
                     gathered = engine.gathered(params=own, modifier_rank=self._modifier_rank)
@@ -378,7 +367,7 @@ def sharded_loading() -> Iterator[None]:
     its shards and one module. A module's forward refuses values in slices. Every rank must enter
     it, and load the same values.
     """
-    ranks = find_ranks(None, None)
+    ranks = adapters.find_ranks(None, None)
     control = ranks.connect()
     waiting: dict[tuple[nn.Module, str], None] = {}
 
@@ -388,17 +377,19 @@ def sharded_loading() -> Iterator[None]:
             param = module._parameters.get(name)
             if param is None or param.is_meta:
                 continue
-            if can_partition(param) and not is_storage_dtype(param.dtype):
+            if can_partition(param) and not adapters.is_storage_dtype(param.dtype):
                 value = PartitionedValue(control, ranks.device)
                 value.keep(param)
                 partition(param, value)
                 describe([param])
             else:
-                put_in_slices([component.tensor for component in stored_tensors(param)], control)
+                adapters.put_in_slices(
+                    [component.tensor for component in adapters.stored_tensors(param)], control
+                )
                 if _check_whole not in module._forward_pre_hooks.values():
                     module.register_forward_pre_hook(_check_whole)
         waiting.clear()
-        release_free_pages()
+        adapters.release_free_pages()
 
     def note(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if any(other is not module for other, _ in waiting):
@@ -419,7 +410,7 @@ def _check_whole(module: nn.Module, args: Any) -> None:
         return
     params = {name: p for name, p in module._parameters.items() if p is not None}
     for name, param in params.items():
-        if any(component.tensor in slices for component in stored_tensors(param)):
+        if any(component.tensor in adapters.slices for component in adapters.stored_tensors(param)):
             raise RuntimeError(
                 f"forward of a {type(module).__name__} whose quantized {name} is sharded over the "
                 "ranks, as it was loaded under a configuration of stage 3, and no engine has it: "
