@@ -1,7 +1,4 @@
-"""``deepspeed.accelerator``: the devices of this machine, through torch.accelerator.
-
-Memory is in bytes. A ``device_index`` of None is the current device.
-"""
+"""``deepspeed.accelerator``: the machine's devices, by torch.accelerator. Memory is in bytes."""
 
 from __future__ import annotations
 
@@ -201,10 +198,7 @@ def _given(device_index: int | None) -> tuple[int, ...]:
 
 @cache
 def get_accelerator() -> DeepSpeedAccelerator:
-    """Return the accelerator that torch has found, else the CPU.
-
-    Raises ConfigError if the variable DS_ACCELERATOR names another device than torch has found.
-    """
+    """Return torch's accelerator, else the CPU. Raises ConfigError if DS_ACCELERATOR disagrees."""
     device = torch.accelerator.current_accelerator(check_available=True)
     found = "cpu" if device is None else device.type
     asked = os.environ.get("DS_ACCELERATOR", found)

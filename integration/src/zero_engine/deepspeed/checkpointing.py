@@ -37,12 +37,9 @@ def configure(
 ) -> None:
     """Set how `checkpoint` works. Arguments of None are taken from the configuration's block.
 
-    Args:
-        deepspeed_config: a configuration with a block ``activation_checkpointing``.
-        checkpoint_in_cpu: keep the inputs in host memory until backward.
-        mpu_, partition_activations, contiguous_checkpointing, num_checkpoints, synchronize: no
-            effect. There are no model-parallel ranks, and each call is one checkpoint.
-        profile: not served.
+    ``checkpoint_in_cpu`` keeps the inputs in host memory until backward. ``profile`` is not served.
+    The other arguments have no effect: there are no model-parallel ranks, and each call of
+    `checkpoint` is one checkpoint.
     """
     global _is_configured, _is_on_cpu
     without_effect = {
@@ -71,10 +68,7 @@ def reset() -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``, and recompute it in backward (Chen et al., arXiv 1604.06174).
-
-    The tensors in ``args`` are kept, in host memory if `configure` says so.
-    """
+    """Call ``function``, and recompute it in backward (Chen et al., arXiv 1604.06174)."""
     is_pinned = torch.accelerator.is_available()
     with save_on_cpu(is_pinned) if _is_on_cpu else nullcontext():
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)

@@ -77,10 +77,7 @@ def init_distributed(
 
 
 def choose_device(index: int | None = None) -> None:
-    """Make accelerator ``index`` the current one. By default `device_index` decides.
-
-    Without a launcher the current accelerator stays.
-    """
+    """Make accelerator ``index`` the current one, by default the launcher's choice."""
     if not torch.accelerator.is_available():
         return
     if index is None:

@@ -10,10 +10,7 @@ _DATA = (str, bytes, int, float, list, tuple, dict, set, frozenset)
 
 
 class NotServedError(ZeroError, AttributeError):
-    """A part of DeepSpeed's interface that this engine does not have.
-
-    It is an AttributeError, so ``hasattr`` on the engine returns False.
-    """
+    """A part of DeepSpeed that is not served. ``hasattr`` on the engine is False for it."""
 
     def __init__(self, what: str, instead: str = "") -> None:
         hint = instead or "remove the call, or run the script with DeepSpeed itself"
@@ -43,8 +40,7 @@ class Unserved:
     """
 
     def __init__(self, name: str, instead: str = "", *, could_be_ours: bool = False) -> None:
-        """Keep the dotted ``name``, without "deepspeed.", and the advice ``instead`` for the
-        message.
+        """Keep the dotted ``name``, without "deepspeed.", and the advice ``instead``.
 
         ``could_be_ours`` marks a class of which DeepSpeed's own engine has objects. ``isinstance``
         raises for it, and returns False for other classes.

@@ -1,4 +1,4 @@
-"""`initialize`, which turns a model into an engine."""
+"""`initialize`, which turns a model into an engine, and prints the configuration in effect."""
 
 from __future__ import annotations
 
@@ -85,27 +85,23 @@ def initialize(
     Every rank must call it, with the same model and configuration. The parameters move to the
     engine's memory; see `zero_core.build`. An earlier engine of the model is ended as by its
     ``destroy()``: values are kept, and gradients that wait for a step are dropped. A wrong
-    configuration or optimizer is refused before that. After a later failure the model is as before,
-    or as the earlier engine left it. Within `zero.Init`, the parameters made so far are partitioned
-    first.
+    configuration or optimizer is refused before that. Within `zero.Init`, the parameters made so
+    far are partitioned first.
 
     Args:
-        args: the parsed command line. Its ``deepspeed_config`` is the configuration if none is
-            given here, and its ``local_rank`` is set. Its ``device_rank`` is the index of the
-            accelerator, by default the environment's ``LOCAL_RANK``.
+        args: the parsed command line: ``deepspeed_config``, ``local_rank``, which is set, and
+            ``device_rank``, the accelerator's index.
         optimizer: a torch optimizer, or a function that makes one out of ``model_parameters``. It
             replaces the configuration's.
         model_parameters: parameters or groups to train. Default: all that require a gradient.
-            Frozen ones among them take memory as trained ones, and can be unfrozen later.
-        training_data: dataset of the loader that is returned.
+            Frozen ones among them can be unfrozen later.
+        training_data, collate_fn: dataset and argument of the loader that is returned.
         lr_scheduler: a scheduler, or a function that makes one out of the optimizer. It replaces
             the configuration's.
         distributed_port: port of rank 0, if the environment has none.
         mpu: Megatron's parallel state, with one model-parallel rank.
         dist_init_required: False does not start torch.distributed.
-        collate_fn: argument of the loader.
         config, config_params: the configuration: a mapping, the path of a JSON file, or base64.
-        mesh_param: not served.
 
     Returns:
         The engine, its optimizer, the loader and the scheduler. The last three may be None. Without
@@ -208,8 +204,7 @@ def initialize(
 def _name_optimizer(engine: DeepSpeedEngine) -> None:
     """Make the configuration's optimizer an instance of DeepSpeed's class.
 
-    At stage 0 in fp32 the returned view becomes one too, because DeepSpeed returns the optimizer
-    itself.
+    At stage 0 in fp32 the returned view becomes one too, as DeepSpeed returns the optimizer itself.
     """
     named, config = engine.core.config.optimizer, engine.core.config
     zero, view = config.zero_optimization, engine.optimizer
@@ -324,10 +319,7 @@ def apply(settings: Settings) -> None:
 
 
 def describe(settings: Settings, config: Config, world_size: int) -> str:
-    """Describe the batch, values that differ from the defaults, keys without effect, and notes.
-
-    ``config`` is zero-core's configuration of ``settings``.
-    """
+    """Describe the batch, values that differ from the defaults, keys without effect, and notes."""
     total, micro, steps = (getattr(config, key) for key in _BATCH)
     # The fields of `Settings` that hold keys, by path in a configuration.
     own = {PATHS.get(f.name, f.name): f.name for f in fields(Settings) if f.name not in _NO_KEYS}

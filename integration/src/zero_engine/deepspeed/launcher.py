@@ -11,12 +11,7 @@ DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run ``[options] script.py arguments``, as the program ``deepspeed``.
-
-    Raises:
-        SystemExit: with the exit code of a script that failed.
-        ConfigError: an option is not served; see `zero_engine.script.deepspeed_options`.
-    """
+    """Run ``[options] script.py arguments``, as the program ``deepspeed``."""
     # Imported here, because training ranks do not need torchrun.
     from zero_engine.script.deepspeed_options import with_host_file
     from zero_engine.script.run import run_program

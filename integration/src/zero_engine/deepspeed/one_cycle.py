@@ -19,8 +19,8 @@ _BETA2 = 0.99
 
 
 class LRRangeTest(IterationSchedule):
-    """``lr = min_lr * (1 + step_rate * b / step_size)``: rising rates, to find where the loss
-    diverges.
+    """Rising rates, to find where the loss diverges: ``lr = min_lr * (1 + step_rate * b /
+    step_size)``.
 
     A staircase rounds ``b / step_size`` down. ``min_lr`` is one rate for all groups or a list.
     """

@@ -253,10 +253,7 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
 
 
 def _optimizer_of(source: Source) -> str:
-    """Return zero-core's name of the saved configuration's optimizer class.
-
-    Without a name (a script made the optimizer) it is AdamW, the most usual one.
-    """
+    """Return the saved configuration's optimizer class, AdamW if a script made the optimizer."""
     if source.optimizer is None:
         _note(
             "note: the saved configuration names no optimizer, which is taken for AdamW; "

@@ -102,10 +102,7 @@ def load_file(path: Path) -> Any:
 
 
 def flat(value: Any, where: str) -> Tensor:
-    """Return a tensor as one dimension, a view of its mapped bytes.
-
-    Raises CheckpointCorruptError if ``value`` is no dense, contiguous tensor on the CPU.
-    """
+    """Return a dense CPU tensor as one dimension, a view of its mapped bytes."""
     is_plain = (
         isinstance(value, Tensor)
         and value.layout is torch.strided
@@ -125,16 +122,12 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class SourceParam:
-    """A parameter.
+    """A parameter: its first name and tied names, whole shape, compute dtype, and number of steps.
 
     Attributes:
-        names: first name and tied names.
-        shape: shape of the whole parameter.
-        dtype: compute dtype.
         states: fragments of each state and of the master weight, 1-D and mapped, in order. None for
             a frozen parameter.
         value: fragments of a frozen parameter's value.
-        step: number of its optimizer steps.
     """
 
     names: tuple[str, ...]
@@ -161,17 +154,13 @@ class SourceParam:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint.
+    """A checkpoint. Parameters are in the model's order.
 
     Attributes:
-        params: parameters in the model's order.
-        buffers: persistent buffers by name.
         groups: hyperparameters of each group.
         loss_scale: state of a dynamic loss scale, in `zero_core`'s form; else empty.
         global_steps: steps of the engine, including ``skipped_steps``.
-        schedule: state of the learning rate's schedule.
         optimizer: type and arguments in the saved configuration. None: a script made it.
-        client_state: the user's entries.
     """
 
     params: Sequence[SourceParam]

@@ -50,12 +50,7 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
 
 
 def read_zero(place: Path, optim_files: Sequence[Path]) -> Source:
-    """Read a checkpoint of stage 1, 2 or 3 from its files of optimizer states.
-
-    Raises:
-        CheckpointError: a part of it is not imported.
-        CheckpointCorruptError: a file is missing or is not as DeepSpeed writes it.
-    """
+    """Read a checkpoint of stage 1, 2 or 3 from its files of optimizer states."""
     files = in_rank_order(optim_files)
     states = [load_file(file)["optimizer_state_dict"] for file in files]
     counts = states[0]["partition_count"]

@@ -36,12 +36,7 @@ _ADAPTED = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 
 
 class _Part(NamedTuple):
-    """A module of the base model: an adapted one, or another with parameters or buffers of its own.
-
-    Attributes:
-        path: the module's name in the base model.
-        is_adapted: whether peft replaced the module. The part then includes its submodules.
-    """
+    """A module of the base model. One that peft replaced includes its submodules."""
 
     path: str
     module: nn.Module
@@ -184,8 +179,7 @@ def _check(parts: Sequence[_Part], engine: ShardedModel) -> None:
 
 
 def _names(parts: Sequence[_Part]) -> tuple[dict[int, str], frozenset[int]]:
-    """Return the first name of each weight by ``id``, and ids of weights that adapted modules
-    change.
+    """Return each weight's first name by ``id``, and ids of weights that adapted modules change.
 
     A tied weight is stored under its first name.
     """
@@ -226,9 +220,7 @@ def _base_layer(adapted: nn.Module) -> nn.Module | None:
 def _values(
     part: _Part, names: dict[int, str], adapted: frozenset[int], adapter_names: Sequence[str] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of ``part``, which is gathered, as the merged model has
-    them.
-    """
+    """Yield the parameters and buffers of ``part``, which is gathered, in the merged model."""
     if not part.is_adapted:
         is_quantized = any(_can_dequantize(p) for p in part.params)
         module = _dequantized(copy.deepcopy(part.module)) if is_quantized else part.module

@@ -53,10 +53,7 @@ class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._is_accelerate_prepared = True
 
     def step(self, closure: Any = None) -> None:
-        """End the step. During gradient accumulation, do nothing.
-
-        Raises ValueError if there is a closure, which would compute the gradient again.
-        """
+        """End the step. During gradient accumulation, do nothing."""
         if closure is not None:
             raise ValueError("ZeroOptimizer.step() takes no closure")
         if self.gradient_state.sync_gradients:
@@ -336,9 +333,7 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[float | None, Tensor | None, Tensor | None]:
-        """Predict as the Trainer. At stage 3 all ranks generate equally many tokens, to gather
-        together.
-        """
+        """Predict as the Trainer. At stage 3 all ranks generate equally many tokens."""
         if self.args.predict_with_generate and not prediction_loss_only:
             gen_kwargs = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
             is_sharded = self._config["zero_optimization"].get("stage") == 3
@@ -362,11 +357,7 @@ _LEFT_TO_ENGINE = (
 
 
 def read_zero(zero: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of ``zero``: a preset's name, a JSON file's path, or a
-    configuration.
-
-    "auto" values are still in it.
-    """
+    """Return the configuration that ``zero`` is or names. "auto" values are still in it."""
     if isinstance(zero, Mapping):
         return copy.deepcopy(dict(zero))
     if isinstance(zero, str) and zero in PRESETS:

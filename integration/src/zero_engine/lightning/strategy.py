@@ -67,10 +67,6 @@ class ZeroPrecision(Precision):
     """
 
     def __init__(self, precision: Any) -> None:
-        """Use ``precision``, Lightning's name.
-
-        Raises ConfigError if the engine does not have this precision.
-        """
         if precision not in _BLOCK_OF:
             raise ConfigError(
                 f"Trainer(precision={precision!r}) is not served by the ZeRO strategies; "
@@ -96,9 +92,7 @@ class ZeroPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run ``closure`` (forward and backward), Lightning's hooks and clipping, and
-        `Engine.step`.
-        """
+        """Run ``closure`` (forward and backward), Lightning's hooks, and `Engine.step`."""
         if kwargs:
             raise TypeError(f"the engine's step takes no arguments, found {sorted(kwargs)}")
         result = closure()

@@ -81,16 +81,13 @@ Attributes of refused parts (model parallelism, the hybrid engine, ...) are not 
 class DeepSpeedConfig:
     """A configuration, resolved for the present ranks. ``engine._config`` is one. Read only.
 
-    Keys of the top level are attributes. ``zero_config``, ``float16_config`` and
-    ``bfloat16_config`` are blocks of `zero_core.Config`.
+    Attributes are keys of the top level, and `NAMES`.
     """
 
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
         """Read ``config``: a dict, a file's path, or base64 of JSON.
 
-        ``mpu`` is Megatron's parallel state, which has the data-parallel group; default: all ranks.
-        ``mesh_device`` is not served. Raises ConfigError if a value is not served, or the batch
-        sizes do not fit.
+        ``mpu`` is Megatron's parallel state. Raises ConfigError if a value is not served.
         """
         if mesh_device is not None:
             raise NotServedError("DeepSpeedConfig(mesh_device=...), sequence parallelism,")

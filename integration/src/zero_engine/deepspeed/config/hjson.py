@@ -33,11 +33,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def parse_hjson(text: str, name: str) -> dict[str, Any]:
-    """Parse an Hjson object, whose outer braces may be missing. Messages call it ``name``.
-
-    ``Infinity`` and ``NaN`` are numbers, as in Python's ``json``. Raises ConfigError if ``text`` is
-    no Hjson object, or repeats a key. The message has line and column.
-    """
+    """Parse an Hjson object, whose outer braces may be missing. Errors name it ``name``."""
     return _Reader(text.removeprefix("\ufeff"), name).read()
 
 

@@ -48,10 +48,7 @@ from zero_engine.monitoring.settings import (
 
 
 class Refusal(NamedTuple):
-    """A key that is refused, except for the values ``harmless``, which change nothing.
-
-    A block that is not enabled is always harmless.
-    """
+    """A key that is refused, except for its ``harmless`` values and blocks that are not enabled."""
 
     harmless: tuple[Any, ...]
     reason: str
@@ -236,10 +233,7 @@ def without_auto(block: Mapping[str, Any], tell: Tell, path: str = "") -> dict[s
 
 
 def modernise(config: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Return a copy of ``config`` with the present names of keys.
-
-    Raises ConfigError if an old name and its new one are both there.
-    """
+    """Return ``config`` with present names of keys. Raises ConfigError if both names are there."""
     new = dict(config)
     if "bfloat16" in new:
         _rename(new, "bfloat16", "bf16", tell)
@@ -293,10 +287,7 @@ def _rename(block: dict[str, Any], old: str, name: str, tell: Tell, where: str =
 
 
 def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Return zero-core's keys ``given`` with DeepSpeed's defaults, in zero-core's form.
-
-    Raises ConfigError if two keys contradict each other.
-    """
+    """Return zero-core's keys ``given`` with DeepSpeed's defaults, in zero-core's form."""
     core = {"gradient_clipping": CLIPPING, "broadcast_buffers": False, **given}
     clipping = core["gradient_clipping"]
     if isinstance(clipping, bool):
@@ -450,8 +441,6 @@ class Settings:
         raw: the configuration as given.
         core: configuration for `zero_core.build`, with DeepSpeed's defaults.
         steps_per_print: None is never.
-        cpu_checkpointing: `deepspeed.checkpointing.checkpoint` keeps inputs in host memory.
-        fp16_auto_cast: cast the model's floating inputs.
         managed_gradient_accumulation: False: each ``step()`` ends an optimizer step.
         allows_untested_optimizer: False refuses an optimizer that DeepSpeed calls untested. None, a
             missing key, allows it.
@@ -488,11 +477,7 @@ Source = Mapping[str, Any] | str | PathLike[str]
 
 
 def load(source: Source) -> dict[str, Any]:
-    """Return the configuration as a dict, which is ``source`` itself if it is one.
-
-    Raises ConfigError if ``source`` cannot be read, is no object in JSON or Hjson, is nested too
-    deeply, or has a number that is not finite.
-    """
+    """Return the configuration as a dict, which is ``source`` itself if it is one."""
     found = dict(source) if isinstance(source, Mapping) else parse_hjson(*_text_of(source))
     # accelerate writes Infinity as steps_per_print, which means never.
     check_plain({k: v for k, v in found.items() if k != "steps_per_print"})
@@ -579,10 +564,7 @@ def read(config: Source) -> Settings:
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
-    """Return the monitors of a configuration. Other keys are ignored.
-
-    Raises ConfigError if a block has an unknown key or a wrong value.
-    """
+    """Return a configuration's monitors. Raises ConfigError for an unknown key in their blocks."""
     kinds = {name: type(block) for name, block in MonitorSettings()}
     return MonitorSettings(**{name: _parse(kinds[name], param_dict, name) for name in kinds})
 

@@ -165,9 +165,8 @@ class Checkpoints(Facts):
     ) -> bool:
         """Write the whole model, in the compute dtype, as one file. Return whether it was written.
 
-        Every rank must call it. The format is safetensors for a name in ``.safetensors``, else
-        torch's, which ``torch.load(..., weights_only=True)`` reads. As in DeepSpeed, at stage 3
-        nothing is written unless ``stage3_gather_16bit_weights_on_model_save`` is true.
+        Every rank must call it. A name in ``.safetensors`` selects that format, other names
+        torch's. As in DeepSpeed, stage 3 needs ``stage3_gather_16bit_weights_on_model_save``.
         """
         path = local_path(save_dir, "a model of DeepSpeed's names") / save_filename
         is_sharded = self.zero_optimization_partition_weights()
@@ -193,10 +192,7 @@ class Checkpoints(Facts):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """Return the whole model, in the compute dtype, on rank 0's CPU, else None.
-
-        Every rank must call it. Tied names share a tensor.
-        """
+        """Return the whole model, in the compute dtype, on rank 0's CPU. Every rank must call."""
         state = self.core.full_state_dict(rank=0)
         if self.core.rank != 0:
             return None
@@ -237,8 +233,7 @@ class Checkpoints(Facts):
         """Load the state dict ``checkpoint["module"]`` of rank 0 into the model.
 
         Every rank must call it, and holds the whole model meanwhile, whatever ``fetch_z3_params``
-        and ``z3_params_to_fetch`` are. Raises NotServedError for ``custom_load_fn`` and
-        ``allowed_missing_keys``.
+        is.
         """
         if custom_load_fn is not None:
             raise NotServedError("load_module_state_dict(custom_load_fn=...)")
@@ -250,10 +245,7 @@ class Checkpoints(Facts):
 
 
 def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | Path) -> str:
-    """Import DeepSpeed's checkpoint into ``output`` on rank 0. Returns its tag on every rank.
-
-    If ``output`` already holds checkpoints, returns the newest one's tag instead.
-    """
+    """Import a checkpoint into ``output`` on rank 0, unless there is one. Returns its tag."""
     state = engine.core.sharded_state
 
     def on_rank_0() -> str:

@@ -65,19 +65,13 @@ _Outputs = TypeVar("_Outputs")
 
 
 class Watch:
-    """Observers of an engine's steps, as the configuration asks for them.
+    """Observers of an engine's steps, in the order of DeepSpeed's output.
 
-    Attributes:
-        monitor: writer of scalars; ``engine.monitor``.
-        observers: observers in calling order, which is that of DeepSpeed's output.
-        tput_timer: counter of steps and epochs; ``engine.tput_timer``.
+    ``monitor`` writes scalars, and ``tput_timer`` counts steps and epochs. Scripts know both as
+    attributes of the engine.
     """
 
     def __init__(self, settings: Settings, engine: ShardedModel, batch_size: int) -> None:
-        """Observe ``engine``, whose steps have ``batch_size`` samples.
-
-        Raises ConfigError if a monitor needs a library that is not installed.
-        """
         self.monitor = monitoring.Monitor(settings.monitors, rank=engine.rank)
         # Only rank 0 prints. Every rank measures, so that all ranks do the same work.
         say: Callable[[str], None] = print if engine.rank == 0 else lambda text: None
@@ -149,11 +143,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     Attributes:
         core: the engine that trains.
-        settings: DeepSpeed's settings outside of the core's configuration.
         config: the configuration as it was given.
         optimizer: None if the engine only evaluates.
         client_optimizer, client_lr_scheduler: objects that `initialize` was given, or None.
-        training_dataloader: loader of ``training_data``, or None.
         global_samples: samples of all steps so far.
     """
 
@@ -245,10 +237,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return loss / steps if steps > 1 else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, for a plain ``backward()``.
-
-        Raises NotScalarError if ``loss`` has several values.
-        """
+        """Return ``loss`` times the loss scale. Raises NotScalarError if it has several values."""
         if loss.numel() != 1:
             raise NotScalarError(
                 f"scale() takes a scalar tensor, found a loss of shape {tuple(loss.shape)}: run "
@@ -259,8 +248,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step and, at an accumulation boundary, update the parameters.
 
-        Every rank must call it. ``lr_kwargs`` are passed to the scheduler's ``step``. Raises
-        NoSyncError if called within `no_sync`.
+        Every rank must call it. Raises NoSyncError within `no_sync`.
         """
         core = self._live_core("step")
         if self._is_quiet:  # scripts may match DeepSpeed's message
@@ -304,11 +292,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.watch.step_done(facts)
 
     def optimizer_step(self) -> None:
-        """End the step, for `DeepSpeedOptimizer.step`. Every rank must call it.
-
-        Raises RuntimeError if the step has further micro-steps, or no rank has a gradient since the
-        last ``step``.
-        """
+        """End the step, for `DeepSpeedOptimizer.step`. Every rank must call it."""
         core = self._live_core("optimizer.step")
         if not core.is_gradient_accumulation_boundary():
             raise RuntimeError(
@@ -346,11 +330,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return is_known and self.core.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next backwards are the last ones of their step.
-
-        Raises RuntimeError if ``managed_gradient_accumulation`` is false, or the engine only
-        evaluates.
-        """
+        """Set whether the next backwards are the last ones of their step."""
         core = self._training_core("set_gradient_accumulation_boundary")
         if not self.settings.managed_gradient_accumulation:
             raise RuntimeError(
@@ -381,10 +361,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on the rank in this context. ``step`` must be called outside.
-
-        Raises RuntimeError if the engine only evaluates.
-        """
+        """Keep gradients on the rank in this context. ``step`` raises NoSyncError within it."""
         core = self._training_core("no_sync")
         before, self._is_quiet = self._is_quiet, True
         self._was_quiet = True
@@ -398,9 +375,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Reduce the gradients of all backwards in this context once, for the ``step`` after it.
 
-        The context spans all backwards of a step. Raises RuntimeError if the context is nested or
-        within ``no_sync``, ``managed_gradient_accumulation`` is false, or
-        ``gradient_accumulation_steps`` is more than 1.
+        The context spans all backwards of a step.
         """
         core = self._training_core("coalesce_grad_reduction")
         if not self.settings.managed_gradient_accumulation:
@@ -431,14 +406,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Copy states to host memory and free the device's. See `zero_core.Engine.offload_states`.
-
-        Args:
-            include: states to offload; None: all.
-            device: "cpu"; "none" does nothing.
-
-        Raises ValueError if ``device`` is "nvme".
-        """
+        """Copy states to host memory and free the device memory. "cpu" is the only ``device``."""
         if device == OffloadDeviceEnum.none:
             return
         if device != OffloadDeviceEnum.cpu:
@@ -458,11 +426,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """Do nothing: gradients are reduced as they become complete."""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the samples per step, at a step boundary, by changing the number of micro-steps.
-
-        Raises ValueError if ``train_batch_size`` is no multiple of the samples per micro-step of
-        all ranks.
-        """
+        """Set the samples per step by the number of micro-steps. Call it at a step boundary."""
         per_micro_step = self.train_micro_batch_size_per_gpu() * self.core.world_size
         if train_batch_size < 1 or train_batch_size % per_micro_step:
             raise ValueError(
@@ -478,10 +442,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the model in place with torch.compile.
-
-        Raises NotServedError for a ``schedule`` of DeepCompile's passes, or compiled autograd.
-        """
+        """Compile the model in place. DeepCompile and compiled autograd raise NotServedError."""
         if schedule is not None:
             raise NotServedError("compile(schedule=...), DeepCompile's,", "leave it out")
         if compiled_autograd_enabled:
@@ -576,8 +537,7 @@ _num_divided = 0
 def average_plain_backwards(
     params: Iterable[nn.Parameter], num_micro_steps: Callable[[], int]
 ) -> list[Any]:
-    """Divide gradients of a plain ``loss.backward()`` by the micro-steps of a step. Returns the
-    hooks.
+    """Divide gradients of a plain ``loss.backward()`` by a step's micro-steps. Returns hooks.
 
     [Note: divided once]
     `DeepSpeedEngine.backward` divides the loss. In any other backward, a hook on each parameter

@@ -151,9 +151,7 @@ class Facts:
     sparse_tensor_module_names = property(lambda self: frozenset())  # gradients are dense
 
     def optimizer_name(self) -> str | None:
-        """Return ``optimizer.type`` in DeepSpeed's spelling, or the class name of the given
-        optimizer.
-        """
+        """Return ``optimizer.type`` in DeepSpeed's spelling, or the given optimizer's class."""
         if self.client_optimizer is not None:
             return type(self.client_optimizer).__name__
         return self._config.optimizer_name

@@ -19,11 +19,10 @@ _EXTERNAL = "ds_external_parameters"
 
 
 class ParameterOffload:
-    """Holder of stage 3's hooks, as scripts that generate with whole parameters expect it.
+    """Holder of stage 3's hooks, which TRL's ``unwrap_model_for_generation`` removes and restores.
 
-    TRL's ``unwrap_model_for_generation`` removes ``forward_hooks`` within `GatheredParameters`, and
-    registers hooks afterwards. The engine's hooks ignore gathered parameters, so ``forward_hooks``
-    holds one handle without effect.
+    The engine's own hooks ignore gathered parameters, so ``forward_hooks`` holds one handle without
+    effect.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -45,11 +44,7 @@ class ParameterOffload:
 
 
 class LossScaler:
-    """View of an engine's loss scale, which the engine changes whenever DeepSpeed would.
-
-    It has the names of DeepSpeed's ``loss_scaler`` (stages 1 to 3) and ``loss_scale_config`` (stage
-    0).
-    """
+    """View of an engine's loss scale, under the names of DeepSpeed's ``loss_scaler``."""
 
     scale_factor = 2.0
 
@@ -215,14 +210,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return groups
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Call the engine's ``step`` at an accumulation boundary, for Lightning's Fabric.
+        """Call the engine's ``step``, for Lightning's Fabric. Every rank must call it.
 
-        Every rank must call it.
-
-        Raises:
-            ValueError: there is a ``closure``.
-            RuntimeError: it is not an accumulation boundary, no rank has a gradient, or the engine
-                has ended.
+        Raises RuntimeError if it is no accumulation boundary or no rank has a gradient.
         """
         if closure is not None:
             raise ValueError("step(closure) cannot call the model again: run it before, and step()")
@@ -250,8 +240,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return groups and this rank's part of the state, in the form of torch's optimizers.
 
-        States are as in `OptimizerState`. ``scalars`` are the engine's numbers of each parameter. A
-        checkpoint, unlike this dict, holds every rank's part.
+        States are as in `OptimizerState`. ``scalars`` are the engine's numbers of each parameter.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = {id(param): number for number, param in enumerate(params)}
@@ -271,13 +260,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank, at the same stage and world size.
 
-        Master weights are not part of it. It needs no other rank, so one rank may raise alone.
+        Master weights are not part of it. It needs no other rank, so one rank may raise alone:
+        ValueError if groups, lengths or shapes differ, KeyError if the optimizer has no such state.
         After an error nothing has been restored.
-
-        Raises:
-            ValueError: the groups differ, a parameter's scalars are missing, or a state has another
-                length or shape than this rank's.
-            KeyError: the optimizer has no such state.
         """
         groups, saved = self.param_groups, state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:

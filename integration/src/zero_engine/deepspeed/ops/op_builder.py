@@ -16,12 +16,7 @@ from zero_engine.deepspeed.errors import NotServedError
 
 
 class OpBuilder:
-    """An operation and its module.
-
-    Attributes:
-        NAME: DeepSpeed's name of the operation.
-        module: result of `load`; None if the operation is not served.
-    """
+    """An operation: DeepSpeed's ``NAME``, and the installed module, None if it is not served."""
 
     NAME: ClassVar[str]
     module: ClassVar[ModuleType | None] = None
@@ -30,10 +25,7 @@ class OpBuilder:
         return self.module is not None
 
     def load(self, verbose: bool = True) -> Any:
-        """Return the installed module of the operation.
-
-        Raises NotServedError if the operation is not served.
-        """
+        """Return the installed module. Raises NotServedError if there is none."""
         if self.module is None:
             raise NotServedError(f"ops.op_builder.{type(self).__name__}", "there is no such kernel")
         return self.module

@@ -44,9 +44,7 @@ class _Named(ABCMeta):
 class DeepSpeedCPUAdam(CPUAdam, metaclass=_Named):
     """`cpu_adam.CPUAdam` with DeepSpeed's signature.
 
-    `initialize` with ``offload_optimizer`` computes its update with the same kernel. Its own
-    ``step`` updates parameters in host memory. Parameters on a device are accepted, because the
-    engine may move their state to the host later.
+    Parameters on a device are accepted, because the engine may move their state to the host.
     """
 
     has_host_kernel: ClassVar[bool] = True
@@ -79,12 +77,7 @@ class DeepSpeedCPUAdam(CPUAdam, metaclass=_Named):
         self.fp32_optimizer_states = fp32_optimizer_states
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add ``param_group`` itself, not a copy: a scheduler of an earlier optimizer may hold it.
-
-        Raises:
-            RuntimeError: the group asks for ``amsgrad``.
-            ValueError: the group's settings are another optimizer's.
-        """
+        """Add ``param_group`` itself, not a copy, because a scheduler may hold that dict."""
         _refuse_amsgrad("DeepSpeedCPUAdam", param_group.get("amsgrad", False))
         eps = param_group.get("eps", 0.0)
         if not isinstance(eps, float | int):
@@ -123,12 +116,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_Named):
 
 
 class DeepSpeedCPULion(Lion, metaclass=_Named):
-    """`zero_core.Lion` with DeepSpeed's defaults: ten times its rate, and a momentum decay of
-    0.999.
-
-    ``betas`` are the weight of the momentum in the direction, and the decay of the momentum. The
-    weight decay is decoupled.
-    """
+    """`zero_core.Lion` with DeepSpeed's defaults: a rate of 1e-3 and a momentum decay of 0.999."""
 
     has_host_kernel: ClassVar[bool] = True
 

@@ -73,10 +73,7 @@ vars(logger).update(log_dist_once=log_dist_once, warning_once=warning_once)
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: object = None) -> None:
-    """Set the level of ``custom_logger``, by default `logger`, by the level's name.
-
-    Raises ValueError if there is no such level.
-    """
+    """Set the level, given by its name, of ``custom_logger`` or of `logger`."""
     level = logging.getLevelNamesMapping().get(log_level_str.upper())
     if level is None:
         names = sorted(name.lower() for name in logging.getLevelNamesMapping())

@@ -47,10 +47,7 @@ def instrument_w_nvtx(func: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class OnDevice:
-    """A context that makes tensors on ``device``, with ``dtype`` as the default dtype.
-
-    ``enabled=False`` makes it do nothing.
-    """
+    """A context that makes tensors on ``device``, with default dtype ``dtype``, if ``enabled``."""
 
     def __init__(
         self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True

@@ -39,13 +39,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Tensor]:
     """Return the whole state dict in fp32 on the CPU. Tied names share a tensor.
 
-    Args:
-        checkpoint_dir: folder that `save_checkpoint` was given.
-        tag: tag of the checkpoint; None is the newest.
-        exclude_frozen_parameters: leave frozen parameters out.
-        lazy_mode: no effect: tensors are always read one at a time.
-
-    Raises CheckpointError if there is no such checkpoint, or DeepSpeed itself wrote it.
+    ``checkpoint_dir`` is the folder that `save_checkpoint` was given. A ``tag`` of None is the
+    newest. ``lazy_mode`` has no effect: tensors are always read one at a time. Raises
+    CheckpointError if there is no such checkpoint, or DeepSpeed itself wrote it.
     """
     return _read(checkpoint_dir, tag, exclude_frozen_parameters, torch.float32)
 
@@ -100,12 +96,9 @@ def convert_zero_checkpoint_to_state_dict(
 ) -> None:
     """Write the state dict into ``output_dir``, which is made, under Hugging Face's file names.
 
-    Args:
-        checkpoint_dir, tag, exclude_frozen_parameters: as of
-            `get_fp32_state_dict_from_zero_checkpoint`.
-        max_shard_size: size of the largest file, in bytes or as "5GB"; None writes one file.
-        safe_serialization: write ``model.safetensors``, else ``pytorch_model.bin``.
-        dtype: dtype of floating values.
+    ``max_shard_size`` is the size of the largest file, in bytes or as "5GB"; None writes one file.
+    ``safe_serialization`` writes ``model.safetensors``, else ``pytorch_model.bin``. Other arguments
+    are those of `get_fp32_state_dict_from_zero_checkpoint`.
     """
     chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     state = _read(checkpoint_dir, tag, exclude_frozen_parameters, chosen)

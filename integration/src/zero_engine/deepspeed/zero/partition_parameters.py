@@ -54,10 +54,7 @@ _orig_torch_arange = torch.arange
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], dtype: torch.dtype, target_device: Any = None
 ) -> Callable[..., Tensor]:
-    """Wrap ``fn`` so that floating results are in ``dtype``. transformers replaces this name.
-
-    `Init` does not use it.
-    """
+    """Wrap ``fn`` to return floating tensors in ``dtype``. transformers replaces this function."""
 
     def construct(*args: Any, **kwargs: Any) -> Tensor:
         if target_device is not None and kwargs.get("device") is None:
@@ -69,11 +66,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Declare, before the engine is made, that ``module`` reads ``parameter`` in its forward.
-
-    Raises NotServedError if an engine owns the parameter already, and ``module`` does not contain
-    it.
-    """
+    """Declare, before the engine is made, that ``module`` reads ``parameter`` in its forward."""
     if any(parameter is own for own in module.parameters()):
         return
     if engine_of(parameter) is not None:
@@ -86,10 +79,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Undo `register_external_parameter`.
-
-    Raises RuntimeError if the parameter was not registered.
-    """
+    """Undo `register_external_parameter`. Raises RuntimeError if it was not called."""
     if not adapters.note_reader(module, parameter, is_reader=False):
         raise RuntimeError(
             f"a parameter of shape {tuple(parameter.shape)} is not registered as an external one "
@@ -132,17 +122,16 @@ class Init:
             module: a module that has values, of which rank 0's are used.
             data_parallel_group: ranks that share the parameters. Default: ``mpu``'s group, or all
                 ranks.
-            mem_efficient_linear, remote_device, pin_memory: no effect. Parts are in host memory.
             config_dict_or_path, config: a configuration. Its bf16 or fp16 is the default of
                 ``dtype``, and its ``zero_optimization.enable_sanity_checks`` applies to the
                 parameters.
             enabled: False makes the context do nothing.
             dtype: dtype of floating parameters. Default: the configuration's, else the engine
                 casts.
-            zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights:
-                no effect before there is an engine, which reads its configuration.
+            sequence_data_parallel_group, param_swapper, tensor_overrides: refused with
+                NotServedError.
 
-        Raises NotServedError if one of the last three arguments is given.
+        The other arguments have no effect before there is an engine.
         """
         for name, value in (
             ("sequence_data_parallel_group", sequence_data_parallel_group),
@@ -427,14 +416,10 @@ def _check_whole(module: nn.Module, args: Any) -> None:
 class TiledLinear(nn.Module):
     """`torch.nn.Linear` whose input and output may be split along the last dimension.
 
-    Args:
-        in_splits, out_splits: numbers of parts of the input and the output.
-        input_is_already_split: `forward` gets a sequence of ``in_splits`` tensors.
-        combine_out_splits: False returns the list of the output's parts.
-        linear_cls: class of the layer. It gets ``**kwargs``.
-        init_linear: a layer to copy the values from.
-
-    Raises RuntimeError if a number of parts is not within [1, features].
+    It is one linear layer. DeepSpeed's tiles bound the parameters that stage 3 gathers at a time,
+    where this engine gathers whole units. ``combine_out_splits=False`` returns a list of parts.
+    ``linear_cls`` makes the layer, with ``**kwargs``. ``init_linear`` is a layer to copy the values
+    from. Raises RuntimeError if a number of parts is not within [1, features].
     """
 
     def __init__(
@@ -480,10 +465,7 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Copy rank 0's weight and bias of ``other``, sharded or not. Every rank must call it.
-
-        Raises ValueError if the shapes differ.
-        """
+        """Copy rank 0's weight and bias of ``other``, sharded or not. Every rank must call it."""
         own: nn.Linear = self.linear
         if other.weight.shape != own.weight.shape:
             raise ValueError(

@@ -65,7 +65,6 @@ class PartitionedValue:
         recorded: recording that computes the value, and the deferred tensor within the recording.
         spans: range of elements that each rank's part covers; None: slices of equal length.
         spec: set with ``spans``. Converts the elements to the parameter's value.
-        casts: dtypes that the recorded value is cast to, in order.
         shape: shape of the kept value while the parameter is gathered.
         number: position in the order of partitioning, which is the same on every rank.
     """
