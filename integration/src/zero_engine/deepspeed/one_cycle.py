@@ -19,10 +19,10 @@ _BETA2 = 0.99
 
 
 class LRRangeTest(IterationSchedule):
-    """Rising rates, to find where the loss diverges: ``lr = min_lr * (1 + step_rate * b /
-    step_size)``.
+    """Rising rates, to find where the loss diverges.
 
-    A staircase rounds ``b / step_size`` down. ``min_lr`` is one rate for all groups or a list.
+    ``lr = min_lr * (1 + step_rate * b / step_size)``. A staircase rounds ``b / step_size`` down.
+    ``min_lr`` is one rate for all groups or a list.
     """
 
     def __init__(

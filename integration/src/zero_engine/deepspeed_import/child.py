@@ -33,7 +33,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
             "note: this system permits no network namespace: files are read with the network there",
             file=sys.stderr,
         )
-    die_with_parent(request["parent"])  # leave_network may clear an earlier setting
+    die_with_parent(request["parent"])  # leave_network would clear an earlier signal
     # Imported here, because torch starts threads, which would keep the network.
     from zero_core.errors import ZeroError
     from zero_engine.deepspeed_import.importing import (

@@ -188,10 +188,7 @@ def read_source(place: Path, frozen: Sequence[str]) -> Source:
 
 
 def size_of(place: Path) -> int:
-    """Return the bytes of the files that are read, without the holes of sparse files.
-
-    Links are not followed. A file with several names counts once.
-    """
+    """Return the bytes of the files to read, without holes, links and repeated names."""
     found = {}
     for path in place.rglob("*.pt"):
         facts = path.lstat()

@@ -56,16 +56,13 @@ def export_merged(
 
     Every rank must call it, between two steps. Rank 0 writes safetensors, ``config.json`` and
     ``generation_config.json``. Besides its shards a rank holds one gathered unit, and rank 0 a copy
-    of one layer.
+    of one layer. Returns the folder.
 
     Args:
         model: result of ``peft.get_peft_model``, trained by an engine at any stage.
         directory: folder, which is made if necessary.
         adapter_names: adapters to merge. Default: the active ones.
         dtype: dtype of floating values. Default: each weight's own, or what its quantizer returns.
-
-    Returns:
-        The folder.
 
     Raises:
         ConfigError: there is no engine, the adapters cannot be merged, or the base cannot be

@@ -117,12 +117,10 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 class ZeroTrainer(Trainer):
     """transformers' Trainer, whose model the engine trains.
 
-    The engine is built at the first ``train``, ``evaluate`` or ``predict``. The optimizer is the
-    Trainer's, with its decay groups, unless the configuration names one. Every rank runs the same
-    script, under torchrun. The model may be made under `zero_core.deferred_init`.
-
-    Attributes:
-        engine: None before it is built.
+    The engine is built at the first ``train``, ``evaluate`` or ``predict``; before, ``engine`` is
+    None. The optimizer is the Trainer's, with its decay groups, unless the configuration names one.
+    Every rank runs the same script, under torchrun. The model may be made under
+    `zero_core.deferred_init`.
     """
 
     accelerator: ZeroAccelerator
@@ -213,7 +211,7 @@ class ZeroTrainer(Trainer):
         if self.engine is not None:
             self.engine.close()
         assert isinstance(self.model, nn.Module)
-        self._config = fill_config(self._given, self.args)  # a search changes the arguments
+        self._config = fill_config(self._given, self.args)  # hyperparameter search changes args
         if is_training:
             self.create_optimizer()
             trained = zero_core.build(

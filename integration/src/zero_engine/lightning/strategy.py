@@ -126,9 +126,7 @@ class ZeroStrategy(DDPStrategy):
             config: the engine's configuration, or the path of a JSON file. Keys that the Trainer
                 decides must be missing or "auto". Its optimizer is used if ``configure_optimizers``
                 returns None.
-            process_options: DDPStrategy's ``accelerator``, ``parallel_devices``,
-                ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
-                ``process_group_backend``, ``timeout`` and ``start_method``.
+            process_options: options of DDPStrategy that are not DistributedDataParallel's.
 
         Raises ConfigError if the Trainer decides a key, or an option is DistributedDataParallel's.
         """

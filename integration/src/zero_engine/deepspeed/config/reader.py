@@ -438,7 +438,6 @@ class Settings:
     """A configuration, sorted. `PATHS` has the keys of fields with another name.
 
     Attributes:
-        raw: the configuration as given.
         core: configuration for `zero_core.build`, with DeepSpeed's defaults.
         steps_per_print: None is never.
         managed_gradient_accumulation: False: each ``step()`` ends an optimizer step.

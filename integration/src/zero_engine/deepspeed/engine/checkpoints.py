@@ -192,7 +192,7 @@ class Checkpoints(Facts):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """Return the whole model, in the compute dtype, on rank 0's CPU. Every rank must call."""
+        """Return the whole model in the compute dtype on rank 0's CPU. Every rank must call it."""
         state = self.core.full_state_dict(rank=0)
         if self.core.rank != 0:
             return None

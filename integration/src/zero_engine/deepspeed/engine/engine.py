@@ -173,7 +173,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.collate_fn = collate_fn
         self.optimizer = DeepSpeedOptimizer(core, self) if isinstance(core, Engine) else None
         if isinstance(core, Engine) and core.config.fp16.enabled:
-            core.loss_scaler.growth_delay = 1  # one step, as in DeepSpeed's own scaler
+            core.loss_scaler.growth_delay = 1  # DeepSpeed's first window is a step longer
         self.global_samples = 0
         self._was_step_applied = False
         self.watch = Watch(settings, core, self.train_batch_size())

@@ -1,7 +1,6 @@
 """``deepspeed.utils.z3_leaf_module``: modules that are gathered as one unit.
 
-Marks are read by `initialize`, so they must be set before it. A block of a module list is always
-one unit.
+`initialize` reads the marks. A block of a module list is always one unit, marked or not.
 """
 
 from __future__ import annotations

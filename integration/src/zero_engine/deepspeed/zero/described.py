@@ -1,5 +1,4 @@
-"""Attributes by which scripts recognise a sharded parameter: ``ds_id``, ``ds_status``,
-``ds_tensor``.
+"""Attributes by which scripts recognise a sharded parameter (``ds_id``, ``ds_status``, ...).
 
 While a stage-3 engine owns a parameter, its class is `ShardedParameter`, whose properties ask the
 engine. A parameter of a subclass keeps that class, because operators dispatch on it, and the class

@@ -188,7 +188,7 @@ class Init:
 
 @contextmanager
 def suspended_init() -> Iterator[None]:
-    """Leave an active `Init`, which partitions its parameters, and enter it again at the end."""
+    """End an active `Init` for the time of this context, and begin it again afterwards."""
     active = Init._active
     if active is None or not adapters.is_recorded_innermost():
         yield

@@ -286,7 +286,7 @@ def can_partition(param: object) -> TypeGuard[nn.Parameter]:
 
 
 def partition(param: nn.Parameter, value: PartitionedValue) -> None:
-    """Remove the value from ``param``, which `can_partition`. ``value`` locates the value."""
+    """Replace the value of ``param`` by a placeholder. ``value`` says where the value is."""
     assert can_partition(param), "other classes may do more than hold a value"
     hole = _placeholder(param.shape, param.dtype)
     if param.is_meta:  # a meta parameter refuses ``data`` of another device
@@ -471,15 +471,13 @@ def partitioned_init(
     Unlike under `zero_core.deferred_init`, parameters can be read and changed before there is an
     engine, within `gathered_params`. Their values are rank 0's. Integer parameters and subclasses
     of ``nn.Parameter`` are not partitioned. At the end every rank computes its own buffers and
-    other tensors. Every rank must enter it and make the same modules.
+    other tensors. Every rank must enter it and make the same modules. Raises ConfigError if several
+    ranks were started and torch.distributed is not initialised, and otherwise as
+    `zero_core.deferred_init`.
 
     Args:
         process_group: ranks that share the parameters. Default: all ranks.
         dtype: dtype to which floating parameters are cast at the end. Default: no cast.
-
-    Raises:
-        ConfigError: several ranks were started and torch.distributed is not initialised.
-        RuntimeError: as `zero_core.deferred_init`.
     """
     ranks = find_ranks(process_group, None)
     control = ranks.connect()
