@@ -65,7 +65,7 @@ class DeepSpeedAccelerator:
     is_pinned = staticmethod(Tensor.is_pinned)
     lazy_call = staticmethod(lambda callback: callback())
     supported_dtypes = _call(lambda: [torch.float32, torch.float16, torch.bfloat16])
-    export_envs = visible_devices_envs = _call(list)  # variables that a launcher passes to ranks
+    export_envs = visible_devices_envs = _call(list)  # no variables for a launcher to pass on
 
     def is_fp64_supported(self) -> bool:
         return self.device_type != "mps"

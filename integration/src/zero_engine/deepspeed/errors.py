@@ -18,19 +18,19 @@ class NotServedError(ZeroError, AttributeError):
 
 
 class ModelMissingError(ZeroError, ValueError, AssertionError):
-    """`initialize` got no model. DeepSpeed raises AssertionError."""
+    """`initialize` got no model. An AssertionError too, as in DeepSpeed."""
 
 
 class UntestedOptimizerError(ConfigError, AssertionError):
-    """The configuration forbids the optimizer. DeepSpeed raises AssertionError."""
+    """The configuration forbids the optimizer. An AssertionError too, as in DeepSpeed."""
 
 
 class NoSyncError(ZeroError, RuntimeError, AssertionError):
-    """``step`` was called within ``no_sync``. DeepSpeed raises AssertionError."""
+    """``step`` was called within ``no_sync``. An AssertionError too, as in DeepSpeed."""
 
 
 class NotScalarError(ZeroError, ValueError, AssertionError):
-    """``scale`` got a loss of several values. DeepSpeed raises AssertionError."""
+    """``scale`` got a loss of several values. An AssertionError too, as in DeepSpeed."""
 
 
 class Unserved:

@@ -135,7 +135,7 @@ def initialize(
     if _option(args, "local_rank") is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     given = _make_optimizer(settings, model, optimizer, model_parameters)
-    # Only false is refused. DeepSpeed also refuses where the key is missing.
+    # DeepSpeed also refuses an untested optimizer if the key is missing.
     is_checked = settings.allows_untested_optimizer is False and settings.zero_stage > 0
     if is_checked and given is not None and type(given).__name__ not in TESTED:
         raise UntestedOptimizerError(

@@ -79,7 +79,7 @@ _OWN = (
     "accelerator checkpoint checkpointing comm launcher monitor ops ops.op_builder utils "
     "utils.groups utils.logging utils.tensor_fragment utils.z3_leaf_module zero"
 )
-"""Modules at DeepSpeed's own path. ``utils.zero_to_fp32`` is one too, and serves itself."""
+"""Modules at DeepSpeed's own path. ``utils.zero_to_fp32`` is another, which serves itself."""
 
 _PATHS_BY_SOURCE = {
     "dataloader utils.logging utils.tensor_fragment utils.usage utils.z3_leaf_module": "utils",
@@ -305,7 +305,7 @@ def _module(path: str) -> ModuleType:
         sys.modules[name] = module = ModuleType(name, f"``deepspeed.{path}``.")
         module.__spec__ = ModuleSpec(name, None)
         assert parent.__spec__ is not None, "it was imported, or made here"
-        if parent.__spec__.submodule_search_locations is None:  # no package so far
+        if parent.__spec__.submodule_search_locations is None:  # a file so far, not a package
             parent.__path__ = parent.__spec__.submodule_search_locations = []
         setattr(parent, last, module)
         refuse_other_names(path)

@@ -102,7 +102,7 @@ def load_file(path: Path) -> Any:
 
 
 def flat(value: Any, where: str) -> Tensor:
-    """Return a dense CPU tensor as one dimension, a view of its mapped bytes."""
+    """Return a dense CPU tensor as a 1-D view of its bytes. Raises CheckpointCorruptError."""
     is_plain = (
         isinstance(value, Tensor)
         and value.layout is torch.strided

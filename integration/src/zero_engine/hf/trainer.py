@@ -53,7 +53,7 @@ class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._is_accelerate_prepared = True
 
     def step(self, closure: Any = None) -> None:
-        """End the step. During gradient accumulation, do nothing."""
+        """End the step, except during gradient accumulation. Raises ValueError for a closure."""
         if closure is not None:
             raise ValueError("ZeroOptimizer.step() takes no closure")
         if self.gradient_state.sync_gradients:

@@ -33,7 +33,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def parse_hjson(text: str, name: str) -> dict[str, Any]:
-    """Parse an Hjson object, whose outer braces may be missing. Errors name it ``name``."""
+    """Parse an Hjson object. Its outer braces may be missing. ConfigErrors call it ``name``."""
     return _Reader(text.removeprefix("\ufeff"), name).read()
 
 
@@ -66,7 +66,7 @@ class _Reader:
             return self._long_string()
         if first in ('"', "'") and first:
             return self._quoted()
-        if first in "},]:":  # or the empty string, at the end
+        if first in "},]:":  # "" at the end is in every string
             self._fail(f"expected a value, found {self._rest()}")
         # A number, a constant, or a string without quotes.
         found = _WORD.match(self._text, self._at)

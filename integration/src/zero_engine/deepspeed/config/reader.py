@@ -215,7 +215,7 @@ _DTYPE_NAMES: Mapping[str, str] = {
 }
 
 Tell = Callable[[str, Any, str], None]
-"""Function that notes a key, its value, and its effect."""
+"""Function that records a key, its value, and what the key does."""
 
 
 def without_auto(block: Mapping[str, Any], tell: Tell, path: str = "") -> dict[str, Any]:
@@ -287,7 +287,7 @@ def _rename(block: dict[str, Any], old: str, name: str, tell: Tell, where: str =
 
 
 def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Return zero-core's keys ``given`` with DeepSpeed's defaults, in zero-core's form."""
+    """Return zero-core's keys ``given`` with DeepSpeed's defaults. Conflicts raise ConfigError."""
     core = {"gradient_clipping": CLIPPING, "broadcast_buffers": False, **given}
     clipping = core["gradient_clipping"]
     if isinstance(clipping, bool):
@@ -301,11 +301,11 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         zero = core[_ZERO] = dict(core[_ZERO])
         block = zero.get("offload_param")
         has_offload = isinstance(block, Mapping) and block.get("device", "none") != "none"
-        if has_offload and zero.get("stage", 0) != 3:  # DeepSpeed ignores it below stage 3
+        if has_offload and zero.get("stage", 0) != 3:  # DeepSpeed ignores offload_param there
             text = "used at stage 3 only: at lower stages every rank holds all parameters"
             tell(f"{_ZERO}.offload_param", dict(zero.pop("offload_param")), text)
     core["data_types"] = _data_types(core)
-    if "fp16" in core:  # the DeepSpeed engine reads auto_cast, not zero-core
+    if "fp16" in core:  # `Settings` has auto_cast, not zero-core
         as_bool("fp16.auto_cast", core["fp16"].get("auto_cast", False))
         core["fp16"] = {k: v for k, v in core["fp16"].items() if k != "auto_cast"}
         asked = as_whole(core["fp16"].get("hysteresis", 2))
@@ -476,7 +476,7 @@ Source = Mapping[str, Any] | str | PathLike[str]
 
 
 def load(source: Source) -> dict[str, Any]:
-    """Return the configuration as a dict, which is ``source`` itself if it is one."""
+    """Return the configuration as a dict, ``source`` itself if it is one. Raises ConfigError."""
     found = dict(source) if isinstance(source, Mapping) else parse_hjson(*_text_of(source))
     # accelerate writes Infinity as steps_per_print, which means never.
     check_plain({k: v for k, v in found.items() if k != "steps_per_print"})
@@ -494,7 +494,7 @@ def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
         try:
             return base64.urlsafe_b64decode(source).decode("utf-8"), "the base64 configuration"
         except (binascii.Error, UnicodeError, ValueError):
-            pass  # it is no base64 either
+            pass  # not base64 either: refused below
     raise ConfigError(
         f"the configuration {shown(str(source))} is neither a file that exists, nor JSON, nor "
         "base64 of JSON: pass a dict or the path of a JSON file"
@@ -502,7 +502,7 @@ def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
 
 
 _SHARED = ("data_types", "optimizer")
-"""Blocks whose other keys zero-core reads."""
+"""Blocks of which zero-core reads the keys that are in no table."""
 _BLOCKS = frozenset(
     path.partition(".")[0] for path in (*HONOURED, *UNNEEDED, *REFUSED) if "." in path
 )

@@ -32,7 +32,7 @@ from zero_engine.deepspeed.utils.zero_to_fp32 import main
 
 main()
 '''
-"""Program that is written into the checkpoints' folder, as by DeepSpeed."""
+"""Program that is written next to the checkpoints, as DeepSpeed does."""
 
 
 class Checkpoints(Facts):
@@ -290,7 +290,7 @@ _WORDS = {
 
 
 class TagMismatchError(CheckpointError, AssertionError):
-    """Ranks save a checkpoint under different tags. DeepSpeed raises AssertionError."""
+    """Ranks save a checkpoint under different tags. An AssertionError too, as in DeepSpeed."""
 
 
 def _agreed_tag(engine: Checkpoints, tag: str) -> str:

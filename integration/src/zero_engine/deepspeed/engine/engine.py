@@ -109,7 +109,7 @@ class Watch:
 
     def followed(self, outputs: _Outputs) -> _Outputs:
         """Return ``outputs`` of a forward, with hooks that observe a plain ``backward()``."""
-        self._is_in_backward = False  # a failed backward has not reset it
+        self._is_in_backward = False  # a failed backward may have left it True
         for leaf in pytree.tree_leaves(outputs) if self.observers else ():
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
@@ -173,20 +173,20 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.collate_fn = collate_fn
         self.optimizer = DeepSpeedOptimizer(core, self) if isinstance(core, Engine) else None
         if isinstance(core, Engine) and core.config.fp16.enabled:
-            core.loss_scaler.growth_delay = 1  # DeepSpeed's first window is a step longer
+            core.loss_scaler.growth_delay = 1  # first growth window: a step longer, as DeepSpeed's
         self.global_samples = 0
         self._was_step_applied = False
         self.watch = Watch(settings, core, self.train_batch_size())
         self._config = DeepSpeedConfig.of(settings, core.config, core.rank, core.world_size)
-        self._num_backwards = 0  # since the last step
-        self._is_quiet = self._is_coalescing = self._is_stepping = False  # within a context
+        self._num_backwards = 0  # number of backwards since the last step
+        self._is_quiet = self._is_coalescing = self._is_stepping = False  # each in its context
         self._was_quiet = False  # whether no_sync was entered since the last step
         self._has_told_of_drop = False
         if not settings.managed_gradient_accumulation and isinstance(core, Engine):
             core.set_gradient_accumulation_boundary(True)
         trained = (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable)
         core.remove_at_end(average_plain_backwards(trained, self.gradient_accumulation_steps))
-        if self.zero_optimization_stage():  # at stage 0 torch's zero_grad suffices
+        if self.zero_optimization_stage():  # at stage 0 the model keeps torch's zero_grad
             zero_grad = partial(_zero_grad, weakref.ref(self))
             core.remove_at_end([ObjectMethods("zero_grad", [(core.module, zero_grad)])])
         self.training_dataloader = (
@@ -330,7 +330,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return is_known and self.core.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next backwards are the last ones of their step."""
+        """Set whether the following backwards are the last of their step, until the next call."""
         core = self._training_core("set_gradient_accumulation_boundary")
         if not self.settings.managed_gradient_accumulation:
             raise RuntimeError(
@@ -375,7 +375,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Reduce the gradients of all backwards in this context once, for the ``step`` after it.
 
-        The context spans all backwards of a step.
+        The context spans all backwards of a step. Raises RuntimeError within itself or `no_sync`.
         """
         core = self._training_core("coalesce_grad_reduction")
         if not self.settings.managed_gradient_accumulation:
@@ -553,7 +553,7 @@ def average_plain_backwards(
     handles: list[Any] = []
     for param in params:
         is_required = param.requires_grad
-        param.requires_grad_(True)  # torch adds hooks to no other, but keeps them
+        param.requires_grad_(True)  # register_hook requires it, for the call only
         handles.append(param.register_hook(divide))  # type: ignore[no-untyped-call]
         param.requires_grad_(is_required)
     return handles

@@ -56,10 +56,10 @@ class LossScaler:
     use_grad_scaling = property(value_of("_core.config.fp16.enabled"))
     scale_window = property(value_of("_core.loss_scaler.config.loss_scale_window"))
     min_scale = min_loss_scale = property(value_of("_core.loss_scaler.config.min_loss_scale"))
-    # Number of overflows before the scale is halved: in the configuration, and left now.
+    # Overflows until the scale is halved: `delayed_shift` at first, `cur_hysteresis` from now on.
     delayed_shift = property(value_of("_core.loss_scaler.config.hysteresis"))
     cur_hysteresis = property(value_of("_core.loss_scaler.hysteresis_left"))
-    # Whether a step without overflow resets that number.
+    # Whether a step without overflow resets `cur_hysteresis`.
     consecutive_hysteresis = property(value_of("_core.loss_scaler.config.consecutive_hysteresis"))
     cur_iter = property(value_of("_core.global_steps"))
 
@@ -89,7 +89,7 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
     def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
         name = self._core.owns(param)
         if name is None or not self._has_state(param, name):
-            return {}  # as torch's optimizers
+            return {}  # as torch's optimizers do before their first step
         states = self._core.states.of(name)
         if self._core.states.is_whole(name):
             return states
@@ -154,7 +154,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.state: Any = OptimizerState(core, self.param_groups)
         trained = (core.owns(p) for group in self.param_groups for p in group["params"])
         names = [name for name in trained if name is not None]
-        if not any(map(core.states.is_whole, names)):  # no parameter's state is the optimizer's own
+        if not any(map(core.states.is_whole, names)):  # else the optimizer itself holds some states
             own, vars(given)["state"] = given.state, self.state
             core.remove_at_end([AtEnd(lambda: vars(given).update(state=own))])
         self.loss_scaler = LossScaler(core)

@@ -29,11 +29,11 @@ from zero_core import Lion
 from zero_core.adapters import Adam
 
 made_as: weakref.WeakKeyDictionary[torch.optim.Optimizer, type] = weakref.WeakKeyDictionary()
-"""The class here of which a configured optimizer is an instance."""
+"""Optimizers that the configuration names, and the class here that ``isinstance`` finds."""
 
 
 class _Named(ABCMeta):
-    """Metaclass of classes that have configured optimizers as instances."""
+    """Metaclass by which optimizers in `made_as` are instances of a class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         if super().__instancecheck__(instance):

@@ -38,14 +38,14 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of the given classes, which may be names. Returns those modules."""
+    """Mark modules by class or class name, and return them. Raises ValueError if there is none."""
     return _set_by_class(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Remove the marks of modules of the given classes. Returns those modules."""
+    """Remove marks by class or class name. Returns the modules. Raises ValueError if none."""
     return _set_by_class(model, leaf_module_classes, False, raise_if_not_found)
 
 

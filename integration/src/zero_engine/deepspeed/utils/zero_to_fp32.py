@@ -75,7 +75,7 @@ def load_state_dict_from_zero_checkpoint(
             engine.close()
     for name, param in model.named_parameters():
         is_left_empty = name not in state and is_refused(param)
-        if engine_of(param) is None and not is_left_empty:  # no buffer of an engine holds it
+        if engine_of(param) is None and not is_left_empty:  # its memory is not an engine's buffer
             open_all([param])
             if isinstance(param, PartitionedParam):
                 param.make_ordinary()
@@ -127,7 +127,7 @@ def convert_zero_checkpoint_to_state_dict(
 
 
 convert_zero_checkpoint_to_fp32_state_dict = convert_zero_checkpoint_to_state_dict
-"""DeepSpeed's older name."""
+"""DeepSpeed's older name of the function."""
 
 
 def _read(

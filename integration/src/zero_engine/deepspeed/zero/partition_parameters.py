@@ -251,9 +251,9 @@ class GatheredParameters:
                     "leave zero.Init first",
                 )
             return
-        describe(partitioned)  # a deep copy has no attributes yet
+        describe(partitioned)  # deep copies have no ds_id yet
         with ExitStack() as stack:
-            stack.callback(describe, partitioned)  # the body may have changed shapes
+            stack.callback(describe, partitioned)  # ds_shape, if the body has changed shapes
             stack.enter_context(gathered_params(partitioned, modifier_rank=self._modifier_rank))
             others = [p for p in self._params if value_of(p) is None and engine_of(p) is None]
             stored = [component.tensor for p in others for component in adapters.stored_tensors(p)]

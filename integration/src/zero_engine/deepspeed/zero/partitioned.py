@@ -82,7 +82,7 @@ class PartitionedValue:
     def gather(self, param: Tensor) -> Tensor:
         """Return the whole value of ``param``, on the CPU. Every rank must call it."""
         if param.dtype.is_floating_point and not bool(param.data.reshape(-1)[:1].isnan().all()):
-            _refuse("written to", param)  # torch allows writes to one element only
+            _refuse("written to", param)  # torch itself refuses writes to several elements
         if self.recorded is not None:
             is_mine = self.control.rank == 0
             value = self.computed() if is_mine else _empty_off_heap(param.numel(), param.dtype)
@@ -202,7 +202,7 @@ class Partitioned(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")  # foreign: torch's functions and descriptors
-        target = args[0] if args else kwargs.get("tensor")  # by name: torch.nn.init
+        target = args[0] if args else kwargs.get("tensor")  # "tensor": torch.nn.init
         with torch._C.DisableTorchFunctionSubclass():
             if is_partitioned(kwargs.get("out")):
                 _refuse(f"changed by {name}", kwargs["out"])
@@ -260,7 +260,7 @@ class _Absent(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        is_cast = getattr(func, "__name__", "") in _CASTS  # foreign: functions and descriptors
+        is_cast = getattr(func, "__name__", "") in _CASTS  # foreign: torch's functions
         with torch._C.DisableTorchFunctionSubclass():
             if is_cast and isinstance(args[0], _Absent):
                 return _cast(func, args, kwargs or {})
@@ -289,7 +289,7 @@ def partition(param: nn.Parameter, value: PartitionedValue) -> None:
     """Replace the value of ``param`` by a placeholder. ``value`` says where the value is."""
     assert can_partition(param), "other classes may do more than hold a value"
     hole = _placeholder(param.shape, param.dtype)
-    if param.is_meta:  # a meta parameter refuses ``data`` of another device
+    if param.is_meta:  # its ``data`` cannot be set to a CPU tensor
         torch._C._swap_tensor_impl(param, nn.Parameter(hole, param.requires_grad))
     else:
         param.data = hole
@@ -329,7 +329,7 @@ def gathered_params(
         RankMismatchError: at the end, ranks hold different shapes or dtypes.
     """
     global _num_gathered
-    unique = {id(p): p for p in params}.values()  # ``==`` of tensors compares elements
+    unique = {id(p): p for p in params}.values()  # tensors have no ``==`` for a set
     found = [p for p in unique if isinstance(p, nn.Parameter) and value_of(p) is not None]
     found.sort(key=lambda p: _value(p).number)
     for world_size in {_value(param).control.world_size for param in found}:
