@@ -37,9 +37,9 @@ def configure(
 ) -> None:
     """Set how `checkpoint` works. Arguments of None are taken from the configuration's block.
 
-    ``checkpoint_in_cpu`` keeps the inputs in host memory until backward. ``profile`` is not served.
-    The other arguments have no effect: there are no model-parallel ranks, and each call of
-    `checkpoint` is one checkpoint.
+    ``deepspeed_config`` is the configuration. ``checkpoint_in_cpu`` keeps the inputs in host memory
+    until backward. ``profile`` is not served. The remaining arguments have no effect: there are no
+    model-parallel ranks, and each call of `checkpoint` is one checkpoint.
     """
     global _is_configured, _is_on_cpu
     without_effect = {
@@ -79,7 +79,7 @@ non_reentrant_checkpoint = checkpoint
 
 def get_cuda_rng_tracker() -> Any:
     """Return the tracker that Megatron's layers fork for dropout. Torch keeps the random state."""
-    return SimpleNamespace(fork=nullcontext)
+    return SimpleNamespace(fork=lambda name="model-parallel-rng": nullcontext())
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:

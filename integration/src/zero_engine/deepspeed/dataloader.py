@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -23,9 +23,11 @@ class DeepSpeedDataLoader(DataLoader[Any]):
         rank: int,
         world_size: int,
         is_shuffled: bool = True,
+        pin_memory: bool = False,
         data_sampler: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
         num_workers: int | None = None,
-        **options: Any,
+        drop_last: bool = False,
     ) -> None:
         """Load rank ``rank``'s part of ``dataset``. An iterable dataset splits itself."""
         if data_sampler is None and not isinstance(dataset, IterableDataset):
@@ -39,7 +41,9 @@ class DeepSpeedDataLoader(DataLoader[Any]):
             batch_size=batch_size,
             sampler=data_sampler,
             num_workers=2 if num_workers is None else num_workers,
-            **options,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
         )
 
     @property

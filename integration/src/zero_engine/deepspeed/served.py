@@ -83,7 +83,9 @@ _OWN = (
 
 _PATHS_BY_SOURCE = {
     "dataloader utils.logging utils.tensor_fragment utils.usage utils.z3_leaf_module": "utils",
-    "zero.partition_parameters": "zero runtime.zero.partition_parameters runtime.zero.tiling",
+    "zero.partition_parameters": (
+        "zero runtime.zero.partition_parameters runtime.zero.tiling zero.tiling"
+    ),
     "accelerator": (
         "accelerator.abstract_accelerator accelerator.cpu_accelerator accelerator.real_accelerator"
     ),
@@ -100,7 +102,7 @@ _PATHS_BY_SOURCE = {
     "engine.optimizer": "runtime.base_optimizer",
     "initialize config.deepspeed_config": "runtime.config",
     "dataloader": "runtime.dataloader",
-    "engine.engine": "runtime.engine runtime.zero.offload_config",
+    "engine.engine": "runtime.engine runtime.zero.offload_config zero.offload_config",
     "lr_schedules": "runtime.lr_schedules",
     "zero": "runtime.zero",
     "utils.usage": "runtime.utils utils.init_on_device utils.nvtx",
@@ -152,12 +154,12 @@ _NAMES_BY_PATHS = {
         "GatheredParameters Init TiledLinear* ZeroParam* *register_external_parameter "
         "unwrap_model_for_generation"
     ),
-    "runtime.zero.offload_config": "Offload*Enum",
+    "runtime.zero.offload_config zero.offload_config": "Offload*Enum",
     "runtime.zero.partition_parameters": (
         "GatheredParameters Init ZeroParam* get_accelerator init_distributed is_zero_param "
         "*register_external_parameter zero_wrapper_for_fp_tensor_constructor"
     ),
-    "runtime.zero.tiling": "TiledLinear*",
+    "runtime.zero.tiling zero.tiling": "TiledLinear*",
     "utils": (
         "OnDevice RepeatingLoader instrument_w_nvtx log_dist* logger safe_* "
         "set_log_level_from_string *z3_leaf_*"
