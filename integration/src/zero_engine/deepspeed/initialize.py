@@ -85,12 +85,13 @@ def initialize(
     Every rank must call it, with the same model and configuration. The parameters move to the
     engine's memory; see `zero_core.build`. An earlier engine of the model is ended as by its
     ``destroy()``: values are kept, and gradients that wait for a step are dropped. A wrong
-    configuration or optimizer is refused before that. Within `zero.Init`, the parameters made so
-    far are partitioned first.
+    configuration or optimizer is refused before that. After a later failure the model is as before,
+    or as the earlier engine left it. Within `zero.Init`, the parameters made so far are partitioned
+    first.
 
     Args:
-        args: the parsed command line: ``deepspeed_config``, ``local_rank``, which is set, and
-            ``device_rank``, the accelerator's index.
+        args: the parsed command line: ``deepspeed_config``, used if no configuration is given here,
+            ``local_rank``, which is set, and ``device_rank``, the accelerator's index.
         optimizer: a torch optimizer, or a function that makes one out of ``model_parameters``. It
             replaces the configuration's.
         model_parameters: parameters or groups to train. Default: all that require a gradient.
@@ -110,7 +111,7 @@ def initialize(
     Raises:
         ConfigError: the configuration is wrong or does not fit the model.
         ModelMissingError: ``model`` is None.
-        NotServedError: model parallelism is requested.
+        NotServedError: model parallelism or ``mesh_param`` is requested.
     """
     if model is None:
         raise ModelMissingError("initialize() needs a model, found None: pass model=...")
@@ -135,7 +136,7 @@ def initialize(
     if _option(args, "local_rank") is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     given = _make_optimizer(settings, model, optimizer, model_parameters)
-    # DeepSpeed also refuses an untested optimizer if the key is missing.
+    # DeepSpeed also refuses an untested optimizer if the key is missing, which is allowed here.
     is_checked = settings.allows_untested_optimizer is False and settings.zero_stage > 0
     if is_checked and given is not None and type(given).__name__ not in TESTED:
         raise UntestedOptimizerError(

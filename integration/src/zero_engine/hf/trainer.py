@@ -121,6 +121,10 @@ class ZeroTrainer(Trainer):
     None. The optimizer is the Trainer's, with its decay groups, unless the configuration names one.
     Every rank runs the same script, under torchrun. The model may be made under
     `zero_core.deferred_init`.
+
+    TrainingArguments lead: a key that they decide may be missing or "auto" in the configuration,
+    and must otherwise agree. The Trainer divides the loss over the micro-steps, and makes and steps
+    optimizer and schedule, while the engine scales the loss, clips, and updates the parameters.
     """
 
     accelerator: ZeroAccelerator

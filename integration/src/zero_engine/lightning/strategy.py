@@ -67,6 +67,7 @@ class ZeroPrecision(Precision):
     """
 
     def __init__(self, precision: Any) -> None:
+        """Keep Lightning's name of a precision. Raises ConfigError if it is not served."""
         if precision not in _BLOCK_OF:
             raise ConfigError(
                 f"Trainer(precision={precision!r}) is not served by the ZeRO strategies; "
@@ -126,7 +127,9 @@ class ZeroStrategy(DDPStrategy):
             config: the engine's configuration, or the path of a JSON file. Keys that the Trainer
                 decides must be missing or "auto". Its optimizer is used if ``configure_optimizers``
                 returns None.
-            process_options: options of DDPStrategy that are not DistributedDataParallel's.
+            process_options: DDPStrategy's ``accelerator``, ``parallel_devices``,
+                ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
+                ``process_group_backend``, ``timeout`` and ``start_method``.
 
         Raises ConfigError if the Trainer decides a key, or an option is DistributedDataParallel's.
         """

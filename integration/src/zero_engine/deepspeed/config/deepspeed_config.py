@@ -87,7 +87,8 @@ class DeepSpeedConfig:
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
         """Read ``config``: a dict, a file's path, or base64 of JSON.
 
-        ``mpu`` is Megatron's parallel state. Raises ConfigError if a value is not served.
+        ``mpu`` is Megatron's parallel state. Raises ConfigError if a value is not served, and
+        NotServedError for ``mesh_device``.
         """
         if mesh_device is not None:
             raise NotServedError("DeepSpeedConfig(mesh_device=...), sequence parallelism,")

@@ -55,7 +55,8 @@ class Checkpoints(Facts):
         Every rank must call it. ``client_state`` is JSON and small tensors. During gradient
         accumulation the gradient so far is not saved, with a warning: after a load, the step starts
         again. If ranks give different tags, ``checkpoint.tag_validation`` decides: by default rank
-        0's is used, with a warning.
+        0's is used, with a warning. An engine without an optimizer saves all parameters and the
+        buffers. The program ``zero_to_fp32.py`` is written into ``save_dir``.
 
         Raises:
             ValueError: ``save_dir`` is empty or None.
@@ -166,7 +167,8 @@ class Checkpoints(Facts):
         """Write the whole model, in the compute dtype, as one file. Return whether it was written.
 
         Every rank must call it. A name in ``.safetensors`` selects that format, other names
-        torch's. As in DeepSpeed, stage 3 needs ``stage3_gather_16bit_weights_on_model_save``.
+        torch's, which ``torch.load(..., weights_only=True)`` reads. As in DeepSpeed, stage 3 needs
+        ``stage3_gather_16bit_weights_on_model_save``.
         """
         path = local_path(save_dir, "a model of DeepSpeed's names") / save_filename
         is_sharded = self.zero_optimization_partition_weights()
@@ -192,7 +194,10 @@ class Checkpoints(Facts):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """Return the whole model in the compute dtype on rank 0's CPU. Every rank must call it."""
+        """Return the whole model in the compute dtype on rank 0's CPU, else None.
+
+        Every rank must call it. Tied names share a tensor.
+        """
         state = self.core.full_state_dict(rank=0)
         if self.core.rank != 0:
             return None
@@ -233,7 +238,7 @@ class Checkpoints(Facts):
         """Load the state dict ``checkpoint["module"]`` of rank 0 into the model.
 
         Every rank must call it, and holds the whole model meanwhile, whatever ``fetch_z3_params``
-        is.
+        is. Raises NotServedError for ``custom_load_fn`` and ``allowed_missing_keys``.
         """
         if custom_load_fn is not None:
             raise NotServedError("load_module_state_dict(custom_load_fn=...)")

@@ -237,7 +237,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return loss / steps if steps > 1 else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale. Raises NotScalarError if it has several values."""
+        """Return ``loss`` times the loss scale, for a plain ``backward()``.
+
+        Raises NotScalarError if ``loss`` has several values.
+        """
         if loss.numel() != 1:
             raise NotScalarError(
                 f"scale() takes a scalar tensor, found a loss of shape {tuple(loss.shape)}: run "
@@ -330,7 +333,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return is_known and self.core.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the following backwards are the last of their step, until the next call."""
+        """Set whether the following backwards are the last of their step, until the next call.
+
+        Raises RuntimeError without ``managed_gradient_accumulation`` or without an optimizer.
+        """
         core = self._training_core("set_gradient_accumulation_boundary")
         if not self.settings.managed_gradient_accumulation:
             raise RuntimeError(
@@ -361,7 +367,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on the rank in this context. ``step`` raises NoSyncError within it."""
+        """Keep gradients on the rank in this context, within which ``step`` raises NoSyncError.
+
+        Raises RuntimeError if the engine has no optimizer.
+        """
         core = self._training_core("no_sync")
         before, self._is_quiet = self._is_quiet, True
         self._was_quiet = True
@@ -375,7 +384,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Reduce the gradients of all backwards in this context once, for the ``step`` after it.
 
-        The context spans all backwards of a step. Raises RuntimeError within itself or `no_sync`.
+        The context spans all backwards of a step. Raises RuntimeError within itself or `no_sync`,
+        without ``managed_gradient_accumulation``, and with ``gradient_accumulation_steps`` > 1.
         """
         core = self._training_core("coalesce_grad_reduction")
         if not self.settings.managed_gradient_accumulation:
@@ -406,7 +416,11 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Copy states to host memory and free the device memory. "cpu" is the only ``device``."""
+        """Copy states to host memory and free the device memory. Every rank must call it.
+
+        ``include`` names the states; None means all. The ``device`` "none" does nothing, and "nvme"
+        raises ValueError.
+        """
         if device == OffloadDeviceEnum.none:
             return
         if device != OffloadDeviceEnum.cpu:
@@ -426,7 +440,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """Do nothing: gradients are reduced as they become complete."""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the samples per step by the number of micro-steps. Call it at a step boundary."""
+        """Set the samples per step by the number of micro-steps. Call it at a step boundary.
+
+        Raises ValueError unless they are a multiple of all ranks' samples per micro-step.
+        """
         per_micro_step = self.train_micro_batch_size_per_gpu() * self.core.world_size
         if train_batch_size < 1 or train_batch_size % per_micro_step:
             raise ValueError(

@@ -212,7 +212,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Call the engine's ``step``, for Lightning's Fabric. Every rank must call it.
 
-        Raises RuntimeError if it is no accumulation boundary or no rank has a gradient.
+        Raises ValueError for a ``closure``, and RuntimeError between accumulation boundaries, if no
+        rank has a gradient, or if the engine is gone.
         """
         if closure is not None:
             raise ValueError("step(closure) cannot call the model again: run it before, and step()")

@@ -77,7 +77,10 @@ class DeepSpeedCPUAdam(CPUAdam, metaclass=_Named):
         self.fp32_optimizer_states = fp32_optimizer_states
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add ``param_group`` itself, not a copy, because a scheduler may hold that dict."""
+        """Add ``param_group`` itself, not a copy, because a scheduler may hold that dict.
+
+        Raises RuntimeError for ``amsgrad``, and ValueError for another optimizer's settings.
+        """
         _refuse_amsgrad("DeepSpeedCPUAdam", param_group.get("amsgrad", False))
         eps = param_group.get("eps", 0.0)
         if not isinstance(eps, float | int):
@@ -116,7 +119,10 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_Named):
 
 
 class DeepSpeedCPULion(Lion, metaclass=_Named):
-    """`zero_core.Lion` with DeepSpeed's defaults: a rate of 1e-3 and a momentum decay of 0.999."""
+    """`zero_core.Lion` with DeepSpeed's defaults.
+
+    ``betas`` are the momentum's weight in the update's direction, and the momentum's decay.
+    """
 
     has_host_kernel: ClassVar[bool] = True
 

@@ -97,8 +97,9 @@ def convert_zero_checkpoint_to_state_dict(
     """Write the state dict into ``output_dir``, which is made, under Hugging Face's file names.
 
     ``max_shard_size`` is the size of the largest file, in bytes or as "5GB"; None writes one file.
-    ``safe_serialization`` writes ``model.safetensors``, else ``pytorch_model.bin``. Other arguments
-    are those of `get_fp32_state_dict_from_zero_checkpoint`.
+    ``safe_serialization`` writes ``model.safetensors``, else ``pytorch_model.bin``, which holds
+    only tensors. ``dtype`` is that of floating values. Other arguments are those of
+    `get_fp32_state_dict_from_zero_checkpoint`.
     """
     chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     state = _read(checkpoint_dir, tag, exclude_frozen_parameters, chosen)
