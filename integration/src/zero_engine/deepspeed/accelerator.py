@@ -176,10 +176,12 @@ class TorchAccelerator(DeepSpeedAccelerator):
 
     def get_rng_state(self, device_index: int | None = None) -> Any:
         """Return the state of the device's generator: a tensor, uint8, on the CPU."""
-        return self._module.get_rng_state(*_given(device_index))
+        given = () if device_index is None else (device_index,)  # torch's default is not None
+        return self._module.get_rng_state(*given)
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
-        self._module.set_rng_state(new_state, *_given(device_index))
+        given = () if device_index is None else (device_index,)  # torch's default is not None
+        self._module.set_rng_state(new_state, *given)
 
     def default_generator(self, device_index: int) -> Any:
         return self._module.default_generators[device_index]
@@ -189,11 +191,6 @@ class TorchAccelerator(DeepSpeedAccelerator):
 
     def available_memory(self, device_index: int | None = None) -> int:
         return torch.accelerator.get_memory_info(device_index)[0]
-
-
-def _given(device_index: int | None) -> tuple[int, ...]:
-    """Return the index as an argument list, empty for None: torch has another default than None."""
-    return () if device_index is None else (device_index,)
 
 
 @cache

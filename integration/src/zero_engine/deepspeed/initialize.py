@@ -137,7 +137,9 @@ def initialize(
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     given = _make_optimizer(settings, model, optimizer, model_parameters)
     # DeepSpeed also refuses an untested optimizer if the key is missing, which is allowed here.
-    is_checked = settings.allows_untested_optimizer is False and settings.zero_stage > 0
+    is_checked = settings.allows_untested_optimizer is False and (
+        int(settings.core.get("zero_optimization", {}).get("stage", 0)) > 0
+    )
     if is_checked and given is not None and type(given).__name__ not in TESTED:
         raise UntestedOptimizerError(
             f"zero_allow_untested_optimizer is false, and {type(given).__name__} is none of those "

@@ -36,27 +36,24 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     die_with_parent(request["parent"])  # leave_network would clear an earlier signal
     # Imported here, because torch starts threads, which would keep the network.
     from zero_core.errors import ZeroError
-    from zero_engine.deepspeed_import.importing import (
-        printable,
-        read_source,
-        size_of,
-        write_source,
-    )
+    from zero_engine.deepspeed_import import importing
 
     place = Path(request["place"])
     try:
-        size = size_of(place)
+        size = importing.size_of(place)
         limit(size)
         print(f"reading {place} ({size / 1e9:.2f} GB)", file=sys.stderr, flush=True)
-        source = read_source(place, request["frozen"])
-        write_source(source, Path(request["output"]), request["tag"], request["optimizer"])
+        source = importing.read_source(place, request["frozen"])
+        importing.write_source(
+            source, Path(request["output"]), request["tag"], request["optimizer"]
+        )
     except ZeroError as error:
-        return {"error": printable(str(error)), "kind": type(error).__name__}
+        return {"error": importing.printable(str(error)), "kind": type(error).__name__}
     except (OSError, MemoryError) as error:
-        return {"error": printable(f"{place}: {error!r}"), "kind": "CheckpointError"}
+        return {"error": importing.printable(f"{place}: {error!r}"), "kind": "CheckpointError"}
     except Exception as error:  # a malicious file may raise anything
         text = f"{place} is not as DeepSpeed writes its checkpoints: {type(error).__name__} {error}"
-        return {"error": printable(text), "kind": "CheckpointCorruptError"}
+        return {"error": importing.printable(text), "kind": "CheckpointCorruptError"}
     return {}
 
 

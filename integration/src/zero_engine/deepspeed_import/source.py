@@ -94,10 +94,11 @@ def load_file(path: Path) -> Any:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except CheckpointError:
         raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} is refused: {_first_line(error)}") from error
     except Exception as error:  # a malicious file may raise anything
-        reason = f"{type(error).__name__}: {_first_line(error)}"
+        first_line = str(error).strip().split("\n")[0][:300]
+        if isinstance(error, pickle.UnpicklingError):
+            raise CheckpointError(f"{path} is refused: {first_line}") from error
+        reason = f"{type(error).__name__}: {first_line}"
         raise CheckpointCorruptError(f"{path} cannot be read: {reason}") from error
 
 
@@ -114,10 +115,6 @@ def flat(value: Any, where: str) -> Tensor:
         raise CheckpointCorruptError(f"{where} is no dense tensor: found {type(value).__name__}")
     found: Tensor = value.detach().reshape(-1)
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:300]
 
 
 @dataclass(frozen=True)
@@ -238,8 +235,13 @@ def make_source(
     )
 
 
-def split_states(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], int]:
-    """Return the elementwise states of an optimizer's ``state``, flat, and its number of steps."""
+def split_states(
+    state: Mapping[str, Any], where: str, master: Tensor
+) -> tuple[dict[str, Tensor], int]:
+    """Return the elementwise states of an optimizer's ``state``, flat, and its number of steps.
+
+    ``master`` is the flat master weight, which is added to the states.
+    """
     found = {k: v for k, v in state.items() if k != "step" and v is not None}
     strange = sorted(found.keys() - set(MOMENTS))
     if strange or (found and not set(MOMENTS[:2]) <= found.keys()):
@@ -248,7 +250,8 @@ def split_states(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor
             f"imported ({', '.join(MOMENTS)}). The weights alone can be taken over by "
             "DeepSpeed's zero_to_fp32.py and zero_core.load_pretrained"
         )
-    return {k: flat(v, f"{where}: {k}") for k, v in found.items()}, int(state.get("step", 0))
+    states = {k: flat(v, f"{where}: {k}") for k, v in found.items()}
+    return {**states, MASTER: master}, int(state.get("step", 0))
 
 
 def named_like(model: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

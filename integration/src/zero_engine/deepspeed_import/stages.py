@@ -111,17 +111,13 @@ def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> So
         for group, master in enumerate(masters):
             where = f"{place}: group {group} of rank {rank}"
             kept = state["base_optimizer_state"]["state"].get(group, {})
-            whole, step = split_states(kept, where)
-            whole[MASTER] = flat(master, f"{where}: master weights")
+            whole, step = split_states(kept, where, flat(master, f"{where}: master weights"))
             for name, address in state["param_slice_mappings"][group].items():
                 if not isinstance(address, Record):
                     raise CheckpointCorruptError(
                         f"{where}: {type(address).__name__} is no address of a fragment"
                     )
-                span = {
-                    **dict(zip(("numel", "start"), address.args, strict=False)),
-                    **vars(address),
-                }
+                span = dict(zip(("numel", "start"), address.args, strict=False), **vars(address))
                 start = int(span["start"])
                 stop = start + int(span["numel"])
                 steps[name] = step
@@ -162,8 +158,8 @@ def _read_stage_3(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
         for index, shapes in enumerate(model["param_shapes"]):
             where = f"{place}: sub-group {index} of rank {rank}"
             kept = state["optimizer_state_dict"]["state"].get(index, {})
-            whole, step = split_states(kept, where)
-            whole[MASTER] = flat(state["fp32_flat_groups"][index], f"{where}: master weights")
+            master = flat(state["fp32_flat_groups"][index], f"{where}: master weights")
+            whole, step = split_states(kept, where, master)
             start = 0
             for name, shape in shapes.items():
                 numel = math.prod(shape)
@@ -347,8 +343,7 @@ def _by_shape(place: Path, inner: Mapping[str, Any], values: Mapping[str, Tensor
                 f"{where} has the shape {tuple(shapes[index])}, {name} has "
                 f"{tuple(values[name].shape)}: name the parameters that were frozen"
             )
-        states, step = split_states(state, where)
-        found[name] = {**states, MASTER: flat(values[name], f"{place}: {name}")}, step
+        found[name] = split_states(state, where, flat(values[name], f"{place}: {name}"))
     return found
 
 
@@ -366,8 +361,8 @@ def _by_masters(
             where = f"{place}: master weight {index}"
             left = {n: v for n, v in values.items() if n not in found and v.shape == master.shape}
             name = _only(where, [n for n, v in left.items() if torch.equal(master.to(v.dtype), v)])
-            states, step = split_states(inner["state"].get(index) or {}, where)
-            found[name] = {**states, MASTER: flat(master, where)}, step
+            state = inner["state"].get(index) or {}
+            found[name] = split_states(state, where, flat(master, where))
     return found
 
 
@@ -380,8 +375,7 @@ def _by_flat_masters(
         where = f"{place}: group {number}"
         master = flat(group, where)
         (index,) = inner["param_groups"][number]["params"]
-        states, step = split_states(inner["state"].get(index) or {}, where)
-        whole = {**states, MASTER: master}
+        whole, step = split_states(inner["state"].get(index) or {}, where, master)
         start = 0
         while start < master.numel():
             rest = master[start:]

@@ -142,15 +142,14 @@ def _parts(base: nn.Module) -> Iterator[_Part]:
         params = tuple(module.parameters(recurse=is_adapted))
         if is_adapted:
             inside = f"{path}."
-            yield _Part(path, module, True, params)
-        elif params or any(True for _ in _buffers(module)):
-            yield _Part(path, module, False, params)
+        if is_adapted or params or any(True for _ in _buffers(module, path)):
+            yield _Part(path, module, is_adapted, params)
 
 
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the persistent buffers of ``module``, without those of its submodules."""
-    for name, buffer in module.named_buffers(recurse=False):
-        if name not in module._non_persistent_buffers_set:
+def _buffers(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the persistent buffers of ``module`` itself, named as below ``path``."""
+    for name, buffer in module.named_buffers(path, recurse=False):
+        if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
             yield name, buffer
 
 
@@ -184,7 +183,8 @@ def _names(parts: Sequence[_Part]) -> tuple[dict[int, str], frozenset[int]]:
     adapted: dict[int, _Part] = {}
     for part in parts:
         layer = _base_layer(part.module) if part.is_adapted else part.module
-        for name, param in () if layer is None else _own(layer, part.path):
+        own = () if layer is None else layer.named_parameters(part.path, recurse=False)
+        for name, param in own:
             first.setdefault(id(param), name)
             other = adapted.get(id(param))
             if other is not None and isinstance(part.module, BaseTunerLayer):
@@ -195,16 +195,6 @@ def _names(parts: Sequence[_Part]) -> tuple[dict[int, str], frozenset[int]]:
             if part.is_adapted:
                 adapted[id(param)] = part
     return first, frozenset(adapted)
-
-
-def _own(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of ``module`` itself, each with its name in the base model."""
-    for name, param in module.named_parameters(recurse=False):
-        yield _joined(path, name), param
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _base_layer(adapted: nn.Module) -> nn.Module | None:
@@ -221,21 +211,20 @@ def _values(
     if not part.is_adapted:
         is_quantized = any(_can_dequantize(p) for p in part.params)
         module = _dequantized(copy.deepcopy(part.module)) if is_quantized else part.module
-        values = dict(_own(module, part.path))
-        for name, param in _own(part.module, part.path):
+        values = dict(module.named_parameters(part.path, recurse=False))
+        for name, param in part.module.named_parameters(part.path, recurse=False):
             if id(param) not in adapted:
                 yield names[id(param)], values[name]
-        for name, buffer in _buffers(module):
-            yield _joined(part.path, name), buffer
+        yield from _buffers(module, part.path)
         return
     layer = _base_layer(part.module)
-    tied = {} if layer is None else {n: names[id(p)] for n, p in _own(layer, part.path)}
+    own = () if layer is None else layer.named_parameters(part.path, recurse=False)
+    tied = {name: names[id(param)] for name, param in own}
     merged = _merged(copy.deepcopy(part.module), adapter_names)
     for name, param in merged.named_parameters(part.path):
         yield tied.get(name, name), param
     for path, module in merged.named_modules(prefix=part.path):
-        for name, buffer in _buffers(module):
-            yield _joined(path, name), buffer
+        yield from _buffers(module, path)
 
 
 def _merged(adapted: Any, adapter_names: Sequence[str] | None) -> nn.Module:
@@ -285,7 +274,7 @@ def _save_config(base: Any, directory: Path, written: set[str]) -> None:
         # Both embeddings are in the files if training has untied them.
         ends = (base.get_input_embeddings(), base.get_output_embeddings())
         paths = [path for path, module in base.named_modules() if module in ends]
-        if len(paths) == 2 and all(_joined(path, "weight") in written for path in paths):
+        if len(paths) == 2 and all(f"{path}.weight" in written for path in paths):
             config.tie_word_embeddings = False
     config.save_pretrained(directory)
     if base.can_generate():

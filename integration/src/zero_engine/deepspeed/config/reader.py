@@ -466,11 +466,6 @@ class Settings:
     disable_python_gc: bool = False
     notes: tuple[Note, ...] = ()
 
-    @property
-    def zero_stage(self) -> int:
-        zero: Mapping[str, Any] = self.core.get("zero_optimization", {})
-        return int(zero.get("stage", 0))
-
 
 Source = Mapping[str, Any] | str | PathLike[str]
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
@@ -522,18 +522,13 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
         return None if self.optimizer is None else self.optimizer.optimizer
 
-    def get_lr(self) -> list[Any]:
-        return self._of_groups("lr")
-
-    def get_mom(self) -> list[Any]:
-        return self._of_groups("momentum", "betas")
-
-    def get_type(self) -> list[Any]:
-        return self._of_groups("type")
-
     def _of_groups(self, *keys: str) -> list[Any]:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [next((g[k] for k in keys if k in g), 0.0) for g in groups]
+
+    get_lr = partialmethod(_of_groups, "lr")
+    get_mom = partialmethod(_of_groups, "momentum", "betas")
+    get_type = partialmethod(_of_groups, "type")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepSpeedEngine:
         """Accept ``to``, ``half``, ``cuda`` and the like if they change nothing."""

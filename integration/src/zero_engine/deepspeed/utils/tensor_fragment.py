@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from zero_core import ShardedModel, engine_of
+from zero_core import engine_of
 
 _MASTER = "master_weight"
 _GRAD = "grad"
@@ -103,7 +103,8 @@ def _get(param: nn.Parameter, what: str, *, is_local: bool = False) -> Tensor | 
     engine = engine_of(param)
     if engine is None:
         return None
-    name = _name(engine, param)
+    name = engine.owns(param)
+    assert name is not None, "engine_of found it"
     if not next(spec.is_trainable for spec in engine.layout.params if spec.name == name):
         return None
     if what == _GRAD and not is_local and engine.states.is_kept_unreduced:
@@ -126,7 +127,8 @@ def _set(param: nn.Parameter, value: Tensor, what: str, *, is_local: bool = Fals
             f"a parameter of shape {tuple(param.shape)} belongs to no engine: call initialize() "
             "first, and pass a parameter of its model"
         )
-    name = _name(engine, param)
+    name = engine.owns(param)
+    assert name is not None, "engine_of found it"
     if what == _GRAD and not is_local and engine.states.is_kept_unreduced:
         engine.states.set_unreduced(name, value)
         return
@@ -137,9 +139,3 @@ def _set(param: nn.Parameter, value: Tensor, what: str, *, is_local: bool = Fals
     write(name, wide, what)
     if what == _MASTER and engine.config.zero_optimization.stage == 3:
         engine.publish()  # small parameters are not sharded and need the new value
-
-
-def _name(engine: ShardedModel, param: nn.Parameter) -> str:
-    name = engine.owns(param)
-    assert name is not None, "engine_of found it"
-    return name

@@ -107,10 +107,9 @@ def convert_zero_checkpoint_to_state_dict(
     if safe_serialization:
         state = without_ties(state)
         stem, ending, write = "model", "safetensors", partial(save_file, metadata={"format": "pt"})
-    limit = max_shard_size
-    if isinstance(limit, str):
-        limit = parse_bytes(limit, "max_shard_size =")
-    parts = _split(state, limit)
+    if isinstance(max_shard_size, str):
+        max_shard_size = parse_bytes(max_shard_size, "max_shard_size =")
+    parts = _split(state, max_shard_size)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if len(parts) == 1:

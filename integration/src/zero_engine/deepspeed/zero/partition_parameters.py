@@ -27,25 +27,10 @@ from zero_engine.deepspeed.config.reader import load
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.utils.groups import secondary_group
-from zero_engine.deepspeed.zero.described import (
-    SANITY_CHECKS,
-    ShardedParameter,
-    ZeroParamStatus,
-    describe,
-)
+from zero_engine.deepspeed.zero import described, partitioned
+from zero_engine.deepspeed.zero.described import ZeroParamStatus as ZeroParamStatus
 from zero_engine.deepspeed.zero.described import ZeroParamType as ZeroParamType
 from zero_engine.deepspeed.zero.described import is_zero_param as is_zero_param
-from zero_engine.deepspeed.zero.partitioned import (
-    Made,
-    PartitionedValue,
-    can_partition,
-    gathered_params,
-    is_partitioned,
-    partition,
-    partition_module,
-    partitioned_init,
-    value_of,
-)
 
 _log = logging.getLogger(__name__)
 _orig_torch_arange = torch.arange
@@ -151,16 +136,16 @@ class Init:
         self._group = data_parallel_group if data_parallel_group is not None else group
         self._num_secondary = _value_of(found, "zero_optimization", "zero_hpz_partition_size")
         self._recorder = ExitStack()
-        self._made: Made | None = None
+        self._made: partitioned.Made | None = None
         if enabled:
             init_distributed()
             if module is not None:
-                made = partition_module(module, self._group, dtype=self._dtype)
+                made = partitioned.partition_module(module, self._group, dtype=self._dtype)
                 self._describe(made)
 
     def _describe(self, params: Iterable[nn.Parameter]) -> None:
         secondary = secondary_group(self._num_secondary, self._group)
-        describe(params, has_checks=self._has_checks, secondary=secondary)
+        described.describe(params, has_checks=self._has_checks, secondary=secondary)
 
     @classmethod
     def is_active(cls) -> bool:
@@ -174,7 +159,7 @@ class Init:
         if outer is not None and not has_made and adapters.is_recorded_innermost():
             outer.__exit__(None, None, None)
         if Init._active is None:
-            context = partitioned_init(self._group, dtype=self._dtype)
+            context = partitioned.partitioned_init(self._group, dtype=self._dtype)
             self._made = self._recorder.enter_context(context)
             Init._active = self  # last, because a failed __enter__ has no __exit__
 
@@ -241,30 +226,32 @@ class GatheredParameters:
                     register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
-        partitioned = [p for p in self._params if value_of(p) is not None]
+        rank = self._modifier_rank
+        found = [p for p in self._params if partitioned.value_of(p) is not None]
         if Init.is_active():
             # Parameters made so far hold whole values, of which rank 0's are kept.
-            if any(is_partitioned(p) for p in partitioned) or self._modifier_rank not in (None, 0):
+            if any(map(partitioned.is_partitioned, found)) or rank not in (None, 0):
                 raise NotServedError(
-                    f"zero.GatheredParameters(modifier_rank={self._modifier_rank}) within "
-                    f"zero.Init (of {len(partitioned)} parameters from an earlier zero.Init)",
+                    f"zero.GatheredParameters(modifier_rank={rank}) within "
+                    f"zero.Init (of {len(found)} parameters from an earlier zero.Init)",
                     "leave zero.Init first",
                 )
             return
-        describe(partitioned)  # deep copies have no ds_id yet
+        described.describe(found)  # deep copies have no ds_id yet
         with ExitStack() as stack:
-            stack.callback(describe, partitioned)  # ds_shape, if the body has changed shapes
-            stack.enter_context(gathered_params(partitioned, modifier_rank=self._modifier_rank))
-            others = [p for p in self._params if value_of(p) is None and engine_of(p) is None]
+            stack.callback(described.describe, found)  # ds_shape, if the body has changed shapes
+            stack.enter_context(partitioned.gathered_params(found, modifier_rank=rank))
+            others = [
+                p for p in self._params if partitioned.value_of(p) is None and engine_of(p) is None
+            ]
             stored = [component.tensor for p in others for component in adapters.stored_tensors(p)]
-            stack.enter_context(adapters.gathered_slices(stored, modifier_rank=self._modifier_rank))
+            stack.enter_context(adapters.gathered_slices(stored, modifier_rank=rank))
             for engine, own in _by_engine(self._params):
-                if self._modifier_rank is not None or engine.config.zero_optimization.stage == 3:
-                    gathered = engine.gathered(params=own, modifier_rank=self._modifier_rank)
-                    stack.enter_context(gathered)
+                if rank is not None or engine.config.zero_optimization.stage == 3:
+                    stack.enter_context(engine.gathered(params=own, modifier_rank=rank))
             stack.enter_context(_available(self._params))
-            if self._modifier_rank is None:
-                checked = [p for p in self._params if vars(p).get(SANITY_CHECKS)]
+            if rank is None:
+                checked = [p for p in self._params if vars(p).get(described.SANITY_CHECKS)]
                 stack.enter_context(_unedited(checked))
             self._stack = stack.pop_all()
 
@@ -281,7 +268,7 @@ def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
     if not params:
         return
     is_edited = before != [(p.data_ptr(), p._version) for p in params]
-    engine, value = engine_of(params[0]), value_of(params[0])
+    engine, value = engine_of(params[0]), partitioned.value_of(params[0])
     owner = value if engine is None else engine.sharded_state
     assert owner is not None, "only sharded parameters are checked"
     found = owner.control.gather(torch.tensor([int(is_edited)])).tolist()
@@ -320,7 +307,8 @@ def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[
 @contextmanager
 def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Set ``ds_status`` to AVAILABLE in this context for those of ``params`` without an engine."""
-    marked = [p for p in params if "ds_status" in vars(p) and not isinstance(p, ShardedParameter)]
+    owned = described.ShardedParameter  # an engine's, whose ds_status is computed
+    marked = [p for p in params if "ds_status" in vars(p) and not isinstance(p, owned)]
     before = [vars(param)["ds_status"] for param in marked]
     for param in marked:
         vars(param)["ds_status"] = ZeroParamStatus.AVAILABLE
@@ -366,11 +354,11 @@ def sharded_loading() -> Iterator[None]:
             param = module._parameters.get(name)
             if param is None or param.is_meta:
                 continue
-            if can_partition(param) and not adapters.is_storage_dtype(param.dtype):
-                value = PartitionedValue(control, ranks.device)
+            if partitioned.can_partition(param) and not adapters.is_storage_dtype(param.dtype):
+                value = partitioned.PartitionedValue(control, ranks.device)
                 value.keep(param)
-                partition(param, value)
-                describe([param])
+                partitioned.partition(param, value)
+                described.describe([param])
             else:
                 adapters.put_in_slices(
                     [component.tensor for component in adapters.stored_tensors(param)], control
