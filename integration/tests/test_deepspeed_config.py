@@ -17,9 +17,9 @@ from torch import nn
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_engine import deepspeed
-from zero_engine.deepspeed.config.announce import apply, describe
 from zero_engine.deepspeed.config.hjson import parse_hjson
 from zero_engine.deepspeed.config.reader import Settings, read
+from zero_engine.deepspeed.initialize import apply, describe
 from zero_engine.deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
 
 BASE = {"train_batch_size": 4}

@@ -23,9 +23,8 @@ from zero_core.errors import ConfigError
 from zero_core.optim.factory import make_optimizer
 from zero_core.optim.muon import tag_matrices
 from zero_core.schedules import SCHEDULERS, make_scheduler
-from zero_engine.deepspeed.config.announce import describe
-from zero_engine.deepspeed.config.keys import HONOURED, REFUSED, UNNEEDED
-from zero_engine.deepspeed.config.reader import Settings, read
+from zero_engine.deepspeed.config.reader import HONOURED, REFUSED, UNNEEDED, Settings, read
+from zero_engine.deepspeed.initialize import describe
 from zero_engine.deepspeed.served import reason_to_refuse
 
 TABLE = Path(__file__).parents[2] / "docs" / "deepspeed-config.md"

@@ -59,7 +59,14 @@ def test_private_name_that_is_not_there_is_an_attribute_error() -> None:
         "from zero_engine.deepspeed.ops.aio import AsyncIOBuilder; AsyncIOBuilder.NAME",
         "from zero_engine.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum\n"
         "assert OffloadDeviceEnum.cpu == 'cpu'",
+        "from zero_engine import deepspeed\n"
+        "assert deepspeed.zero.offload_config.OffloadDeviceEnum.cpu == 'cpu'",
+        "from zero_engine.deepspeed.zero.tiling import TiledLinear\n"
+        "assert TiledLinear is __import__('zero_engine').deepspeed.zero.tiling.TiledLinear",
+        "from zero_engine.deepspeed.engine import DeepSpeedEngine; DeepSpeedEngine.forward",
         "from zero_engine.deepspeed.checkpointing import CheckpointFunction",
+        "from zero_engine.deepspeed.checkpointing import get_cuda_rng_tracker\n"
+        "with get_cuda_rng_tracker().fork(name='any') as found: assert found is None",
         "from zero_engine.deepspeed.utils import groups, zero_to_fp32; zero_to_fp32.main",
         "from zero_engine.deepspeed.runtime.zero import stage3; isinstance(stage3, object)\n"
         "Optimizer = stage3.DeepSpeedZeroOptimizer_Stage3",

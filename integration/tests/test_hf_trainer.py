@@ -27,8 +27,13 @@ from tests.support.lm_models import make_lm, token_rows
 from zero_core import CheckpointError, ConfigError, load_config
 from zero_core.testing import spawn
 from zero_engine.hf import ZeroSeq2SeqTrainer, ZeroTrainer
-from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer
-from zero_engine.hf.arguments import fill_config, fill_schedule, read_zero
+from zero_engine.hf.trainer import (
+    ZeroAccelerator,
+    ZeroOptimizer,
+    fill_config,
+    fill_schedule,
+    read_zero,
+)
 from zero_engine.script.hook import tell_after
 
 STAGES = ("stage1", "stage2", "stage3", "stage2-offload", "stage3-offload-params")

@@ -38,11 +38,15 @@ from zero_core.checkpoint.manifest import read_manifest
 from zero_core.errors import CheckpointCorruptError
 from zero_engine import deepspeed
 from zero_engine.deepspeed_import.child import die_with_parent, leave_network, limit
-from zero_engine.deepspeed_import.importing import find_place, import_checkpoint, read_source
-from zero_engine.deepspeed_import.source import MASTER
-from zero_engine.deepspeed_import.torch_files import load_file
-from zero_engine.deepspeed_import.writing import printable, write_source
-from zero_engine.deepspeed_import.zero_stages import read_universal
+from zero_engine.deepspeed_import.importing import (
+    find_place,
+    import_checkpoint,
+    printable,
+    read_source,
+    write_source,
+)
+from zero_engine.deepspeed_import.source import MASTER, load_file
+from zero_engine.deepspeed_import.stages import read_universal
 
 
 class Model(nn.Module):

@@ -18,7 +18,7 @@ from zero_core.errors import ConfigError
 from zero_core.testing import spawn
 from zero_engine import deepspeed
 from zero_engine.deepspeed.config.reader import read
-from zero_engine.deepspeed.engine.observing import Watch
+from zero_engine.deepspeed.engine.engine import Watch
 from zero_engine.monitoring import MemoryBreakdown, Scalars, StepFacts, WallClock
 
 LR_BY_DEEPSPEED = "step,lr\r\n4,0.0\r\n8,0.00430676558073393\r\n12,0.006826061944859854\r\n"

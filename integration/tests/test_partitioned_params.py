@@ -16,7 +16,11 @@ import zero_core
 from tests.support.facade import run_each, update
 from zero_core.testing import Failure, PeakMemory, failing, spawn
 from zero_core.testing.quantized import Adapted
-from zero_engine.deepspeed.zero.partition_parameters import GatheredParameters
+from zero_engine.deepspeed.zero.partition_parameters import (
+    GatheredParameters,
+    _check_whole,
+    sharded_loading,
+)
 from zero_engine.deepspeed.zero.partitioned import (
     gathered_params,
     is_partitioned,
@@ -25,7 +29,6 @@ from zero_engine.deepspeed.zero.partitioned import (
     partitioned_init,
     value_of,
 )
-from zero_engine.deepspeed.zero.quantized_loading import _check_whole, sharded_loading
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,

@@ -1,8 +1,7 @@
-"""DeepSpeed's interface over this engine: the names that a script asks for.
+"""DeepSpeed's interface, served by this engine.
 
-``zero-engine run`` serves this package as ``deepspeed``. It can be imported by its own name too.
-Submodules have DeepSpeed's paths. The first use of a part that is not
-served raises `NotServedError`.
+``zero-engine run`` serves this package under the name ``deepspeed``, with submodules at DeepSpeed's
+paths. The first use of a part that is not served raises `NotServedError`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NotServedError
-from zero_engine.deepspeed.initialize import (
-    DeepSpeedConfigError,
-    add_config_arguments,
-    initialize,
-)
+from zero_engine.deepspeed.initialize import DeepSpeedConfigError, add_config_arguments, initialize
 from zero_engine.deepspeed.served import VERSION, serve
 from zero_engine.deepspeed.utils.logging import log_dist, logger
 from zero_engine.deepspeed.utils.usage import OnDevice

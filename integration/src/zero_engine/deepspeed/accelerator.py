@@ -1,15 +1,11 @@
-"""``deepspeed.accelerator``: the devices that ranks compute on, over torch.accelerator.
-
-`get_accelerator` returns the one object that stands for this machine's accelerator, or its CPU.
-Memory is in bytes. A ``device_index`` of None is the current device.
-"""
+"""``deepspeed.accelerator``: the machine's devices, by torch.accelerator. Memory is in bytes."""
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,17 +18,22 @@ from zero_engine.machine import memory_limit_bytes, peak_bytes, used_bytes
 CPU = torch.device("cpu")
 
 
-def _answer(value: Any) -> Callable[..., Any]:
-    """Return a method that returns ``value``, whatever device it is asked about."""
+def _call(function: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a method that calls ``function`` and ignores the device that it is asked about."""
 
     def method(self: DeepSpeedAccelerator, *_device_index: int | None, **_named: Any) -> Any:
-        return value
+        return function()
 
     return method
 
 
+def _answer(value: Any) -> Callable[..., Any]:
+    """Return a method that returns ``value`` for every device."""
+    return _call(lambda: value)
+
+
 class DeepSpeedAccelerator:
-    """Questions about a kind of device, which has the name ``device_type`` in torch."""
+    """Functions of one kind of device, which torch calls ``device_type``."""
 
     def __init__(self, device_type: str, backend: str) -> None:
         self.device_type = self._name = device_type
@@ -40,7 +41,7 @@ class DeepSpeedAccelerator:
         self._ranges: list[torch.profiler.record_function] = []
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return torch's name of the device, such as "cuda:1", or the kind without an index."""
+        """Return torch's name of the device, such as "cuda:1", or "cuda" without an index."""
         return self.device_type if device_index is None else f"{self.device_type}:{device_index}"
 
     def communication_backend_name(self) -> str:
@@ -57,20 +58,14 @@ class DeepSpeedAccelerator:
     handles_memory_backpressure = is_synchronized_device
 
     random = _answer(torch.random)
-    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)  # of host and devices
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)  # seeds host and devices
     initial_seed = staticmethod(torch.initial_seed)
     is_bf16_supported = is_fp16_supported = _answer(True)
     get_compile_backend = _answer("inductor")
     is_pinned = staticmethod(Tensor.is_pinned)
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float32, torch.float16, torch.bfloat16]
-
-    def export_envs(self) -> list[str]:
-        """Return the variables that a launcher would pass on."""
-        return []
-
-    visible_devices_envs = export_envs
+    lazy_call = staticmethod(lambda callback: callback())
+    supported_dtypes = _call(lambda: [torch.float32, torch.float16, torch.bfloat16])
+    export_envs = visible_devices_envs = _call(list)  # no variables for a launcher to pass on
 
     def is_fp64_supported(self) -> bool:
         return self.device_type != "mps"
@@ -82,11 +77,8 @@ class DeepSpeedAccelerator:
         """Return a page-locked copy of ``tensor``, or ``tensor`` itself on the CPU."""
         return tensor if self.device_type == "cpu" else tensor.pin_memory()
 
-    def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        return callback()
-
     def range_push(self, msg: str, domain: object = None, category: object = None) -> None:
-        """Open a range, named ``msg`` in the trace of `torch.profiler`."""
+        """Open a range that `torch.profiler` records under the name ``msg``."""
         opened = torch.profiler.record_function(msg)
         opened.__enter__()  # type: ignore[no-untyped-call]
         self._ranges.append(opened)
@@ -95,15 +87,12 @@ class DeepSpeedAccelerator:
         self._ranges.pop().__exit__(None, None, None)
 
     def stream(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
-        """Return a context in which work is queued on ``stream``. None changes nothing."""
+        """Return a context that queues work on ``stream``. None does nothing."""
         return nullcontext() if stream is None else stream
 
 
 class CpuAccelerator(DeepSpeedAccelerator):
-    """The CPU as one device without an index. Memory is the process's resident set.
-
-    What needs no device, such as `synchronize` and `empty_cache`, does nothing.
-    """
+    """The CPU as one device. Memory is the resident set of the process."""
 
     Stream = None
     Event = None
@@ -112,36 +101,23 @@ class CpuAccelerator(DeepSpeedAccelerator):
         super().__init__("cpu", "gloo")
 
     device_name = current_device_name = _answer("cpu")
-    device = _answer(CPU)  # as a context manager the default device
+    device = _answer(CPU)
     is_available = _answer(True)
     set_device = synchronize = current_stream = default_stream = empty_cache = _answer(None)
-    # The system's peak is that of the whole process.
+    # The system measures the peak of the whole process, which cannot be reset.
     reset_peak_memory_stats = _answer(None)
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
     default_generator = _answer(torch.default_generator)
 
-    def current_device(self) -> int:
-        """Return this rank's number on its machine."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    def device_count(self) -> int:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-    def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        return torch.get_rng_state()
+    current_device = _call(lambda: int(os.environ.get("LOCAL_RANK", "0")))
+    device_count = _call(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    get_rng_state = _call(torch.get_rng_state)
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         torch.set_rng_state(new_state)
 
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return used_bytes(CPU)
-
-    memory_reserved = memory_cached = memory_allocated
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return peak_bytes()
-
-    max_memory_reserved = max_memory_cached = max_memory_allocated
+    memory_allocated = memory_reserved = memory_cached = _call(partial(used_bytes, CPU))
+    max_memory_allocated = max_memory_reserved = max_memory_cached = _call(peak_bytes)
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
         return {
@@ -149,12 +125,11 @@ class CpuAccelerator(DeepSpeedAccelerator):
             "allocated_bytes.all.peak": self.max_memory_allocated(),
         }
 
-    def total_memory(self, device_index: int | None = None) -> int:
-        """Return the memory of this machine or its container, 0 if unknown."""
-        return memory_limit_bytes() or 0
+    total_memory = _call(lambda: memory_limit_bytes() or 0)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        return max(0, self.total_memory() - self.memory_allocated())
+        free: int = self.total_memory() - self.memory_allocated()
+        return max(0, free)
 
 
 def _of_device(name: str) -> Callable[..., Any]:
@@ -199,17 +174,17 @@ class TorchAccelerator(DeepSpeedAccelerator):
     def default_stream(self, device_index: int | None = None) -> Any:
         return self._module.default_stream(device_index)
 
-    def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        """Return the state of the device's generator: uint8, on the CPU."""
-        state: Tensor = self._module.get_rng_state(*_given(device_index))
-        return state
+    def get_rng_state(self, device_index: int | None = None) -> Any:
+        """Return the state of the device's generator: a tensor, uint8, on the CPU."""
+        given = () if device_index is None else (device_index,)  # torch's default is not None
+        return self._module.get_rng_state(*given)
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
-        self._module.set_rng_state(new_state, *_given(device_index))
+        given = () if device_index is None else (device_index,)  # torch's default is not None
+        self._module.set_rng_state(new_state, *given)
 
-    def default_generator(self, device_index: int) -> torch.Generator:
-        generator: torch.Generator = self._module.default_generators[device_index]
-        return generator
+    def default_generator(self, device_index: int) -> Any:
+        return self._module.default_generators[device_index]
 
     def total_memory(self, device_index: int | None = None) -> int:
         return torch.accelerator.get_memory_info(device_index)[1]
@@ -218,18 +193,9 @@ class TorchAccelerator(DeepSpeedAccelerator):
         return torch.accelerator.get_memory_info(device_index)[0]
 
 
-def _given(device_index: int | None) -> tuple[int, ...]:
-    """Return the index as an argument, left out if it is None: torch's default has another form."""
-    return () if device_index is None else (device_index,)
-
-
-@functools.cache
+@cache
 def get_accelerator() -> DeepSpeedAccelerator:
-    """Return the accelerator that torch has found, else the CPU.
-
-    Raises:
-        ConfigError: the variable DS_ACCELERATOR asks for another; torch decides which one is there.
-    """
+    """Return torch's accelerator, else the CPU. Raises ConfigError if DS_ACCELERATOR disagrees."""
     device = torch.accelerator.current_accelerator(check_available=True)
     found = "cpu" if device is None else device.type
     asked = os.environ.get("DS_ACCELERATOR", found)

@@ -1,9 +1,9 @@
 """``deepspeed.checkpoint``: copies of states for ``torch.save``, and DeepSpeed's file names.
 
-[Note: stand-in files] Tools look whether a checkpoint has the files that DeepSpeed would write
-(``mp_rank_00_model_states.pt``, ...). Checkpoints here have small files of these names, which hold
-no tensor. Each is JSON that says where the values are. They are written after the checkpoint is
-complete, so one that is cut short has none. No reader here opens them.
+[Note: stand-in files]
+Tools check whether a checkpoint has DeepSpeed's files (``mp_rank_00_model_states.pt``, ...).
+Checkpoints of this engine have small JSON files of these names, which hold no tensor and name the
+file with the values. They are written last, so an incomplete checkpoint has none.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from zero_core.checkpoint import MANIFEST, local_path, read_latest
 
 _CPU = torch.device("cpu")
 _FILES = "*mp_rank_*_states.pt"
-"""``mp_rank_00_model_states.pt``, ``zero_pp_rank_0_mp_rank_00_optim_states.pt`` and the like."""
+"""Pattern of DeepSpeed's files, such as ``zero_pp_rank_0_mp_rank_00_optim_states.pt``."""
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -> Any:
-    """Copy ``item`` with every tensor in it, in lists, tuples and dicts too, to ``device``.
+    """Copy ``item`` to ``device``, with all tensors in its lists, tuples and dicts.
 
-    Parameters are slices of large buffers here; torch.save writes a whole buffer for a slice.
+    A parameter is a slice of a large buffer, and torch.save would write the whole buffer.
     """
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True)
@@ -41,7 +41,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
 
 
 def without_ties(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each tensor once, under its first name, as safetensors has it."""
+    """Return each tensor once, under its first name, for safetensors."""
     once: dict[int, str] = {}
     for name, value in state.items():
         once.setdefault(value.data_ptr() if value.numel() else id(value), name)
@@ -66,13 +66,13 @@ def write_stand_ins(place: Path, *, rank: int, stage: int, is_bf16: bool) -> Non
 
 
 def refuse_foreign(directory: str | Path, tag: object = None) -> None:
-    """Refuse a checkpoint in ``directory``, ``tag`` or the newest, that DeepSpeed wrote."""
+    """Refuse a checkpoint that DeepSpeed wrote. ``tag`` None is the newest in ``directory``."""
     folder = local_path(directory, "a checkpoint of DeepSpeed's names")
     if tag is None:
         tag = read_latest(folder)
     place = folder if tag is None else folder / str(tag)
     if place.joinpath(MANIFEST).is_file():
-        return  # these are our own
+        return  # this engine wrote the checkpoint
     found = min((path.name for path in place.glob(_FILES)), default=None)
     if found is not None:
         raise CheckpointError(

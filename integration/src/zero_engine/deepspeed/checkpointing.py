@@ -1,7 +1,7 @@
-"""``deepspeed.checkpointing``: recompute what the model asks for, by torch.utils.checkpoint.
+"""``deepspeed.checkpointing``: activation checkpointing by torch.utils.checkpoint.
 
-`configure` sets what holds for all calls of `checkpoint`; the configuration's block
-``activation_checkpointing`` recomputes nothing by itself, as in DeepSpeed.
+As in DeepSpeed, the configuration's block ``activation_checkpointing`` recomputes nothing without
+calls of `checkpoint`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,15 +37,9 @@ def configure(
 ) -> None:
     """Set how `checkpoint` works. Arguments of None are taken from the configuration's block.
 
-    Args:
-        mpu_: not used: there are no model-parallel ranks.
-        deepspeed_config: a configuration with a block ``activation_checkpointing``.
-        partition_activations: has no effect without model-parallel ranks.
-        contiguous_checkpointing: has no effect: what is kept are the inputs alone.
-        num_checkpoints: has no effect: every call is one.
-        checkpoint_in_cpu: keep the inputs in host memory until backward.
-        synchronize: has no effect on results; torch orders the streams.
-        profile: not served.
+    ``deepspeed_config`` is the configuration. ``checkpoint_in_cpu`` keeps the inputs in host memory
+    until backward. ``profile`` is not served. The remaining arguments have no effect: there are no
+    model-parallel ranks, and each call of `checkpoint` is one checkpoint.
     """
     global _is_configured, _is_on_cpu
     without_effect = {
@@ -69,14 +64,11 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Do nothing: nothing is kept between steps."""
+    """Do nothing: there is no state between steps."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``, and compute it again in backward (Chen et al., arXiv 1604.06174).
-
-    Tensors among ``args`` are kept, in host memory if so configured.
-    """
+    """Call ``function``, and recompute it in backward (Chen et al., arXiv 1604.06174)."""
     is_pinned = torch.accelerator.is_available()
     with save_on_cpu(is_pinned) if _is_on_cpu else nullcontext():
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
@@ -85,18 +77,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 non_reentrant_checkpoint = checkpoint
 
 
-class _Tracker:
-    """Random state of model-parallel ranks: there is one rank, whose state torch keeps."""
-
-    def fork(self, name: str = "model-parallel-rng") -> Any:
-        return nullcontext()
-
-
-def get_cuda_rng_tracker() -> _Tracker:
-    """Return the tracker that Megatron's layers fork for dropout."""
-    return _Tracker()
+def get_cuda_rng_tracker() -> Any:
+    """Return the tracker that Megatron's layers fork for dropout. Torch keeps the random state."""
+    return SimpleNamespace(fork=lambda name="model-parallel-rng": nullcontext())
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed every generator: there is one model-parallel rank."""
+    """Seed every generator."""
     torch.manual_seed(seed)

@@ -1,7 +1,6 @@
-"""Stands for ``deepspeed.comm``: torch.distributed under the names and parameters of DeepSpeed.
+"""``deepspeed.comm``: torch.distributed under DeepSpeed's names and parameters.
 
-``prof``, ``log_name`` and ``debug`` name a call in DeepSpeed's log of communication; they change
-nothing about the call.
+``prof``, ``log_name`` and ``debug`` belong to DeepSpeed's communication log and have no effect.
 """
 
 from __future__ import annotations
@@ -25,24 +24,14 @@ from zero_engine.monitoring import log_summary as log_summary
 LOG_ARGUMENTS = ("prof", "log_name", "debug")
 _ALIKE = """
     all_gather all_gather_object all_reduce all_to_all barrier batch_isend_irecv broadcast
-    broadcast_object_list gather irecv isend monitored_barrier recv reduce reduce_scatter scatter
-    send
+    broadcast_object_list destroy_process_group gather get_rank get_world_size irecv is_available
+    is_initialized isend monitored_barrier new_group recv reduce reduce_scatter scatter send
 """
 """Functions whose parameters have torch's names."""
 
-destroy_process_group = dist.destroy_process_group
-get_rank = dist.get_rank
-get_world_size = dist.get_world_size
-is_available = dist.is_available
-is_initialized = dist.is_initialized
-new_group = dist.new_group
-
 
 def _as_torch(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """torch's ``function`` with DeepSpeed's ``names`` of its first parameters, where they differ.
-
-    The parameters stand in the same order in both.
-    """
+    """Wrap torch's ``function``, whose first parameters get DeepSpeed's ``names``."""
     renamed = dict(zip(names, inspect.signature(function).parameters, strict=False))
 
     @functools.wraps(function)
@@ -57,9 +46,9 @@ def _as_torch(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
     return call
 
 
-# foreign: torch 2.13 has new names for the two, and the old ones will warn.
+# foreign: torch 2.13 renames the two functions below, and later releases warn of the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# foreign: the same.
+# foreign: as above
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 for _name in _ALIKE.split():
@@ -74,7 +63,7 @@ reduce_scatter_fn = reduce_scatter_tensor = _as_torch(
 
 
 def get_local_rank() -> int:
-    """Return this rank's number on its machine, as the launcher gave it."""
+    """Return this rank's number on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -115,7 +104,7 @@ def all_gather_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Gather each of ``input_tensors`` into its output, world size times as large."""
+    """Gather each of ``input_tensors`` into its output, which is world size times as large."""
     pairs = zip(output_tensors, input_tensors, strict=True)
     works = [_all_gather_single(whole, part, group, async_op) for whole, part in pairs]
     return _Works(works) if async_op else None
@@ -129,13 +118,11 @@ has_reduce_scatter_tensor = has_all_reduce_coalesced = has_all_gather_into_tenso
 
 
 def has_coalescing_manager() -> bool:
-    """Whether coalesced calls are sent as one: False, they are one call per tensor."""
+    """Return False: a coalesced call makes one call per tensor."""
     return False
 
 
 class _Works:
-    """Several collectives that are waited for together."""
-
     def __init__(self, works: list[Any]) -> None:
         self._works = works
 

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.dataloader``: the loader of ``training_data``, and one that never ends."""
+"""``deepspeed.runtime.dataloader``: the loader of ``training_data``, and an endless one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 
 class DeepSpeedDataLoader(DataLoader[Any]):
-    """Torch's loader of micro-batches of this rank's part of a dataset.
+    """Torch's loader of micro-batches from this rank's part of a dataset.
 
-    As in DeepSpeed every pass has the same order unless ``sampler.set_epoch`` is called, and
-    ``next`` works on the loader itself.
-
-    Attributes:
-        data_sampler: ``sampler`` by DeepSpeed's name; None for an iterable dataset.
+    As in DeepSpeed, every pass has the same order unless ``sampler.set_epoch`` is called, and
+    ``next`` can be called on the loader itself. ``data_sampler`` is None for an iterable dataset.
     """
 
     def __init__(
@@ -43,15 +40,15 @@ class DeepSpeedDataLoader(DataLoader[Any]):
             dataset,
             batch_size=batch_size,
             sampler=data_sampler,
+            num_workers=2 if num_workers is None else num_workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
-            num_workers=2 if num_workers is None else num_workers,
             drop_last=drop_last,
         )
 
     @property
     def dataloader(self) -> DeepSpeedDataLoader:
-        """This loader, by DeepSpeed's name for the one of torch."""
+        """This loader. DeepSpeed's attribute is torch's loader."""
         return self
 
     def __iter__(self) -> DeepSpeedDataLoader:  # type: ignore[override]
@@ -65,7 +62,7 @@ class DeepSpeedDataLoader(DataLoader[Any]):
 
 
 class RepeatingLoader:
-    """Starts ``loader`` again at its end."""
+    """An endless iterator, which restarts ``loader`` at its end."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

@@ -1,4 +1,4 @@
-"""The process group of the ranks, as the launcher's environment describes it."""
+"""The process group of the ranks, from the launcher's environment."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed if it isn't yet, without a launcher as one rank alone.
+    """Start torch.distributed if necessary. Without a launcher there is one rank.
 
-    The rank's accelerator is chosen in any case: see `choose_device`. The rank ends when torchrun
-    does.
+    It also makes the rank's accelerator the current one (`choose_device`), and ends the rank when
+    torchrun ends.
 
     Args:
-        timeout: of collectives; default: DEEPSPEED_TIMEOUT, in minutes, or else torch's.
-        auto_mpi_discovery: take ranks from the variables of mpirun and srun, where RANK isn't set.
-        distributed_port: where rank 0 listens, if MASTER_PORT isn't set; under srun the default
-            becomes one of the job's own.
+        timeout: timeout of collectives. Default: DEEPSPEED_TIMEOUT, in minutes, or torch's.
+        auto_mpi_discovery: read ranks from the variables of mpirun and srun if RANK is not set.
+        distributed_port: port of rank 0 if MASTER_PORT is not set. Under srun the default is
+            replaced by a port that depends on the job.
 
-    Raises:
-        ConfigError: srun or mpirun started several ranks, and rank 0's address isn't known;
-            DEEPSPEED_TIMEOUT is no number of minutes.
+    Raises ConfigError if srun or mpirun started several ranks and rank 0's address is unknown, or
+    DEEPSPEED_TIMEOUT is no number of minutes.
     """
     is_started = dist.is_initialized() or dist_init_required is False
     if auto_mpi_discovery and rank < 0 and not is_started:
@@ -56,8 +55,8 @@ def init_distributed(
         assert device is not None
         backend = dist.get_default_backend_for_device(device)
     if "gloo" in backend:
-        # The first torch optimizer imports it. Imported while a group exists, it keeps the group
-        # alive past destroy_process_group (torch 2.13): see _leave.
+        # The first torch optimizer imports this module. If a group exists by then, the module keeps
+        # the group alive past destroy_process_group (torch 2.13), which _leave needs.
         importlib.import_module("torch._dynamo")
     options: dict[str, Any] = {"timeout": timeout} if timeout else {}
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
@@ -77,10 +76,7 @@ def init_distributed(
 
 
 def choose_device(index: int | None = None) -> None:
-    """Make accelerator ``index`` this process's current one. None: `device_index` decides.
-
-    Without a launcher the current one stays.
-    """
+    """Make accelerator ``index`` the current one, by default the launcher's choice."""
     if not torch.accelerator.is_available():
         return
     if index is None:
@@ -90,11 +86,10 @@ def choose_device(index: int | None = None) -> None:
 
 
 def _leave() -> None:
-    """Leave the process group at the process's end if the script hasn't.
+    """Destroy a gloo group at exit, because its threads may abort the process (torch 2.13).
 
-    gloo's threads, still running when the process tears itself down, may abort it (torch 2.13).
-    Not of NCCL's groups, whose end may wait for a rank that has died.
+    Destroying an NCCL group could wait for a rank that has died.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
-        gc.collect()  # an engine in a cycle still holds the group
+        gc.collect()  # an engine in a reference cycle holds the group
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The error for parts of DeepSpeed that are not served, raised at their first use."""
+"""Errors of DeepSpeed's interface, and the stand-in for names that are not served."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ _DATA = (str, bytes, int, float, list, tuple, dict, set, frozenset)
 
 
 class NotServedError(ZeroError, AttributeError):
-    """A part of DeepSpeed's interface that this engine does not have.
-
-    An AttributeError too, so that ``hasattr`` on the engine answers False.
-    """
+    """A part of DeepSpeed that is not served. ``hasattr`` on the engine is False for it."""
 
     def __init__(self, what: str, instead: str = "") -> None:
         hint = instead or "remove the call, or run the script with DeepSpeed itself"
@@ -21,35 +18,32 @@ class NotServedError(ZeroError, AttributeError):
 
 
 class ModelMissingError(ZeroError, ValueError, AssertionError):
-    """`initialize` got no model. An AssertionError too, as DeepSpeed raises."""
+    """`initialize` got no model. An AssertionError too, as in DeepSpeed."""
 
 
 class UntestedOptimizerError(ConfigError, AssertionError):
-    """The configuration forbids an optimizer. An AssertionError too, as DeepSpeed raises."""
+    """The configuration forbids the optimizer. An AssertionError too, as in DeepSpeed."""
 
 
 class NoSyncError(ZeroError, RuntimeError, AssertionError):
-    """``step`` was called within ``no_sync``. An AssertionError too, as DeepSpeed raises."""
+    """``step`` was called within ``no_sync``. An AssertionError too, as in DeepSpeed."""
 
 
 class NotScalarError(ZeroError, ValueError, AssertionError):
-    """``scale`` got a loss of several values. An AssertionError too, as DeepSpeed raises."""
+    """``scale`` got a loss of several values. An AssertionError too, as in DeepSpeed."""
 
 
 class Unserved:
     """Stand-in for a class, function or constant that is not served. Any use raises.
 
-    A script may import such a name, look whether it is None, and write it in an annotation.
+    A script may import such a name, compare it with None, and use it in an annotation.
     """
 
     def __init__(self, name: str, instead: str = "", *, could_be_ours: bool = False) -> None:
-        """Remember the dotted ``name`` for the message.
+        """Keep the dotted ``name``, without "deepspeed.", and the advice ``instead``.
 
-        Args:
-            name: without "deepspeed.".
-            instead: what to do.
-            could_be_ours: whether DeepSpeed's own engine would have objects of this class, so that
-                ``isinstance`` has no true answer here. Nothing is ever one of the others.
+        ``could_be_ours`` marks a class of which DeepSpeed's own engine has objects. ``isinstance``
+        raises for it, and returns False for other classes.
         """
         self.__dict__.update(_name=name, _instead=instead, _could_be_ours=could_be_ours)
 
@@ -57,12 +51,11 @@ class Unserved:
         raise NotServedError(self._name, self._instead)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what imports, copies and inspection ask of anything
+        if name.startswith("__"):  # imports, copies and inspection look these up
             raise AttributeError(name)
         self._refuse()
 
     def __instancecheck__(self, instance: object) -> bool:
-        """Return False for a model part: ``isinstance(model, PipelineModule)`` is no use."""
         return self._refuse() if self._could_be_ours else False
 
     __subclasscheck__ = __instancecheck__
@@ -71,23 +64,23 @@ class Unserved:
         return f"<deepspeed.{self._name}, not served by zero-engine>"
 
     def __or__(self, other: Any) -> Any:
-        """Return a union, as in an annotation ``PipelineModule | None``."""
+        """Return a union, for an annotation ``PipelineModule | None``."""
         return Union[self, other]  # noqa: UP007
 
     def __ror__(self, other: Any) -> Any:
         return self | other
 
     def __eq__(self, other: object) -> bool:
-        """Refuse comparison with data, which the script may take it for."""
+        """Refuse comparison with data, for which a script may mistake this object."""
         is_class = isinstance(other, type) and other is not Any
         if isinstance(other, _DATA) or (is_class and self._could_be_ours):
             self._refuse()
         return self is other
 
     __hash__ = object.__hash__
-    # A class cannot be derived from it, and nothing in it can be replaced.
+    # It cannot be called or subclassed, and its attributes cannot be replaced.
     __call__ = __mro_entries__ = __setattr__ = __delattr__ = _refuse
-    # Nor is it the constant that a script expects.
+    # It cannot be used as a constant or a context manager.
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __setitem__ = _refuse
     __str__ = __format__ = __fspath__ = __int__ = __float__ = __index__ = _refuse

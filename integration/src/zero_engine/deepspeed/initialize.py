@@ -1,25 +1,28 @@
-"""`initialize`: what scripts call to turn a model into an engine."""
+"""`initialize`, which turns a model into an engine, and prints the configuration in effect."""
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pydantic
 import torch
+from pydantic import BaseModel
 from torch import nn
 
 from zero_core import ShardedModel, build, engine_of
 from zero_core.adapters import Cures, check_served, find_ranks, make_optimizer, tag_matrices
-from zero_core.config import OptimizerConfig, explain, load_config
+from zero_core.config import Config, OptimizerConfig, explain, find_unneeded, load_config
 from zero_core.errors import ConfigError
-from zero_engine.deepspeed.config.announce import apply, describe
-from zero_engine.deepspeed.config.keys import keep_bf16_moments
-from zero_engine.deepspeed.config.reader import Settings, Source, read
+from zero_engine.deepspeed.config.reader import PATHS, Settings, Source, keep_bf16_moments, read
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.distributed import choose_device, init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
@@ -27,7 +30,7 @@ from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import ModelMissingError, NotServedError, UntestedOptimizerError
 from zero_engine.deepspeed.ops.optimizers import CLASSES, DeepSpeedCPUAdam, made_as
 from zero_engine.deepspeed.served import VERSION
-from zero_engine.deepspeed.utils.logging import log_dist
+from zero_engine.deepspeed.utils.logging import log_dist, speak
 from zero_engine.deepspeed.utils.z3_leaf_module import mark_configured
 from zero_engine.deepspeed.zero.described import describe_engine
 from zero_engine.deepspeed.zero.partition_parameters import suspended_init
@@ -44,12 +47,17 @@ EMPTY_ENTRIES = (
     "engine.save_16bit_model(), or "
     "state_dict() within deepspeed.zero.GatheredParameters(list(model.parameters()))"
 )
-"""How to save what ``module.state_dict()`` does not hold."""
+"""Advice on saving the weights, which ``module.state_dict()`` lacks at stage 3."""
 CURES = Cures(
     read="deepspeed.zero.GatheredParameters([param])",
     write="deepspeed.zero.GatheredParameters([param], modifier_rank=...)",
     declare="call deepspeed.zero.register_external_parameter(module, param) before initialize()",
 )
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_NO_KEYS = ("raw", "core", "notes", "steps_per_print")
+"""Fields of `Settings` that are no keys, or are described with zero-core's configuration."""
+_DEFAULTS = Settings(raw={}, core={})
+_LOGGERS = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
 _log = logging.getLogger(__name__)
 
 OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
@@ -74,41 +82,36 @@ def initialize(
 ) -> _Made:
     """Make an engine out of a model, as ``deepspeed.initialize`` does.
 
-    Every rank must call it, with the same model and configuration. The model's parameters move to
-    the engine's memory; see `zero_core.build`. An engine that has them already is ended first, as
-    by its ``destroy()``: values stay, and gradients that wait for a step are dropped. A wrong
-    configuration or optimizer is refused before that. If it fails later on, the model is as before,
-    or as that engine left it. Within `zero.Init`, what that has made so far
-    is partitioned first.
+    Every rank must call it, with the same model and configuration. The parameters move to the
+    engine's memory; see `zero_core.build`. An earlier engine of the model is ended as by its
+    ``destroy()``: values are kept, and gradients that wait for a step are dropped. A wrong
+    configuration or optimizer is refused before that. After a later failure the model is as before,
+    or as the earlier engine left it. Within `zero.Init`, the parameters made so far are partitioned
+    first.
 
     Args:
-        args: the parsed command line: its ``deepspeed_config`` is the configuration, if none is
-            given here, and its ``local_rank`` is set. ``device_rank``, if it has one, is the
-            index of the accelerator to use, else the environment's ``LOCAL_RANK`` is.
-        model: any module.
-        optimizer: a torch optimizer, or what makes one out of ``model_parameters``; wins over the
-            configuration's.
-        model_parameters: what to train: parameters or groups; default: all that require a gradient.
-            Those that are frozen for now can be unfrozen later, and take memory as trained ones.
-        training_data: a dataset, of which the third value returned is a loader.
-        lr_scheduler: a scheduler, or what makes one out of the optimizer; wins over the
-            configuration's.
-        distributed_port: of rank 0, if the environment names none.
-        mpu: Megatron's parallel state; only with one model-parallel rank.
-        dist_init_required: False leaves torch.distributed alone.
-        collate_fn: of the loader.
-        config: the configuration: a mapping, the path of its JSON file, or base64 of it.
-        mesh_param: not served.
-        config_params: the same as ``config``.
+        args: the parsed command line: ``deepspeed_config``, used if no configuration is given here,
+            ``local_rank``, which is set, and ``device_rank``, the accelerator's index.
+        optimizer: a torch optimizer, or a function that makes one out of ``model_parameters``. It
+            replaces the configuration's.
+        model_parameters: parameters or groups to train. Default: all that require a gradient.
+            Frozen ones among them can be unfrozen later.
+        training_data, collate_fn: dataset and argument of the loader that is returned.
+        lr_scheduler: a scheduler, or a function that makes one out of the optimizer. It replaces
+            the configuration's.
+        distributed_port: port of rank 0, if the environment has none.
+        mpu: Megatron's parallel state, with one model-parallel rank.
+        dist_init_required: False does not start torch.distributed.
+        config, config_params: the configuration: a mapping, the path of a JSON file, or base64.
 
     Returns:
-        The engine, its optimizer, the loader of ``training_data`` and the scheduler, each of the
-        last three None if there is none. Without an optimizer the engine evaluates alone.
+        The engine, its optimizer, the loader and the scheduler. The last three may be None. Without
+        an optimizer the engine only evaluates.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the model.
         ModelMissingError: ``model`` is None.
-        NotServedError: model parallelism is asked for.
+        NotServedError: model parallelism or ``mesh_param`` is requested.
     """
     if model is None:
         raise ModelMissingError("initialize() needs a model, found None: pass model=...")
@@ -133,8 +136,10 @@ def initialize(
     if _option(args, "local_rank") is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     given = _make_optimizer(settings, model, optimizer, model_parameters)
-    # Where the key is missing, which means the same to DeepSpeed, the optimizer is served.
-    is_checked = settings.allows_untested_optimizer is False and settings.zero_stage > 0
+    # DeepSpeed also refuses an untested optimizer if the key is missing, which is allowed here.
+    is_checked = settings.allows_untested_optimizer is False and (
+        int(settings.core.get("zero_optimization", {}).get("stage", 0)) > 0
+    )
     if is_checked and given is not None and type(given).__name__ not in TESTED:
         raise UntestedOptimizerError(
             f"zero_allow_untested_optimizer is false, and {type(given).__name__} is none of those "
@@ -160,10 +165,10 @@ def initialize(
         core.name_cures(CURES)
         mark_configured(model, core.config.zero_optimization.leaf_module)
         if core.config.zero_optimization.stage == 3:
-            core.stay_with_model()  # as DeepSpeed's shards do, which parameters hold
+            core.stay_with_model()  # shards live as long as the model, as in DeepSpeed
             core.keep_small_params()
             describe_engine(core)
-            # as DeepSpeed's: OpenRLHF reads the names on rank 0
+            # OpenRLHF reads the names of the empty state dict on rank 0.
             core.allow_empty_entries(EMPTY_ENTRIES)
         if core.rank == 0:
             print(describe(settings, core.config, core.world_size), file=sys.stderr, flush=True)
@@ -200,9 +205,9 @@ def initialize(
 
 
 def _name_optimizer(engine: DeepSpeedEngine) -> None:
-    """Let the configuration's optimizer be an instance of DeepSpeed's class.
+    """Make the configuration's optimizer an instance of DeepSpeed's class.
 
-    At stage 0 in fp32 DeepSpeed returns that very object, so the one returned here is one, too.
+    At stage 0 in fp32 the returned view becomes one too, as DeepSpeed returns the optimizer itself.
     """
     named, config = engine.core.config.optimizer, engine.core.config
     zero, view = config.zero_optimization, engine.optimizer
@@ -210,7 +215,7 @@ def _name_optimizer(engine: DeepSpeedEngine) -> None:
         return
     on_device, on_host = CLASSES.get(named.type.lower(), (None, None))
     chosen = on_device if zero.offload_optimizer.device == "none" else on_host
-    if chosen is None or named.params.get("torch_adam"):  # which asks for torch's own class
+    if chosen is None or named.params.get("torch_adam"):  # torch_adam asks for torch's own class
         return
     is_bare = zero.stage == 0 and config.compute_dtype is None
     for optimizer in (view.optimizer, view) if is_bare else (view.optimizer,):
@@ -218,7 +223,7 @@ def _name_optimizer(engine: DeepSpeedEngine) -> None:
 
 
 def _option(args: Any, name: str) -> Any:
-    # foreign: the script's parsed command line, which may be of any class.
+    # foreign: the script's parsed command line may be of any class.
     return getattr(args, name, None)
 
 
@@ -228,7 +233,7 @@ def _check(config: dict[str, Any], given: torch.optim.Optimizer | None, *, world
     if given is not None:
         check_served(type(given))
     elif resolved.optimizer is not None:
-        tried = nn.Parameter(torch.empty(1, 1))  # Adagrad makes its state here: a small one
+        tried = nn.Parameter(torch.empty(1, 1))  # small, because Adagrad makes its state here
         tag_matrices([("weight", tried)])
         make_optimizer(resolved.optimizer, [tried])
 
@@ -239,7 +244,7 @@ def _make_optimizer(
     given: OptimizerOrFactory | None,
     model_parameters: Iterable[Any] | None,
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer to build with, None if the configuration's covers all parameters."""
+    """Return the optimizer to build with. None means the configuration's, of all parameters."""
     groups = None if model_parameters is None else list(model_parameters)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if isinstance(given, torch.optim.Optimizer):
@@ -261,7 +266,7 @@ def _make_optimizer(
 
 
 def _find_untrained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the parameters in no group, which need no gradient, and warn of them."""
+    """Return trainable parameters that are in no group, with a warning."""
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in covered}
     if left:
@@ -297,3 +302,61 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
             f"--{name}_config", default=None, type=str, help="path of the JSON configuration"
         )
     return parser
+
+
+def apply(settings: Settings) -> None:
+    """Apply the process's settings: log levels, Python's garbage collector, NVMe folders."""
+    if settings.steps_per_print is not None:
+        speak("zero_core.optim.train_state", logging.INFO)
+    if settings.log_level is not None:
+        for name in _LOGGERS:
+            speak(name, settings.log_level.upper())
+    if settings.disable_python_gc:
+        gc.collect()
+        gc.disable()
+    zero = settings.core.get("zero_optimization", {})
+    for block in (zero.get("offload_optimizer", {}), zero.get("offload_param", {})):
+        is_file = isinstance(block, Mapping) and block.get("device") == "nvme"
+        if is_file and isinstance(block.get("nvme_path"), str):
+            Path(block["nvme_path"]).mkdir(parents=True, exist_ok=True)  # DeepSpeed makes it too
+
+
+def describe(settings: Settings, config: Config, world_size: int) -> str:
+    """Describe the batch, values that differ from the defaults, keys without effect, and notes."""
+    total, micro, steps = (getattr(config, key) for key in _BATCH)
+    # The fields of `Settings` that hold keys, by path in a configuration.
+    own = {PATHS.get(f.name, f.name): f.name for f in fields(Settings) if f.name not in _NO_KEYS}
+    unneeded = list(find_unneeded(settings.core, config))
+    skipped = {*_BATCH, *own, *(path for path, _, _ in unneeded)}
+    different = [row for row in _leaves("", config, None) if row[0] not in skipped]
+    for path, name in own.items():
+        leaves = _leaves(path, getattr(settings, name), getattr(_DEFAULTS, name))
+        different += [row for row in leaves if not row[0].endswith("api_key")]
+    lines = [
+        "zero-engine: configuration in effect; every other key has its default",
+        f"  batch: {total} samples a step = {micro} a rank and micro-step * {steps} micro-steps "
+        f"* {world_size} ranks",
+        *(f"  {path} = {json.dumps(value)}" for path, value in different),
+    ]
+    without_effect = [*settings.notes, *(row for row in unneeded if row[0] not in own)]
+    if without_effect:
+        lines.append("  keys without effect, or with another name:")
+    for path, value, text in without_effect:
+        shown = json.dumps(value, default=str)
+        lines.append(f"    {path} = {shown if len(shown) <= 60 else f'{shown[:57]}...'}: {text}")
+    if settings.dump_state:
+        lines += ["  all of it:", config.model_dump_json(indent=2)]
+    return "\n".join(lines)
+
+
+def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, object]]:
+    """Yield path and value of each leaf below ``path`` that differs from its default."""
+    if value == default:
+        return
+    if not isinstance(value, BaseModel):
+        yield path, value
+        return
+    for name, field in type(value).model_fields.items():
+        below = f"{path}.{name}" if path else name
+        its_default = field.get_default(call_default_factory=True)
+        yield from _leaves(below, getattr(value, name), its_default)

@@ -7,17 +7,12 @@ import sys
 from collections.abc import Sequence
 
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
-"""File with variables for other machines, which DeepSpeed's own launcher reads."""
+"""File of environment variables for other machines. DeepSpeed's own launcher reads it."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run ``[options] script.py arguments``, as the program ``deepspeed``.
-
-    Raises:
-        SystemExit: with the exit code of a script that failed.
-        ConfigError: an option is not served; see `zero_engine.script.deepspeed_options`.
-    """
-    # torchrun is not needed by those who train.
+    """Run ``[options] script.py arguments``, as ``deepspeed`` does. A failure raises SystemExit."""
+    # Imported here, because training ranks do not need torchrun.
     from zero_engine.script.deepspeed_options import with_host_file
     from zero_engine.script.run import run_program
 

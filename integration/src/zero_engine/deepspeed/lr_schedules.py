@@ -1,7 +1,4 @@
-"""``deepspeed.runtime.lr_schedules``: the schedule classes, their names, and their arguments.
-
-The configuration's ``scheduler`` block makes these classes too.
-"""
+"""``deepspeed.runtime.lr_schedules``: the schedules, their names, and their arguments."""
 
 from __future__ import annotations
 
@@ -70,13 +67,13 @@ _NAMES_OF: Mapping[str, tuple[str, ...]] = {
     WARMUP_DECAY_LR: (*_WARMUP_ARGUMENTS,),
     WARMUP_COSINE_LR: ("warmup_num_steps", "warmup_type", *_COSINE_ARGUMENTS),
 }
-"""Which arguments become parameters of which schedule."""
+"""Parameters of each schedule that are tuning arguments."""
 # DeepSpeed has a constant for each argument's name: CYCLE_MIN_LR = "cycle_min_lr".
 globals().update({name.upper(): name for names in _NAMES_OF.values() for name in names})
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--lr_schedule`` and the parameters of the schedules, with DeepSpeed's defaults."""
+    """Add ``--lr_schedule`` and the schedules' parameters, with DeepSpeed's defaults."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
     group.add_argument("--lr_schedule", type=str, help=f"one of {VALID_LR_SCHEDULES}")
     arguments: dict[str, tuple[Any, str]] = {
@@ -96,12 +93,12 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Return this process's tuning arguments, and the rest of its command line."""
+    """Return the process's tuning arguments, and its other arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
 def override_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Put every schedule's parameters that ``args`` has, and that aren't None, into ``params``."""
+    """Set the parameters of all schedules in ``params`` to ``args``' values that are not None."""
     for names in _NAMES_OF.values():
         _override(args, params, names)
 
@@ -114,22 +111,22 @@ def _override(args: Any, params: MutableMapping[str, Any], names: Iterable[str])
 
 
 def override_lr_range_test_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Override ``params`` of LRRangeTest alone."""
+    """Do as `override_params`, for LRRangeTest only."""
     _override(args, params, _NAMES_OF[LR_RANGE_TEST])
 
 
 def override_1cycle_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Override ``params`` of OneCycle alone."""
+    """Do as `override_params`, for OneCycle only."""
     _override(args, params, _NAMES_OF[ONE_CYCLE])
 
 
 def override_warmupLR_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Override ``params`` of WarmupLR and WarmupDecayLR alone."""
+    """Do as `override_params`, for WarmupLR and WarmupDecayLR only."""
     _override(args, params, _NAMES_OF[WARMUP_LR])
 
 
 def override_warmupCosineLR_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Override ``params`` of WarmupCosineLR alone."""
+    """Do as `override_params`, for WarmupCosineLR only."""
     _override(args, params, _NAMES_OF[WARMUP_COSINE_LR])
 
 
@@ -146,7 +143,7 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the highest rate that a ``scheduler`` block names, or None and the reason."""
+    """Return the highest rate in a ``scheduler`` block, or None and the reason."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"

@@ -1,29 +1,23 @@
-"""``deepspeed.monitor``: the blocks of monitors in a configuration, and `MonitorMaster`."""
+"""``deepspeed.monitor``: configuration blocks of monitors, and `MonitorMaster`."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
 from zero_engine.deepspeed.config.reader import get_monitor_config as get_monitor_config
-from zero_engine.monitoring.monitors import (
-    CometSettings,
-    CsvSettings,
-    Monitor,
-    MonitorSettings,
-    TensorBoardSettings,
-    WandbSettings,
-)
+from zero_engine.monitoring import monitors
+from zero_engine.monitoring.monitors import Monitor
 
-DeepSpeedMonitorConfig = MonitorSettings
-TensorBoardConfig = TensorBoardSettings
-CSVConfig = CsvSettings
-WandbConfig = WandbSettings
-CometConfig = CometSettings
+DeepSpeedMonitorConfig = monitors.MonitorSettings
+TensorBoardConfig = monitors.TensorBoardSettings
+CSVConfig = monitors.CsvSettings
+WandbConfig = monitors.WandbSettings
+CometConfig = monitors.CometSettings
 
 
 class MonitorMaster(Monitor):
-    """The monitors that ``monitor_config`` asks for, on rank 0."""
+    """Monitors of the configuration ``monitor_config``, on rank 0."""
 
-    def __init__(self, monitor_config: MonitorSettings) -> None:
+    def __init__(self, monitor_config: monitors.MonitorSettings) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         super().__init__(monitor_config, rank=rank)

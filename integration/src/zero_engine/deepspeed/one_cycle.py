@@ -1,7 +1,7 @@
-"""The 1cycle policy and the range test that finds its bounds, as DeepSpeed has them.
+"""The 1cycle policy, and the range test that finds its bounds, with DeepSpeed's values.
 
-Smith, 2018 (arXiv 1803.09820): sections 3 and 4. The curves are DeepSpeed's value for value. With
-``k`` the count (see zero_core.schedules), the position is ``b = k + 1``.
+Smith, 2018 (arXiv 1803.09820): sections 3 and 4. Formulas use the position ``b = k + 1``, where
+``k`` is the count of `zero_core.schedules`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from zero_core.schedules import IterationSchedule, check_finite, per_group, set_
 _log = logging.getLogger(__name__)
 
 _BETA2 = 0.99
-"""The second beta of every group while momentum is cycled."""
+"""Second beta of every group while momentum is cycled."""
 
 
 class LRRangeTest(IterationSchedule):
-    """``lr = min_lr * (1 + step_rate * b / step_size)``: up, to see where the loss diverges.
+    """Rising rates, to find where the loss diverges.
 
-    ``b / step_size`` is rounded down for a staircase. ``min_lr`` is one for all groups or a list.
+    ``lr = min_lr * (1 + step_rate * b / step_size)``. A staircase rounds ``b / step_size`` down.
+    ``min_lr`` is one rate for all groups or a list.
     """
 
     def __init__(
@@ -52,18 +53,18 @@ class LRRangeTest(IterationSchedule):
 
 
 class OneCycle(IterationSchedule):
-    """Rates up and down once, momentum down and up, then both decay.
+    """Rates rise and fall once while momentum falls and rises. Then both decay.
 
     In the cycle, of ``A + B`` steps, ``lr = min + (max - min) * s`` and ``beta1 = max_mom -
-    (max_mom - min_mom) * s``, where ``s`` goes from 0 to 1 in ``A`` steps and back in ``B``. After
-    it, ``d`` steps on, ``lr = min / (1 + decay_lr_rate * d / decay_step_size)`` and ``beta1 =
-    max_mom * (1 + decay_mom_rate * d / decay_step_size)``. The second beta is 0.99 throughout. The
-    first step of all runs at ``min_lr`` and ``min_mom``.
+    (max_mom - min_mom) * s``, where ``s`` rises from 0 to 1 in ``A`` steps and falls in ``B``. In
+    step ``d`` after the cycle, ``lr = min / (1 + decay_lr_rate * d / decay_step_size)`` and ``beta1
+    = max_mom * (1 + decay_mom_rate * d / decay_step_size)``. The second beta is 0.99. The first
+    step uses ``min_lr`` and ``min_mom``.
 
-    ``cycle_first_step_size`` is ``A``. ``cycle_second_step_size``, ``B``, and the second number of
-    stairs are the first one where they are None. 0 stairs are none, a ``decay_step_size`` of 0 is
-    no decay. Rates and momenta are one for all groups or a list. ``cycle_momentum`` is off, with a
-    warning, if the optimizer has no betas.
+    ``A`` is ``cycle_first_step_size`` and ``B`` is ``cycle_second_step_size``, by default ``A``.
+    The second number of stairs is by default the first one; 0 means no stairs. A
+    ``decay_step_size`` of 0 means no decay. Rates and momenta are one value for all groups or a
+    list. Without betas in the optimizer, ``cycle_momentum`` has no effect except a warning.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class OneCycle(IterationSchedule):
         elif cycle_momentum:
             text = "%s has no betas, so momentum is not cycled (cycle_momentum = false says so)"
             _log.warning(f"OneCycle: {text}", type(self.optimizer).__name__)
-        if last_batch_iteration == -1:  # `get_last_lr` has nothing before `step`, as in DeepSpeed
+        if last_batch_iteration == -1:  # as in DeepSpeed, `get_last_lr` fails before `step`
             set_rates(self.optimizer.param_groups, self.min_lrs)
             if self.cycle_momentum:
                 self._set_betas([(low, _BETA2) for low in self._min_moms])
@@ -161,7 +162,7 @@ class OneCycle(IterationSchedule):
         num_stairs = self.first_stair_count if x <= top else self.second_stair_count
         if num_stairs <= 0:
             return x / top if x <= top else (x - 1) / (top - 1)
-        exact = position % self.total_size  # `x` is rounded: a stair could begin a step late
+        exact = position % self.total_size  # the rounded ``x`` could start a stair late
         if exact <= self.first_step_size:
             height = exact * num_stairs / self.first_step_size
         else:
@@ -169,7 +170,6 @@ class OneCycle(IterationSchedule):
         return math.floor(height) / num_stairs
 
     def _decay(self, rate: float) -> float:
-        """Return what is added to 1 after the cycle."""
         if self.decay_step_size == 0:
             return 0.0
         steps = self.last_batch_iteration - self.total_size + 1

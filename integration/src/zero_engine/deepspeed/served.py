@@ -1,11 +1,11 @@
-"""DeepSpeed's module paths: the module of this package that serves each, or why it is refused.
+"""DeepSpeed's module paths, and the modules of this package that serve them.
 
-    served   `_OWN` are modules under DeepSpeed's own path, `ALIASES` those whose content stands
-             elsewhere. Any other public name of a served module is `Unserved`
-    refused  any other module of DeepSpeed can be imported
+    served   `_OWN` are modules at DeepSpeed's own path. `ALIASES` have their content elsewhere.
+             Other public names of a served module are `Unserved`
+    refused  other modules of DeepSpeed, which can be imported
 
-The first use of what is not served (a call, a subclass, an attribute, a comparison) raises one
-error that says what to do.
+The first use of what is not served (a call, a subclass, an attribute, a comparison) raises an error
+with advice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from zero_engine.deepspeed.errors import Unserved
 
 VERSION = "0.19.8"
-"""The release of DeepSpeed whose interface this is."""
+"""Release of DeepSpeed that has this interface."""
 INNER = "it is an inner part of DeepSpeed, which works differently here"
 
 _NAMES_BY_REASON = {
@@ -67,9 +67,9 @@ _NAMES_BY_REASON = {
         "ops runtime utils zero"
     ),
 }
-"""DeepSpeed's modules (with all that is below them) and top-level names, by why they are refused.
+"""DeepSpeed's modules (with their submodules) and top-level names, by the reason of refusal.
 
-A module that `zero_engine.deepspeed` has is served, wherever it stands here.
+A module of `zero_engine.deepspeed` is served even if its name is here.
 """
 _REASONS = {name: reason for reason, names in _NAMES_BY_REASON.items() for name in names.split()}
 
@@ -79,11 +79,13 @@ _OWN = (
     "accelerator checkpoint checkpointing comm launcher monitor ops ops.op_builder utils "
     "utils.groups utils.logging utils.tensor_fragment utils.z3_leaf_module zero"
 )
-"""Modules at DeepSpeed's own path, besides ``utils.zero_to_fp32``, which is a program too."""
+"""Modules at DeepSpeed's own path. ``utils.zero_to_fp32`` is another, which serves itself."""
 
 _PATHS_BY_SOURCE = {
     "dataloader utils.logging utils.tensor_fragment utils.usage utils.z3_leaf_module": "utils",
-    "zero.partition_parameters zero.tiling": "zero",
+    "zero.partition_parameters": (
+        "zero runtime.zero.partition_parameters runtime.zero.tiling zero.tiling"
+    ),
     "accelerator": (
         "accelerator.abstract_accelerator accelerator.cpu_accelerator accelerator.real_accelerator"
     ),
@@ -100,18 +102,15 @@ _PATHS_BY_SOURCE = {
     "engine.optimizer": "runtime.base_optimizer",
     "initialize config.deepspeed_config": "runtime.config",
     "dataloader": "runtime.dataloader",
-    "engine.engine": "runtime.engine",
+    "engine.engine": "runtime.engine runtime.zero.offload_config zero.offload_config",
     "lr_schedules": "runtime.lr_schedules",
     "zero": "runtime.zero",
-    "zero.offload_config": "runtime.zero.offload_config",
-    "zero.partition_parameters": "runtime.zero.partition_parameters",
-    "zero.tiling": "runtime.zero.tiling",
     "utils.usage": "runtime.utils utils.init_on_device utils.nvtx",
 }
 ALIASES: Mapping[str, str] = {
     path: sources for sources, paths in _PATHS_BY_SOURCE.items() for path in paths.split()
 }
-"""DeepSpeed's path, and the modules whose names it has. A row may use those above it."""
+"""DeepSpeed's path, and the modules here that have its names. A row may use rows above it."""
 
 _NAMES_BY_PATHS = {
     "accelerator": "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported",
@@ -155,12 +154,12 @@ _NAMES_BY_PATHS = {
         "GatheredParameters Init TiledLinear* ZeroParam* *register_external_parameter "
         "unwrap_model_for_generation"
     ),
-    "runtime.zero.offload_config": "Offload*Enum",
+    "runtime.zero.offload_config zero.offload_config": "Offload*Enum",
     "runtime.zero.partition_parameters": (
         "GatheredParameters Init ZeroParam* get_accelerator init_distributed is_zero_param "
         "*register_external_parameter zero_wrapper_for_fp_tensor_constructor"
     ),
-    "runtime.zero.tiling": "TiledLinear*",
+    "runtime.zero.tiling zero.tiling": "TiledLinear*",
     "utils": (
         "OnDevice RepeatingLoader instrument_w_nvtx log_dist* logger safe_* "
         "set_log_level_from_string *z3_leaf_*"
@@ -176,7 +175,7 @@ _NAMES_BY_PATHS = {
 _PATTERNS = {
     path: names.split() for paths, names in _NAMES_BY_PATHS.items() for path in paths.split()
 }
-"""The served names of each of DeepSpeed's modules, as patterns. Others stand there for own use."""
+"""Patterns of the names that each of DeepSpeed's modules serves."""
 
 _SUBMODULES_BY_PACKAGE = {
     "accelerator": (
@@ -220,11 +219,11 @@ _SUBMODULES = {
     for package, names in _SUBMODULES_BY_PACKAGE.items()
     for name in names.split()
 }
-"""Other modules in served packages. Only an import makes one, so a look-up must not find it."""
+"""Refused modules in served packages. Only an import makes one: an attribute look-up must fail."""
 
 
 class RefusedModule(ModuleType):
-    """A module of DeepSpeed that is not served: every name in it is an `Unserved`."""
+    """A module of DeepSpeed that is not served. Every name in it is an `Unserved`."""
 
     def __init__(self, name: str, served_name: str, reason: str) -> None:
         super().__init__(name, f"deepspeed.{served_name} is not served: {reason}")
@@ -237,7 +236,7 @@ class RefusedModule(ModuleType):
         return _unserved(f"{self._served_name}.{name}", self._reason)
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Nothing here would read what a script assigns.
+        # A script that patches DeepSpeed expects an effect, and there would be none.
         is_imports = name.startswith("_") or isinstance(value, ModuleType)
         if not is_imports:
             _unserved(f"{self._served_name}.{name}", self._reason)()
@@ -245,7 +244,7 @@ class RefusedModule(ModuleType):
 
 
 def reason_to_refuse(name: str) -> str | None:
-    """Return why ``deepspeed.NAME`` is refused, None if nothing is said of it."""
+    """Return why ``deepspeed.NAME`` is refused, or None."""
     while name:
         if name in _REASONS:
             return _REASONS[name]
@@ -254,9 +253,9 @@ def reason_to_refuse(name: str) -> str | None:
 
 
 def refuse_other_names(path: str) -> None:
-    """Have ``zero_engine.deepspeed.PATH`` give an `Unserved` for each public name that it lacks.
+    """Make public names that ``zero_engine.deepspeed.PATH`` lacks an `Unserved`.
 
-    The names that are served become its ``__all__``, unless it is the package itself.
+    The served names become the module's ``__all__``, except for the package itself.
     """
     full_name = f"{_HOME}.{path}".removesuffix(".")
     module = sys.modules[full_name]
@@ -300,7 +299,7 @@ def serve() -> None:
 
 
 def _module(path: str) -> ModuleType:
-    """Return the module that serves ``path``, made if there is no such file here."""
+    """Return the module that serves ``path``. It is made if there is no file of that name."""
     name = f"{_HOME}.{path}".removesuffix(".")
     if name not in sys.modules:
         outer, _, last = path.rpartition(".")
@@ -308,7 +307,7 @@ def _module(path: str) -> ModuleType:
         sys.modules[name] = module = ModuleType(name, f"``deepspeed.{path}``.")
         module.__spec__ = ModuleSpec(name, None)
         assert parent.__spec__ is not None, "it was imported, or made here"
-        if parent.__spec__.submodule_search_locations is None:  # one file or none, as yet
+        if parent.__spec__.submodule_search_locations is None:  # a file so far, not a package
             parent.__path__ = parent.__spec__.submodule_search_locations = []
         setattr(parent, last, module)
         refuse_other_names(path)
@@ -316,7 +315,7 @@ def _module(path: str) -> ModuleType:
 
 
 class _Refused(MetaPathFinder, Loader):
-    """Finder of DeepSpeed's modules that are not served. Asked after all others."""
+    """Finder of DeepSpeed's modules that are not served. Python asks it last."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -330,4 +329,4 @@ class _Refused(MetaPathFinder, Loader):
         return RefusedModule(spec.name, name, reason_to_refuse(name) or "")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the module as it was made."""
+        """Do nothing: the module is complete."""

@@ -1,8 +1,7 @@
-"""Import of DeepSpeed's own checkpoints, of ZeRO's stages and universal ones.
+"""Import of checkpoints that DeepSpeed wrote, at any ZeRO stage or universal.
 
-`zero_engine.deepspeed_import.importing.import_checkpoint` starts a process of its own (`child`),
-without network, which reads the files (`torch_files`, then `zero_stages` or `stage_0`) into a
-`source.Source` and writes a checkpoint of zero-core. No class of the files is imported and no
-function in them is called. This file imports nothing: the process gives up the network before torch
-starts threads.
+`importing.import_checkpoint` starts a process without network (`child`), which reads the files
+(`stages`) into a `source.Source` and writes zero-core's checkpoint. No class in the
+files is imported and no function is called. This file imports nothing, because the process leaves
+the network before torch starts threads.
 """

@@ -1,8 +1,8 @@
 """The process that reads a checkpoint of DeepSpeed's: ``python -m ...child``.
 
-It reads a request, JSON, from stdin. It prints its progress on stderr and one line of JSON on
-stdout: empty, or what is wrong. It has no network, bounded memory and time, and is killed when its
-parent dies.
+It reads a request, JSON, from stdin. It prints progress on stderr and one JSON object on stdout,
+which is empty or has the error. It has no network, bounded memory and time, and ends with its
+parent.
 """
 
 from __future__ import annotations
@@ -20,65 +20,66 @@ _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _SPARE_BYTES = 4 << 30
-"""Memory beside the mapped files: one parameter at a time, and what Python and torch need."""
+"""Memory besides the mapped files: one parameter at a time, Python and torch."""
 _SPARE_SECONDS = 120
 _SECONDS_PER_GB = 60
-"""Processor time: each byte is summed twice and copied once, which takes a few seconds per GB."""
+"""Processor time. Summing each byte twice and copying it takes a few seconds per GB."""
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Import the checkpoint ``place`` into ``output``, and return the answer."""
+    """Import the checkpoint ``place`` into ``output``. Returns the answer."""
     if not leave_network():
         print(
             "note: this system permits no network namespace: files are read with the network there",
             file=sys.stderr,
         )
-    die_with_parent(request["parent"])  # not before: new credentials may clear it
-    # torch starts threads, which would keep the network.
+    die_with_parent(request["parent"])  # leave_network would clear an earlier signal
+    # Imported here, because torch starts threads, which would keep the network.
     from zero_core.errors import ZeroError
-    from zero_engine.deepspeed_import.importing import read_source, size_of
-    from zero_engine.deepspeed_import.writing import printable, write_source
+    from zero_engine.deepspeed_import import importing
 
     place = Path(request["place"])
     try:
-        size = size_of(place)
+        size = importing.size_of(place)
         limit(size)
         print(f"reading {place} ({size / 1e9:.2f} GB)", file=sys.stderr, flush=True)
-        source = read_source(place, request["frozen"])
-        write_source(source, Path(request["output"]), request["tag"], request["optimizer"])
+        source = importing.read_source(place, request["frozen"])
+        importing.write_source(
+            source, Path(request["output"]), request["tag"], request["optimizer"]
+        )
     except ZeroError as error:
-        return {"error": printable(str(error)), "kind": type(error).__name__}
+        return {"error": importing.printable(str(error)), "kind": type(error).__name__}
     except (OSError, MemoryError) as error:
-        return {"error": printable(f"{place}: {error!r}"), "kind": "CheckpointError"}
-    except Exception as error:  # whatever values of an attacker's make the program raise
+        return {"error": importing.printable(f"{place}: {error!r}"), "kind": "CheckpointError"}
+    except Exception as error:  # a malicious file may raise anything
         text = f"{place} is not as DeepSpeed writes its checkpoints: {type(error).__name__} {error}"
-        return {"error": printable(text), "kind": "CheckpointCorruptError"}
+        return {"error": importing.printable(text), "kind": "CheckpointCorruptError"}
     return {}
 
 
 def leave_network() -> bool:
-    """Move this process into a network namespace of its own, which has no interface that is up.
+    """Move this process into its own network namespace, which has no active interface.
 
-    Threads that exist keep the network: call it before any is started. Without privileges it
-    takes a user namespace. Returns whether the system permits it.
+    It must be called before threads start, because they would keep the network. Without privileges
+    it makes a user namespace. Returns whether the system permits it.
     """
     unshare = ctypes.CDLL(None, use_errno=True).unshare
     return any(unshare(flags) == 0 for flags in (_CLONE_NEWNET, _CLONE_NEWUSER | _CLONE_NEWNET))
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies. ``parent`` is its number."""
+    """Have the kernel kill this process when the process ``parent`` dies."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before
+    if os.getppid() != parent:  # the parent has died already
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def limit(read_bytes: int, spare_s: int = _SPARE_SECONDS) -> None:
     """Bound this process's memory and processor time, generously, for mapping ``read_bytes``.
 
-    A file that takes more memory causes a MemoryError. Reading a pickle of a few bytes can take for
-    ever, for instance a dict key of nested tuples, whose hash visits each path: the process is
-    ended by SIGXCPU. No core is dumped.
+    More memory causes a MemoryError, and more time SIGXCPU. A pickle of a few bytes can take
+    forever: for instance a dict key of nested tuples, whose hash visits every path. No core is
+    dumped.
     """
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     seconds = int(sum(os.times()[:2])) + 1 + spare_s + read_bytes * _SECONDS_PER_GB // 10**9
@@ -93,7 +94,7 @@ def limit(read_bytes: int, spare_s: int = _SPARE_SECONDS) -> None:
 
 
 if __name__ == "__main__":
-    # What libraries print goes to stderr: stdout is the answer alone.
+    # Libraries print to stderr from here on, because stdout is for the answer.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     answers.write(json.dumps(main(json.load(sys.stdin))))

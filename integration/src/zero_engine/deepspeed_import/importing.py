@@ -1,9 +1,10 @@
-"""`import_checkpoint`: a checkpoint of DeepSpeed's as one of zero-core's."""
+"""`import_checkpoint`, which converts DeepSpeed's checkpoint to zero-core's."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -11,13 +12,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from zero_core import CheckpointError
-from zero_core.checkpoint import MANIFEST, local_path, read_latest
+import torch
+from torch import Tensor
+
+from zero_core import CheckpointError, checkpoint
 from zero_core.errors import CheckpointCorruptError
-from zero_engine.deepspeed_import.source import Source
-from zero_engine.deepspeed_import.stage_0 import read_stage_0
-from zero_engine.deepspeed_import.zero_stages import FOLDER, read_universal, read_zero
+from zero_engine.deepspeed_import.source import MASTER, OWN_STATE, Source
+from zero_engine.deepspeed_import.stages import FOLDER, read_stage_0, read_universal, read_zero
 
 _WHAT = "the import of a checkpoint"
 _MAX_ANSWER_BYTES = 64 << 10
@@ -31,31 +34,30 @@ def import_checkpoint(
     optimizer: str | None = None,
     frozen: Sequence[str] = (),
 ) -> Path:
-    """Convert DeepSpeed's checkpoint ``tag`` of ``directory``, and return the new one's folder.
+    """Convert DeepSpeed's checkpoint ``tag`` of ``directory``. Returns the new checkpoint's folder.
 
-    Its files are pickles. They are read in a process of its own by an unpickler of tensors and
-    plain containers, with bounds of memory and processor time, and without network where the
-    system permits network namespaces; where it does not (many containers), a note says so.
-    Progress goes to stderr. Nothing that is in ``output`` is replaced; its file ``latest`` is
-    written only if there is none. Call it on one process.
+    A separate process reads the pickles with an unpickler of tensors and plain containers, with
+    bounded memory and processor time, and without network if the system permits network namespaces
+    (a note says if not). Progress goes to stderr. Nothing in ``output`` is replaced, and its file
+    ``latest`` is written only if there is none. Call it on one process.
 
     Args:
-        directory: what DeepSpeed's ``save_checkpoint`` was given, or one checkpoint's folder.
+        directory: folder that DeepSpeed's ``save_checkpoint`` was given, or one checkpoint's
+            folder.
         output: folder for checkpoints, as `zero_core.Engine.load_checkpoint` takes it.
-        tag: None is the one that the file ``latest`` names.
-        optimizer: class of the optimizer, "AdamW" or "Adam" or as the script's own is called.
-            None is the one of the saved configuration.
-        frozen: parameters that were not trained, for a checkpoint of stage 0, which does not say.
+        tag: None is the tag in the file ``latest``.
+        optimizer: class of the optimizer, such as "AdamW". None is the saved configuration's.
+        frozen: names of parameters that were not trained, which a checkpoint of stage 0 lacks.
 
     Raises:
-        CheckpointError: there is none, it has what is not imported, or the new folder is there
-            already or overlaps with it.
-        CheckpointCorruptError: it is damaged.
+        CheckpointError: there is no such checkpoint, a part of it is not imported, or the new
+            folder exists or overlaps with it.
+        CheckpointCorruptError: the checkpoint is damaged.
     """
     try:
-        place = find_place(local_path(directory, _WHAT), tag)
-        # The name that was asked for, also where it is a link.
-        target = local_path(output, _WHAT) / Path(os.path.abspath(place)).name
+        place = find_place(checkpoint.local_path(directory, _WHAT), tag)
+        # The given name, not the target of a link.
+        target = checkpoint.local_path(output, _WHAT) / Path(os.path.abspath(place)).name
         _check_target(place, target)
     except OSError as error:
         raise CheckpointError(f"{directory} is not imported into {output}: {error}") from error
@@ -72,11 +74,11 @@ def import_checkpoint(
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            with suppress(BrokenPipeError):  # it has ended: its code says how
+            with suppress(BrokenPipeError):  # the child has ended, and its exit code says why
                 child.stdin.write(json.dumps(request).encode())
                 child.stdin.close()
             data = child.stdout.read(_MAX_ANSWER_BYTES + 1)
-            if len(data) > _MAX_ANSWER_BYTES:  # a pickle has taken it over
+            if len(data) > _MAX_ANSWER_BYTES:  # a malicious pickle controls the child
                 child.kill()
             child.wait()
         except BaseException:
@@ -114,7 +116,7 @@ def _check_target(place: Path, target: Path) -> None:
         raise CheckpointError(
             f"{target} is there already, {what}: load or remove it, or import into another folder"
         )
-    latest = read_latest(target.parent)
+    latest = checkpoint.read_latest(target.parent)
     if latest is not None and not _is_ours(target.parent / latest):
         raise CheckpointError(
             f"{target.parent} holds checkpoints of another program (its file 'latest' names "
@@ -123,15 +125,15 @@ def _check_target(place: Path, target: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
+    return (folder / checkpoint.MANIFEST).is_file()
 
 
 _LATEST = ("latest", "latest_universal")
 _MAX_TAG = 1024
 _SPARE_BYTES = 1 << 30
-"""Buffers under several names are written several times."""
+"""Allowance for buffers with several names, which are written several times."""
 _MAX_RATIO = 4
-"""Of a file's size to what it takes on a disk that compresses. Beyond it, the file has holes."""
+"""Largest ratio of size to disk blocks, on a disk that compresses. Other files have holes."""
 
 
 def find_place(directory: Path, tag: str | None) -> Path:
@@ -158,7 +160,7 @@ def find_place(directory: Path, tag: str | None) -> Path:
 
 
 def read_source(place: Path, frozen: Sequence[str]) -> Source:
-    """Read the checkpoint in folder ``place``, whatever its form."""
+    """Read the checkpoint in folder ``place``, of any stage or universal."""
     for pattern, what in (
         ("layer_*expert*_states.pt", "mixtures of experts (DeepSpeed-MoE)"),
         ("expp_rank_*_optim_states.pt", "mixtures of experts (DeepSpeed-MoE)"),
@@ -178,7 +180,7 @@ def read_source(place: Path, frozen: Sequence[str]) -> Source:
         source.check_extent(size_of(place) + _SPARE_BYTES)
     except (CheckpointError, OSError, MemoryError):
         raise
-    except Exception as error:  # whatever values of an attacker's make the program raise
+    except Exception as error:  # a malicious file may raise anything
         raise CheckpointCorruptError(
             f"{place} is not as DeepSpeed writes its checkpoints: {type(error).__name__} {error}"
         ) from error
@@ -186,10 +188,7 @@ def read_source(place: Path, frozen: Sequence[str]) -> Source:
 
 
 def size_of(place: Path) -> int:
-    """Return the bytes of the files that are read, without the holes of sparse ones.
-
-    Links are not followed, and a file under several names counts once.
-    """
+    """Return the bytes of the files to read, without holes, links and repeated names."""
     found = {}
     for path in place.rglob("*.pt"):
         facts = path.lstat()
@@ -197,3 +196,144 @@ def size_of(place: Path) -> int:
             on_disk = facts.st_blocks * 512 * _MAX_RATIO
             found[facts.st_dev, facts.st_ino] = min(facts.st_size, on_disk)
     return sum(found.values())
+
+
+_SEED = 0
+"""Seed of the random generators, whose states DeepSpeed does not save."""
+_MAX_TEXT = 4000
+
+
+def write_source(source: Source, directory: Path, tag: str, optimizer: str | None) -> Path:
+    """Write checkpoint ``tag`` into ``directory``. Returns its folder.
+
+    The file ``latest`` is written if there is none. One fragment of a parameter at a time is in
+    memory. ``optimizer`` is the optimizer's class; None is the saved configuration's.
+    """
+    checkpoint.check_tag(tag)
+    # The manifest first, because it refuses content before the long writing of tensors.
+    known = [name for param in source.params for name in param.states or ()]
+    states = list(dict.fromkeys([MASTER, *known]))
+    kind = optimizer or _optimizer_of(source)
+    content = _manifest(source, states, f"{kind} with {len(source.groups)} groups")
+    directory.mkdir(parents=True, exist_ok=True)
+    aside = checkpoint.Aside(directory, tag)
+    try:
+        aside.make()
+        files: dict[str, dict[str, Any]] = {}
+        for name in states:
+            _note(f"writing {name}")
+            found: dict[str, Sequence[Tensor]] = {}
+            for index, param in enumerate(source.params):
+                if param.states is not None:
+                    given = param.states.get(name)
+                    # Without an update, moments are zero.
+                    found[str(index)] = given or (torch.zeros(param.numel),)
+            files |= checkpoint.write_file(aside.folder, checkpoint.file_name(name, 0), found)
+        _note("writing frozen parameters and buffers")
+        frozen = {str(i): p.value for i, p in enumerate(source.params) if p.states is None}
+        files |= checkpoint.write_file(
+            aside.folder, checkpoint.file_name(checkpoint.VALUE, 0), frozen
+        )
+        files |= checkpoint.write_file(aside.folder, checkpoint.BUFFERS, dict(source.buffers))
+        rng = {"torch": torch.Generator().manual_seed(_SEED).get_state()}
+        files |= checkpoint.write_file(aside.folder, checkpoint.file_name(checkpoint.RNG, 0), rng)
+        checkpoint.write_manifest(aside, {**content, "files": files})
+        if os.path.lexists(directory / tag):
+            raise CheckpointError(f"{directory / tag} has been made meanwhile: it stays")
+        latest = checkpoint.read_latest(directory)
+        aside.commit(is_latest=latest is None)
+        if latest is not None:
+            _note(f"note: {directory / 'latest'} still names {latest}")
+    finally:
+        aside.remove()
+    return directory / tag
+
+
+def _optimizer_of(source: Source) -> str:
+    """Return the saved configuration's optimizer class, AdamW if a script made the optimizer."""
+    if source.optimizer is None:
+        _note(
+            "note: the saved configuration names no optimizer, which is taken for AdamW; "
+            "--optimizer says another"
+        )
+        return "AdamW"
+    kind, params = source.optimizer
+    if kind.lower() not in {"adam", "adamw"}:
+        raise CheckpointError(
+            f"the checkpoint is of the optimizer {kind}: Adam and AdamW are imported. If its "
+            "states mean the same as theirs, give its class, --optimizer AdamW"
+        )
+    if not params.get("bias_correction", True):
+        return "Adam"
+    is_adam = kind.lower() == "adam" and not params.get("adam_w_mode", True)
+    return "Adam" if is_adam else "AdamW"
+
+
+def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str, Any]:
+    """Return the manifest without the files."""
+    progress = {
+        "global_steps": source.global_steps,
+        "micro_steps": source.global_steps,
+        "skipped_steps": source.skipped_steps,
+        "loss_scaler": dict(source.loss_scale),
+        "param_groups": list(source.groups),
+        "lr_scheduler": source.schedule,
+    }
+    own = {"global_samples": source.global_samples}
+    kept: dict[str, Any] = {}
+    for name, value in {**source.client_state, OWN_STATE: own}.items():
+        try:
+            kept |= checkpoint.encode({name: value}, "client_state")
+        except CheckpointError as error:
+            _note(f"left out: {error}")
+    return {
+        "format": checkpoint.FORMAT,
+        "version": checkpoint.VERSION,
+        "chunk_bytes": checkpoint.CHUNK_BYTES,
+        "world_size": 1,
+        "optimizer": optimizer,
+        "states": list(states),
+        "params": [
+            {
+                "name": param.names[0],
+                "aliases": list(param.names[1:]),
+                "shape": list(param.shape),
+                "dtype": str(param.dtype).removeprefix("torch."),
+                "is_trainable": param.states is not None,
+            }
+            for param in source.params
+        ],
+        # One segment per parameter, because its fragments are written one after another.
+        "segments": [
+            {
+                "is_trainable": param.states is not None,
+                "shard_numel": param.numel,
+                "slots": [[param.names[0], 0, param.numel]],
+            }
+            for param in source.params
+        ],
+        "scalars": {
+            param.names[0]: {"num_steps": param.step, "step": param.step}
+            if param.step
+            else {"num_steps": 0}
+            for param in source.params
+            if param.states is not None
+        },
+        "whole_states": {},
+        "python_rng": [random.Random(_SEED).getstate()],
+        "progress": checkpoint.encode(progress, "progress"),
+        "client_state": kept,
+        "has_frozen": True,
+    }
+
+
+def _note(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Return ``text`` shortened, with control characters escaped: a file may have chosen it."""
+    cut = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in cut
+    )

@@ -1,27 +1,39 @@
-"""Content of a checkpoint of DeepSpeed's, whatever its stage and form."""
+"""Content of a DeepSpeed checkpoint, of any stage, and of its files.
+
+[Note: what a file may hold]
+A file of ``torch.save`` may hold what ``torch.load(weights_only=True)`` accepts: tensors, numbers,
+strings and plain containers. Objects of DeepSpeed's classes (loss scalers, addresses of fragments)
+become `Record`s. A file that names any other class or function is refused before it is read.
+Tensors are mapped: their bytes are read on use.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import pickle
+import stat
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zero_core import CheckpointError
 from zero_core.errors import CheckpointCorruptError
-from zero_engine.deepspeed_import.torch_files import Record, flat
 
 MASTER = "master_weight"
 OWN_STATE = "zero_engine.deepspeed"
-"""Key of the client state under which the DeepSpeed engine's own counters are kept."""
+"""Client state key of the DeepSpeed engine's own counters."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-"""States of Adam's. A checkpoint with others is refused: their meaning differs between packages."""
+"""Adam's states. Others are refused, because packages differ in their meaning."""
 _NOT_HYPERPARAMETERS = {
     *("params", "param_names", "step"),
-    *("foreach", "fused", "capturable", "differentiable"),  # how, not what
+    *("foreach", "fused", "capturable", "differentiable"),  # these change no result
 }
 _KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
@@ -31,21 +43,88 @@ _KEYS = {
     *("num_experts", "ds_autoep_layers", "autoep_layers", "sparse_tensor_module_names"),
     *("csr_tensor_module_names", "folding"),
 }
-"""DeepSpeed's entries of a file of model states. The others are the client state."""
+"""DeepSpeed's entries of a file of model states. The other entries are the client state."""
+
+
+_INERT = "deepspeed."
+"""Objects whose class name starts with it become records."""
+
+
+class Record:
+    """An object of a class that is not imported: its constructor arguments, and its attributes."""
+
+    args: tuple[Any, ...]
+
+    def __new__(cls, *args: Any) -> Record:
+        record = super().__new__(cls)
+        record.args = args
+        return record
+
+
+def load_file(path: Path) -> Any:
+    """Return the content of a file of ``torch.save``: see [Note: what a file may hold]."""
+    if not os.path.lexists(path):
+        raise CheckpointError(f"there is no file {path}: the checkpoint is not whole")
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise CheckpointCorruptError(
+            f"{path} is not a regular file; links are not followed: copy the files"
+        )
+    if not zipfile.is_zipfile(path):
+        raise CheckpointCorruptError(
+            f"{path} is not a zip file of torch.save: it is damaged, or of torch's format before "
+            "1.6. Load the checkpoint and save it again with DeepSpeed"
+        )
+    try:
+        named = get_unsafe_globals_in_checkpoint(path)
+        foreign = sorted(name for name in named if not name.startswith(_INERT))
+        if foreign:
+            raise CheckpointError(
+                f"{path} names {', '.join(foreign[:5])}: objects other than tensors, plain "
+                "containers and DeepSpeed's own records are not loaded. If it is of your "
+                "client_state, save the checkpoint again without it"
+            )
+        records = [(type(name, (Record,), {}), name) for name in named]
+        # A mapped read does not check the CRC-32 of the records.
+        with zipfile.ZipFile(path) as archive:
+            packed = [i for i in archive.infolist() if i.compress_type != zipfile.ZIP_STORED]
+            name = packed[0].filename if packed else archive.testzip()
+        if name is not None:
+            raise CheckpointCorruptError(f"{path} is damaged: {name} in it is not what was written")
+        with safe_globals(records):  # type: ignore[arg-type]
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a malicious file may raise anything
+        first_line = str(error).strip().split("\n")[0][:300]
+        if isinstance(error, pickle.UnpicklingError):
+            raise CheckpointError(f"{path} is refused: {first_line}") from error
+        reason = f"{type(error).__name__}: {first_line}"
+        raise CheckpointCorruptError(f"{path} cannot be read: {reason}") from error
+
+
+def flat(value: Any, where: str) -> Tensor:
+    """Return a dense CPU tensor as a 1-D view of its bytes. Raises CheckpointCorruptError."""
+    is_plain = (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+        and value.is_contiguous()
+    )
+    if not is_plain:
+        raise CheckpointCorruptError(f"{where} is no dense tensor: found {type(value).__name__}")
+    found: Tensor = value.detach().reshape(-1)
+    return found
 
 
 @dataclass(frozen=True)
 class SourceParam:
-    """A parameter.
+    """A parameter: its first name and tied names, whole shape, compute dtype, and number of steps.
 
     Attributes:
-        names: its first name and those tied to it.
-        shape: of the whole.
-        dtype: compute dtype.
-        states: fragments of each state, 1-D and mapped, whose concatenation is the whole; the
-            master weight is one. None for a frozen parameter.
-        value: fragments of the value of a frozen parameter.
-        step: optimizer steps that it has had.
+        states: fragments of each state and of the master weight, 1-D and mapped, in order. None for
+            a frozen parameter.
+        value: fragments of a frozen parameter's value.
     """
 
     names: tuple[str, ...]
@@ -72,19 +151,13 @@ class SourceParam:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint.
+    """A checkpoint. Parameters are in the model's order.
 
     Attributes:
-        params: in the model's order.
-        buffers: persistent ones, by name.
         groups: hyperparameters of each group.
-        loss_scale: state of a dynamic loss scale, as `zero_core` has it; else empty.
-        global_steps: steps of the engine, of which ``skipped_steps`` were skipped.
-        skipped_steps: see ``global_steps``.
-        global_samples: samples that it has been trained on.
-        schedule: state of the learning rate's schedule.
-        optimizer: type and arguments that the saved configuration names; None: a script made it.
-        client_state: the user's entries.
+        loss_scale: state of a dynamic loss scale, in `zero_core`'s form; else empty.
+        global_steps: steps of the engine, including ``skipped_steps``.
+        optimizer: type and arguments in the saved configuration. None: a script made it.
     """
 
     params: Sequence[SourceParam]
@@ -162,8 +235,13 @@ def make_source(
     )
 
 
-def split_states(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], int]:
-    """Return the elementwise states of an optimizer's ``state``, flat, and its number of steps."""
+def split_states(
+    state: Mapping[str, Any], where: str, master: Tensor
+) -> tuple[dict[str, Tensor], int]:
+    """Return the elementwise states of an optimizer's ``state``, flat, and its number of steps.
+
+    ``master`` is the flat master weight, which is added to the states.
+    """
     found = {k: v for k, v in state.items() if k != "step" and v is not None}
     strange = sorted(found.keys() - set(MOMENTS))
     if strange or (found and not set(MOMENTS[:2]) <= found.keys()):
@@ -172,13 +250,14 @@ def split_states(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor
             f"imported ({', '.join(MOMENTS)}). The weights alone can be taken over by "
             "DeepSpeed's zero_to_fp32.py and zero_core.load_pretrained"
         )
-    return {k: flat(v, f"{where}: {k}") for k, v in found.items()}, int(state.get("step", 0))
+    states = {k: flat(v, f"{where}: {k}") for k, v in found.items()}
+    return {**states, MASTER: master}, int(state.get("step", 0))
 
 
 def named_like(model: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Return all names of each parameter by its first one, in the model's order.
 
-    ``ties`` has the first name of names that are tied to one.
+    ``ties`` maps tied names to first names.
     """
     buffers, found = set(model["buffer_names"]), {}
     for name in model["module"]:
@@ -190,7 +269,7 @@ def named_like(model: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, t
 
 
 def storage_ties(model: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names whose values share memory with an earlier one's: torch.save keeps that."""
+    """Return the first name of each name whose value shares its memory, which torch.save keeps."""
     seen: dict[Any, str] = {}
     ties: dict[str, str] = {}
     for name, value in model["module"].items():
@@ -202,7 +281,7 @@ def storage_ties(model: Mapping[str, Any]) -> dict[str, str]:
 
 
 def loss_scale_of(state: Mapping[str, Any], *, has_zero: bool = True) -> dict[str, float]:
-    """Return a 16-bit optimizer's dynamic loss scale as `zero_core` keeps it, {} if constant."""
+    """Return a dynamic loss scale in `zero_core`'s form, {} for a constant one."""
     found: Any = state
     if has_zero:
         scaler = state.get("loss_scaler")

@@ -1,10 +1,10 @@
-"""The engine behind Hugging Face's Trainer, without DeepSpeed's name and without a hook.
+"""Hugging Face's Trainer on this engine, without DeepSpeed's name and without a hook.
 
     trainer = ZeroTrainer(model=model, args=args, train_dataset=data, zero="stage3-offload")
     trainer.train()
 
-`ZeroTrainer` and `ZeroSeq2SeqTrainer` are transformers' Trainers; ``zero`` is one of `PRESETS`, a
-configuration, or the path of its JSON file.
+`ZeroTrainer` and `ZeroSeq2SeqTrainer` are transformers' Trainers. ``zero`` is a name of `PRESETS`,
+a configuration, or the path of a JSON file.
 """
 
 try:

@@ -1,12 +1,12 @@
-"""Export of a model with peft's adapters merged into it, without the whole model on any rank.
+"""Export of a sharded model with peft's adapters merged into it.
 
     export_merged(trainer.model, "merged")
     AutoModelForCausalLM.from_pretrained("merged")
 
-It needs peft. It is ``model.merge_and_unload().save_pretrained(folder)`` for a model that an engine
-shards: parameters are gathered one unit at a time, each adapted layer is copied and merged by
-peft's own ``merge``, and the result goes to the file at once. The model itself stays as it is. A
-quantized base is dequantized: the files hold plain weights.
+It does what ``model.merge_and_unload().save_pretrained(folder)`` does for an unsharded model.
+Parameters are gathered one unit at a time. Each adapted layer is copied, merged by peft's ``merge``
+and written. The model itself is not changed. Files of a quantized base hold dequantized weights. It
+needs peft.
 """
 
 from __future__ import annotations
@@ -36,14 +36,7 @@ _ADAPTED = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 
 
 class _Part(NamedTuple):
-    """A module of the base model: an adapted one, or the parameters that another holds itself.
-
-    Attributes:
-        path: its name in the base model.
-        module: the module.
-        is_adapted: whether peft replaced it. It stands for everything below it, too.
-        params: its parameters.
-    """
+    """A module of the base model. One that peft replaced includes its submodules."""
 
     path: str
     module: nn.Module
@@ -61,23 +54,21 @@ def export_merged(
 ) -> Path:
     """Write the base model with adapters merged in, as Hugging Face's ``from_pretrained`` reads it.
 
-    Every rank must call it, between two steps; rank 0 writes safetensors, ``config.json`` and
+    Every rank must call it, between two steps. Rank 0 writes safetensors, ``config.json`` and
     ``generation_config.json``. Besides its shards a rank holds one gathered unit, and rank 0 a copy
-    of one layer. Names are those of the model in memory. The model is not changed.
+    of one layer. Returns the folder.
 
     Args:
-        model: what ``peft.get_peft_model`` returned, trained by an engine at any stage.
-        directory: made if it does not exist.
-        adapter_names: those to merge. Default: the active ones.
-        dtype: of floating values. Default: each weight's own, or what its quantizer returns.
-
-    Returns:
-        The folder.
+        model: result of ``peft.get_peft_model``, trained by an engine at any stage.
+        directory: folder, which is made if necessary.
+        adapter_names: adapters to merge. Default: the active ones.
+        dtype: dtype of floating values. Default: each weight's own, or what its quantizer returns.
 
     Raises:
-        ConfigError: there is no engine, the adapters cannot be merged, or the base is of a
-            quantizer that cannot be undone.
-        CheckpointError: a merge failed, there is no room, or ``directory`` is a URL. On every rank.
+        ConfigError: there is no engine, the adapters cannot be merged, or the base cannot be
+            dequantized.
+        CheckpointError: on every rank, if a merge failed, there is no room, or ``directory`` is a
+            URL.
     """
     directory = local_path(directory, "an export")
     base = _base_of(model)
@@ -103,11 +94,11 @@ def export_merged(
         members = list(group)
         with engine.gathered(params=[p for part in members for p in part.params]):
             if not is_writer or failure:
-                continue  # a collective: every rank goes on to the end
+                continue  # every rank must enter all gathers
             try:
                 for part in members:
                     for name, value in _values(part, names, adapted, adapter_names):
-                        if name not in written:  # else it is tied: stored once
+                        if name not in written:  # a tied weight is stored once
                             is_cast = dtype is not None and value.is_floating_point()
                             files.add(name, value.to(dtype) if is_cast else value)
                             written.add(name)
@@ -143,7 +134,6 @@ def _base_of(model: nn.Module) -> PreTrainedModel:
 
 
 def _parts(base: nn.Module) -> Iterator[_Part]:
-    """Yield the model's parts in the order of the module tree."""
     inside = ""
     for path, module in base.named_modules():
         if inside and path.startswith(inside):
@@ -152,20 +142,19 @@ def _parts(base: nn.Module) -> Iterator[_Part]:
         params = tuple(module.parameters(recurse=is_adapted))
         if is_adapted:
             inside = f"{path}."
-            yield _Part(path, module, True, params)
-        elif params or any(True for _ in _buffers(module)):
-            yield _Part(path, module, False, params)
+        if is_adapted or params or any(True for _ in _buffers(module, path)):
+            yield _Part(path, module, is_adapted, params)
 
 
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of ``module`` that are saved, without those of modules below it."""
-    for name, buffer in module.named_buffers(recurse=False):
-        if name not in module._non_persistent_buffers_set:
+def _buffers(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the persistent buffers of ``module`` itself, named as below ``path``."""
+    for name, buffer in module.named_buffers(path, recurse=False):
+        if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
             yield name, buffer
 
 
 def _check(parts: Sequence[_Part], engine: ShardedModel) -> None:
-    """Refuse a base that cannot be dequantized, the same way on every rank."""
+    """Refuse a base that cannot be dequantized, on every rank."""
     quantized = {id(q.param): q for q in engine.sharded_state.quantized}
     for part in parts:
         for param in part.params:
@@ -186,7 +175,7 @@ def _check(parts: Sequence[_Part], engine: ShardedModel) -> None:
 
 
 def _names(parts: Sequence[_Part]) -> tuple[dict[int, str], frozenset[int]]:
-    """Return first names of weights by ``id``, and ids of those that adapted modules change.
+    """Return each weight's first name by ``id``, and ids of weights that adapted modules change.
 
     A tied weight is stored under its first name.
     """
@@ -194,7 +183,8 @@ def _names(parts: Sequence[_Part]) -> tuple[dict[int, str], frozenset[int]]:
     adapted: dict[int, _Part] = {}
     for part in parts:
         layer = _base_layer(part.module) if part.is_adapted else part.module
-        for name, param in () if layer is None else _own(layer, part.path):
+        own = () if layer is None else layer.named_parameters(part.path, recurse=False)
+        for name, param in own:
             first.setdefault(id(param), name)
             other = adapted.get(id(param))
             if other is not None and isinstance(part.module, BaseTunerLayer):
@@ -207,55 +197,38 @@ def _names(parts: Sequence[_Part]) -> tuple[dict[int, str], frozenset[int]]:
     return first, frozenset(adapted)
 
 
-def _own(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of ``module`` itself, each with its name in the base model."""
-    for name, param in module.named_parameters(recurse=False):
-        yield _joined(path, name), param
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def _base_layer(adapted: nn.Module) -> nn.Module | None:
-    """Return the base model's module whose values ``adapted`` changes, None if it replaces it."""
+    """Return the base model's module that ``adapted`` changes, None if ``adapted`` replaces it."""
     if isinstance(adapted, TrainableTokensWrapper):
         adapted = adapted.token_adapter
     return adapted.get_base_layer() if isinstance(adapted, BaseTunerLayer) else None
 
 
 def _values(
-    part: _Part,
-    names: dict[int, str],
-    adapted: frozenset[int],
-    adapter_names: Sequence[str] | None,
+    part: _Part, names: dict[int, str], adapted: frozenset[int], adapter_names: Sequence[str] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of ``part`` as the merged model has them.
-
-    Its parameters are gathered.
-    """
+    """Yield the parameters and buffers of ``part``, which is gathered, in the merged model."""
     if not part.is_adapted:
         is_quantized = any(_can_dequantize(p) for p in part.params)
         module = _dequantized(copy.deepcopy(part.module)) if is_quantized else part.module
-        values = dict(_own(module, part.path))
-        for name, param in _own(part.module, part.path):
+        values = dict(module.named_parameters(part.path, recurse=False))
+        for name, param in part.module.named_parameters(part.path, recurse=False):
             if id(param) not in adapted:
                 yield names[id(param)], values[name]
-        for name, buffer in _buffers(module):
-            yield _joined(part.path, name), buffer
+        yield from _buffers(module, part.path)
         return
     layer = _base_layer(part.module)
-    tied = {} if layer is None else {n: names[id(p)] for n, p in _own(layer, part.path)}
+    own = () if layer is None else layer.named_parameters(part.path, recurse=False)
+    tied = {name: names[id(param)] for name, param in own}
     merged = _merged(copy.deepcopy(part.module), adapter_names)
     for name, param in merged.named_parameters(part.path):
         yield tied.get(name, name), param
     for path, module in merged.named_modules(prefix=part.path):
-        for name, buffer in _buffers(module):
-            yield _joined(path, name), buffer
+        yield from _buffers(module, path)
 
 
 def _merged(adapted: Any, adapter_names: Sequence[str] | None) -> nn.Module:
-    """Merge ``adapted``, a copy, and return the module of the base model, as peft unloads it."""
+    """Merge ``adapted``, a copy, and return the base model's module."""
     chosen = None if adapter_names is None else list(adapter_names)
     layer = _base_layer(adapted)
     is_quantized = layer is not None and any(map(_can_dequantize, layer.parameters(recurse=False)))
@@ -267,7 +240,7 @@ def _merged(adapted: Any, adapter_names: Sequence[str] | None) -> nn.Module:
         )
     else:
         if is_quantized and isinstance(layer, nn.Linear):
-            # The class of a quantized layer would quantize again: merge as on plain weights.
+            # Not the quantized layer's own merge, which would quantize the result.
             LoraLinear.merge(adapted, adapter_names=chosen)
         else:
             adapted.merge(adapter_names=chosen)
@@ -277,12 +250,12 @@ def _merged(adapted: Any, adapter_names: Sequence[str] | None) -> nn.Module:
 
 
 def _can_dequantize(param: nn.Parameter) -> bool:
-    """Whether ``param`` is of bitsandbytes, or of a class with a ``dequantize`` of its own."""
+    """Whether ``param`` is of bitsandbytes, or of a class with its own ``dequantize``."""
     return bool(get_bnb_param_type(param)) or type(param).dequantize is not Tensor.dequantize
 
 
 def _dequantized(module: nn.Module) -> nn.Module:
-    """Give ``module``, a copy, plain parameters in the place of its own quantized ones."""
+    """Replace the quantized parameters of ``module``, a copy, by plain ones."""
     for name, param in list(module.named_parameters(recurse=False)):
         if _can_dequantize(param):
             is_bnb = get_bnb_param_type(param)
@@ -292,16 +265,16 @@ def _dequantized(module: nn.Module) -> nn.Module:
 
 
 def _save_config(base: Any, directory: Path, written: set[str]) -> None:
-    """Write the configuration of a plain model beside the weights."""
+    """Write the configuration of the plain model."""
     config = copy.deepcopy(base.config)
     if "quantization_config" in vars(config):
         del config.quantization_config
     config.architectures = [type(base).__name__]
     if vars(config).get("tie_word_embeddings"):
-        # An output embedding that was trained by itself is stored by itself.
+        # Both embeddings are in the files if training has untied them.
         ends = (base.get_input_embeddings(), base.get_output_embeddings())
         paths = [path for path, module in base.named_modules() if module in ends]
-        if len(paths) == 2 and all(_joined(path, "weight") in written for path in paths):
+        if len(paths) == 2 and all(f"{path}.weight" in written for path in paths):
             config.tie_word_embeddings = False
     config.save_pretrained(directory)
     if base.can_generate():

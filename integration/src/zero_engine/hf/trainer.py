@@ -1,51 +1,130 @@
-"""transformers' Trainers on the engine: what of a Trainer has to be another.
+"""transformers' Trainers on the engine.
 
 [Note: the seams]
-The model is trained as it is, without a wrapper: the engine works by hooks on it. So the Trainer's
-loop is its own. Other is, in the order in which the Trainer comes by: the Accelerator
-(`zero_engine.hf.accelerator`), the device placement (the engine's), the preparation of the model
-(`_wrap_model`, where the engine is built), the state dict that is saved, and the checkpoints.
+The engine works by hooks on the unwrapped model, so the Trainer's loop is unchanged. Overridden
+are, in the Trainer's order: the Accelerator (`ZeroAccelerator`), the device placement, the
+preparation of the model (`_wrap_model` builds the engine), the saved state dict, and the
+checkpoints. The Accelerator asks the engine for the backward and the gradient's norm, and the
+optimizer asks it for the step.
 """
 
 from __future__ import annotations
 
+import copy
+import difflib
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 import zero_core
 from zero_core import CheckpointError, ConfigError, Engine, ShardedModel
 from zero_core.checkpoint import read_client_state
-from zero_core.config import SchedulerConfig
+from zero_core.config import SchedulerConfig, explain, shown
 from zero_core.schedules import Schedule, check_state, make_scheduler
-from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer
-from zero_engine.hf.arguments import check_arguments, fill_config, fill_schedule, read_zero
+from zero_engine.deepspeed.config.reader import load
+from zero_engine.presets import PRESETS
 
 _log = logging.getLogger(__name__)
 
 _SCHEDULE = "lr_scheduler"
-"""Where a checkpoint's client state keeps the Trainer's schedule."""
+"""Key of the Trainer's schedule in a checkpoint's client state."""
+
+
+class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """The engine's optimizer, with real ``param_groups``, as the Trainer steps it."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.optimizer, device_placement=False)
+        self.engine = engine
+        # Accelerate does not wrap an object with this mark.
+        self._is_accelerate_prepared = True
+
+    def step(self, closure: Any = None) -> None:
+        """End the step, except during gradient accumulation. Raises ValueError for a closure."""
+        if closure is not None:
+            raise ValueError("ZeroOptimizer.step() takes no closure")
+        if self.gradient_state.sync_gradients:
+            self.engine.step()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped because its gradient was not finite."""
+        return self.engine.optimizer.overflow
+
+
+class ZeroAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator of one model that an engine trains. The Trainer's own object becomes one."""
+
+    engine: ShardedModel | None = None
+
+    def adopt(self, engine: ShardedModel) -> None:
+        """Use ``engine`` from now on. Its module counts as prepared."""
+        self.engine = engine
+        engine.module._is_accelerate_prepared = True  # type: ignore[assignment]
+        self._models.append(engine.module)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward of ``loss``, which the Trainer has divided by the micro-steps."""
+        engine = self._engine()
+        engine.set_gradient_accumulation_boundary(self.sync_gradients)
+        engine.backward(loss, over=1, **kwargs)
+        if not self.sync_gradients:
+            engine.step()
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
+    ) -> float | None:
+        """Clip by a norm that differs from the configuration's, and return the norm.
+
+        Returns None for the configuration's own norm, by which the engine clips in its step.
+        """
+        engine = self._engine()
+        if norm_type == 2 and max_norm in (math.inf, engine.config.gradient_clipping):
+            return None
+        return engine.clip_grad_norm_(max_norm, norm_type)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Do not reduce gradients in this context, at stages 0 and 1."""
+        engine = self._engine()
+        if engine.config.zero_optimization.stage >= 2:
+            yield
+            return
+        with engine.no_sync():
+            yield
+
+    def _engine(self) -> Engine:
+        if self.engine is None:
+            raise RuntimeError("there is no engine yet: call ZeroTrainer.train() or evaluate()")
+        if not isinstance(self.engine, Engine):
+            raise RuntimeError("the engine only evaluates: call ZeroTrainer.train() to train")
+        return self.engine
 
 
 class ZeroTrainer(Trainer):
     """transformers' Trainer, whose model the engine trains.
 
-    It takes what Trainer takes, and ``zero``. TrainingArguments lead, and the optimizer is the
-    Trainer's, with its decay groups, unless the configuration names one. The engine is built where
-    the Trainer would wrap the model: at the first ``train``, ``evaluate`` or ``predict``. Every
-    rank runs the same script, under torchrun; the model may be made under
+    The engine is built at the first ``train``, ``evaluate`` or ``predict``; before, ``engine`` is
+    None. The optimizer is the Trainer's, with its decay groups, unless the configuration names one.
+    Every rank runs the same script, under torchrun. The model may be made under
     `zero_core.deferred_init`.
 
-    Attributes:
-        engine: None before it is built.
+    TrainingArguments lead: a key that they decide may be missing or "auto" in the configuration,
+    and must otherwise agree. The Trainer divides the loss over the micro-steps, and makes and steps
+    optimizer and schedule, while the engine scales the loss, clips, and updates the parameters.
     """
 
     accelerator: ZeroAccelerator
@@ -53,23 +132,19 @@ class ZeroTrainer(Trainer):
     def __init__(self, *args: Any, zero: str | Path | Mapping[str, Any], **kwargs: Any) -> None:
         """Check ``zero``: a name of `zero_engine.hf.PRESETS`, a configuration or its JSON file.
 
-        Raises:
-            ConfigError: it is none of these, differs from TrainingArguments, or these ask for
-                another engine.
+        Raises ConfigError if ``zero`` is none of these, it differs from TrainingArguments, or
+        TrainingArguments select another engine.
         """
         self.engine: ShardedModel | None = None
         self._given = read_zero(zero)
-        self._whole: dict[str, Tensor] | None = None  # the state dict, while it is being saved
+        self._whole: dict[str, Tensor] | None = None  # state dict of `save_model`
         super().__init__(*args, **kwargs)
         if "optimizer" in self._given and self.optimizer is not None:
             raise ConfigError(
                 "optimizers=... and the configuration's optimizer: found both, leave out one"
             )
 
-    # ---------------------------------------------------------------- building
-
     def create_accelerator_and_postprocess(self) -> None:
-        """Check the arguments, and turn the Trainer's Accelerator into the engine's."""
         check_arguments(self.args)
         self._config = fill_config(self._given, self.args)
         super().create_accelerator_and_postprocess()
@@ -78,17 +153,17 @@ class ZeroTrainer(Trainer):
                 "accelerate's environment asks for DeepSpeed or FSDP, and zero=... for this "
                 "engine: start with torchrun, or take Trainer instead of ZeroTrainer"
             )
-        self.accelerator.__class__ = ZeroAccelerator  # the same object, which others refer to
+        self.accelerator.__class__ = ZeroAccelerator  # not a new object: others refer to this one
         if self.args.n_gpu > 1:
             _log.warning("one process uses one of %d devices: use torchrun", self.args.n_gpu)
             self.args._n_gpu = 1
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Return the Trainer's arguments, without mixed precision, which is the engine's."""
+        """Return the Trainer's arguments without mixed precision, which the engine does."""
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: the engine places the model, sharded, on its device."""
+        """Do nothing: the engine places the sharded model."""
 
     def create_optimizer(  # type: ignore[override]
         self, model: nn.Module | None = None
@@ -101,7 +176,7 @@ class ZeroTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
-        """Make the schedule that the configuration names, else the Trainer's."""
+        """Make the configuration's schedule, else the Trainer's."""
         if "scheduler" in self._given and self.lr_scheduler is None:
             block = SchedulerConfig.model_validate(self._given["scheduler"])
             params = fill_schedule(block.params, self.args, num_training_steps)
@@ -112,16 +187,15 @@ class ZeroTrainer(Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_learning_rate(self) -> float:
-        """Return the rate of the first group, which a schedule may not have set yet."""
         assert self.optimizer is not None
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: DataLoader[Any] | None = None
     ) -> nn.Module:
-        """Return the model itself, after building the engine on it.
+        """Build the engine on ``model``, and return ``model``.
 
-        One that evaluates alone, without optimizer state, if there is nothing to train on.
+        Without a training set the engine only evaluates, and has no optimizer state.
         """
         engine = self.engine
         if engine is None or engine.module is not self.model:
@@ -134,14 +208,14 @@ class ZeroTrainer(Trainer):
             )
         elif training:
             assert isinstance(engine, Engine)
-            engine.zero_grad()  # what a training that broke off has left
+            engine.zero_grad()  # drops gradients of an interrupted training
         return model
 
     def _start_engine(self, *, is_training: bool) -> None:
         if self.engine is not None:
             self.engine.close()
         assert isinstance(self.model, nn.Module)
-        self._config = fill_config(self._given, self.args)  # a search changes the arguments
+        self._config = fill_config(self._given, self.args)  # hyperparameter search changes args
         if is_training:
             self.create_optimizer()
             trained = zero_core.build(
@@ -164,16 +238,13 @@ class ZeroTrainer(Trainer):
             )
 
     def _prepare_input(self, data: Any) -> Any:
-        """Prepare inputs as the Trainer, with floating ones in the compute dtype."""
         data = super()._prepare_input(data)
         if isinstance(data, Tensor) and data.is_floating_point() and self.engine is not None:
             return data.to(self.engine.config.compute_dtype or data.dtype)
         return data
 
-    # ----------------------------------------------------------------- keeping
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as the Trainer. Every rank must call it, as weights are gathered."""
+        """Save as the Trainer. Every rank must call it, because weights are gathered."""
         if self.engine is not None:
             rank = None if self.args.save_on_each_node else 0
             self._whole = self.engine.full_state_dict(rank=rank)
@@ -185,11 +256,10 @@ class ZeroTrainer(Trainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Save as the Trainer, which some releases call on one rank and others on all."""
+        """Save as the Trainer, which calls it on one rank or on all, depending on the release."""
         super()._save(output_dir, state_dict=self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the engine's checkpoint, for any stage and world size, with the schedule in it."""
         assert isinstance(self.engine, Engine)
         schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         tag = f"global_step{self.state.global_step}"
@@ -206,7 +276,7 @@ class ZeroTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the engine's checkpoint, weights included, and the schedule."""
+        """Load the engine's checkpoint, which includes the weights, and the schedule."""
         assert isinstance(self.engine, Engine)
         if checkpoint is None or not _has_state(checkpoint):
             return
@@ -214,7 +284,7 @@ class ZeroTrainer(Trainer):
         schedule: Schedule | None = None if saved is None else self.lr_scheduler
         if schedule is not None:
             try:
-                check_state(schedule, saved)  # before anything is loaded
+                check_state(schedule, saved)  # before the engine loads
             except ValueError as error:
                 raise CheckpointError(
                     f"{checkpoint}: the schedule that was saved does not fit: {error}; resume with "
@@ -225,7 +295,6 @@ class ZeroTrainer(Trainer):
             schedule.load_state_dict(saved)
 
     def _load_best_model(self) -> None:
-        """Load the best weights from the engine's checkpoint, or from a file of weights alone."""
         best = self.state.best_model_checkpoint
         assert best is not None
         assert isinstance(self.engine, Engine)
@@ -236,12 +305,10 @@ class ZeroTrainer(Trainer):
             super()._load_best_model()
 
     def _writable(self) -> AbstractContextManager[object]:
-        """Return a context in which the whole model may be written, alike on every rank."""
+        """Return a context in which every rank may write the whole model with equal values."""
         if self.engine is None or self.engine.module is not self.model:
             return nullcontext()
         return self.engine.gathered(modifier_rank=0)
-
-    # ----------------------------------------------------------------- telling
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the Trainer, with the gradient's norm and fp16's loss scale."""
@@ -268,7 +335,7 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[float | None, Tensor | None, Tensor | None]:
-        """Predict as the Trainer. At stage 3 ranks generate in step, as they gather together."""
+        """Predict as the Trainer. At stage 3 all ranks generate equally many tokens."""
         if self.args.predict_with_generate and not prediction_loss_only:
             gen_kwargs = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
             is_sharded = self._config["zero_optimization"].get("stage") == 3
@@ -280,3 +347,124 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
 
 def _has_state(checkpoint: str) -> bool:
     return (Path(checkpoint) / "latest").is_file()
+
+
+_AUTO = "auto"
+_LEFT_TO_ENGINE = (
+    "reduce_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+)
+"""Keys of ``zero_optimization`` whose "auto" is the engine's default."""
+
+
+def read_zero(zero: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration that ``zero`` is or names. "auto" values are still in it."""
+    if isinstance(zero, Mapping):
+        return copy.deepcopy(dict(zero))
+    if isinstance(zero, str) and zero in PRESETS:
+        return {"zero_optimization": copy.deepcopy(dict(PRESETS[zero]))}
+    if Path(zero).suffix == ".json" or Path(zero).is_file():
+        return copy.deepcopy(load(zero))
+    near = difflib.get_close_matches(str(zero), PRESETS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+        f"zero = {str(zero)!r} is neither a preset nor a file: {hint}"
+        f"Presets: {', '.join(PRESETS)}; or give a configuration, or the path of its JSON file"
+    )
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Refuse arguments that select another engine or would change the sharded model."""
+    refused = {
+        "deepspeed": "leave it out: zero=... takes the same configuration",
+        "fsdp": "leave it out: the engine shards the model",
+        "torch_compile": "compile the model's blocks in place instead: block.compile()",
+        "bf16_full_eval": "set bf16=True: the engine trains and evaluates in bf16",
+        "fp16_full_eval": "set fp16=True: the engine trains and evaluates in fp16",
+        "parallelism_config": "leave it out: the engine is data-parallel alone",
+    }
+    for name, advice in refused.items():
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"TrainingArguments({name}={getattr(args, name)!r}) does not go with zero=...: "
+                f"{advice}"
+            )
+
+
+def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
+    """Return ``config`` completed from ``args``, without ``scheduler``."""
+    filled = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
+    for key in ("zero_optimization", "optimizer", "bf16", "fp16"):
+        if not isinstance(filled.get(key, {}), Mapping):
+            raise ConfigError(f"{key}: expected a block of keys, found {shown(filled[key])}")
+    scheduler = filled.pop("scheduler", None)
+    if scheduler is not None:
+        try:
+            SchedulerConfig.model_validate(scheduler)
+        except pydantic.ValidationError as error:
+            raise ConfigError(explain(error, SchedulerConfig, scheduler, "scheduler")) from None
+    zero = filled.setdefault("zero_optimization", {})
+    for key in _LEFT_TO_ENGINE:
+        if zero.get(key) == _AUTO:
+            del zero[key]
+    if zero.get("zero_hpz_partition_size") == _AUTO:
+        of_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+        zero["zero_hpz_partition_size"] = of_node if of_node < args.world_size else 1
+    micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    decided = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "train_batch_size": micro * steps * args.world_size,
+        "gradient_clipping": float(args.max_grad_norm or 0.0),
+        "bf16.enabled": bool(args.bf16),
+        "fp16.enabled": bool(args.fp16),
+    }
+    differences: list[str] = []
+    for path, value in decided.items():
+        _fill(filled, path, value, differences)
+    if "optimizer" in filled:
+        params = dict(filled["optimizer"].get("params", {}))
+        filled["optimizer"] = {**filled["optimizer"], "params": params}
+        of_trainer = {
+            "lr": args.learning_rate,
+            "betas": [args.adam_beta1, args.adam_beta2],
+            "eps": args.adam_epsilon,
+            "weight_decay": args.weight_decay,
+        }
+        for key, value in of_trainer.items():
+            if key in params:
+                _fill(params, key, value, differences, prefix="optimizer.params.")
+    if differences:
+        raise ConfigError(
+            "the configuration and TrainingArguments differ; take the value of TrainingArguments, "
+            'or "auto", or leave the key out:\n' + "\n".join(differences)
+        )
+    return filled
+
+
+def fill_schedule(
+    params: Mapping[str, Any], args: TrainingArguments, num_steps: int
+) -> dict[str, Any]:
+    """Return ``scheduler.params`` with "auto" filled in, for a training of ``num_steps`` steps."""
+    known = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": args.learning_rate,
+        "warmup_num_steps": args.get_warmup_steps(num_steps),
+        "total_num_steps": num_steps,
+    }
+    return {k: known.get(k, v) if v == _AUTO else v for k, v in params.items()}
+
+
+def _fill(
+    block: dict[str, Any], path: str, value: Any, differences: list[str], prefix: str = ""
+) -> None:
+    """Set ``path``, a key or "block.key", to ``value``, or append a difference."""
+    *outer, key = path.split(".")
+    for name in outer:
+        block = block.setdefault(name, {})
+    found = block.get(key)
+    if found is None or found == _AUTO:
+        block[key] = value
+    elif (list(found) if isinstance(found, tuple) else found) != value:
+        differences.append(f"- {prefix}{path} = {found!r}, TrainingArguments: {value!r}")

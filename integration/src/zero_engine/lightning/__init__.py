@@ -1,4 +1,4 @@
-"""ZeRO in Lightning: ``Trainer(strategy="zero_stage_3_offload")``, once this is imported.
+"""ZeRO in Lightning: ``Trainer(strategy="zero_stage_3_offload")``, after this import.
 
     import lightning as L
     import zero_engine.lightning

@@ -1,11 +1,9 @@
 """A Lightning strategy on `zero_core.build`.
 
-Lightning's DDPStrategy starts the processes, joins them, reduces metrics and gives samplers their
-ranks; here stands what ZeRO does otherwise: the module becomes the engine's, a step is the engine's
-(`ZeroPrecision`), a checkpoint is a folder of shards.
-
-A **step of the Trainer** is one of the engine: Lightning counts the batches to accumulate, divides
-the loss, and asks for a step at the end, also of an epoch that ends midway.
+Lightning's DDPStrategy starts and connects the processes, reduces metrics and gives samplers their
+ranks. This strategy makes the module the engine's, a step of the Trainer the engine's step
+(`ZeroPrecision`), and a checkpoint a folder of shards. Lightning counts the batches to accumulate,
+divides the loss, and requests a step, also at the end of an epoch.
 """
 
 from __future__ import annotations
@@ -46,9 +44,9 @@ _OF_TRAINER = {
     "fp16.enabled": "Trainer(precision='16-mixed')",
     "bf16.enabled": "Trainer(precision='bf16-mixed')",
 }
-"""What Lightning decides: a second value in the configuration could only disagree."""
+"""Keys that Lightning decides, and where. The configuration must not have them."""
 _TAG = "checkpoint"
-"""The engine's folder within a checkpoint of Lightning's. What stands beside the model is JSON."""
+"""The engine's folder within a checkpoint of Lightning's."""
 _ADVICE = "leave it out (save_hyperparameters(ignore=[...]) for an argument)"
 
 
@@ -65,55 +63,37 @@ class ZeroPrecision(Precision):
     """The model in 16 bits with fp32 master weights, or all of it in fp32.
 
     "mixed" and "true" are the same here: parameters, activations and inputs are in the 16-bit
-    dtype, the optimizer works on fp32 master weights; there is no autocast. fp16 has its loss
-    scaled by the engine.
+    dtype, without autocast. The engine scales fp16's loss.
     """
 
     def __init__(self, precision: Any) -> None:
-        """Take Lightning's name of a precision.
-
-        Raises:
-            ConfigError: one that the engine does not have.
-        """
+        """Keep Lightning's name of a precision. Raises ConfigError if it is not served."""
         if precision not in _BLOCK_OF:
             raise ConfigError(
                 f"Trainer(precision={precision!r}) is not served by the ZeRO strategies; "
                 f"choose one of {sorted(_BLOCK_OF)}"
             )
         self.precision = precision
-        self._engine: ShardedModel | None = None
-
-    @property
-    def block(self) -> str | None:
-        """The block of the engine's configuration that is to be enabled, if any."""
-        return _BLOCK_OF[str(self.precision)]
-
-    def attach(self, engine: ShardedModel | None) -> None:
-        """Work on ``engine`` from now on. None: there is none any more."""
-        self._engine = engine
+        self.engine: ShardedModel | None = None
 
     @property
     def _attached(self) -> Engine:
-        assert isinstance(self._engine, Engine), "the strategy attaches its engine in setup()"
-        return self._engine
+        assert isinstance(self.engine, Engine), "the strategy attaches its engine in setup()"
+        return self.engine
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Backward of ``tensor``, which Lightning has divided by the batches to accumulate."""
+        """Run backward of ``tensor``, which Lightning has divided by the batches to accumulate."""
         if model.automatic_optimization:
             is_last = not model.trainer.fit_loop._should_accumulate()
             self._attached.set_gradient_accumulation_boundary(is_last)
         model.backward(self._attached.scale(tensor), *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override]
-        self,
-        optimizer: Any,
-        model: pl.LightningModule,
-        closure: Callable[[], Any],
-        **kwargs: Any,
+        self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Forward and backward by ``closure``, Lightning's hooks and clipping, `Engine.step`."""
+        """Run ``closure`` (forward and backward), Lightning's hooks, and `Engine.step`."""
         if kwargs:
             raise TypeError(f"the engine's step takes no arguments, found {sorted(kwargs)}")
         result = closure()
@@ -144,16 +124,14 @@ class ZeroStrategy(DDPStrategy):
         """Keep the configuration. The engine is built when the Trainer starts.
 
         Args:
-            config: the engine's configuration, or the path of its JSON file; without what the
-                Trainer decides ("auto" may stand there). An optimizer named in it is used where
-                ``configure_optimizers`` returns None.
+            config: the engine's configuration, or the path of a JSON file. Keys that the Trainer
+                decides must be missing or "auto". Its optimizer is used if ``configure_optimizers``
+                returns None.
             process_options: DDPStrategy's ``accelerator``, ``parallel_devices``,
                 ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
                 ``process_group_backend``, ``timeout`` and ``start_method``.
 
-        Raises:
-            ConfigError: a key that the Trainer decides, or an option that DDPStrategy would hand
-                to DistributedDataParallel.
+        Raises ConfigError if the Trainer decides a key, or an option is DistributedDataParallel's.
         """
         super().__init__(**process_options)
         if self._ddp_kwargs or self._ddp_comm_hook is not None or self._model_averaging_period:
@@ -167,9 +145,8 @@ class ZeroStrategy(DDPStrategy):
     def engine(self) -> ShardedModel:
         """The engine: gathered values, states by name, memory and traffic.
 
-        Raises:
-            RuntimeError: the Trainer has not set the strategy up yet, or another one has trained
-                the module since.
+        Raises RuntimeError if the Trainer has not called `setup` yet, or another one has trained
+        the module since.
         """
         if self._engine is None:
             raise RuntimeError(
@@ -194,23 +171,21 @@ class ZeroStrategy(DDPStrategy):
             )
         self._precision_plugin = plugin
 
-    # ------------------------------------------------------------------ setup
-
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Modules are made in host memory: the engine brings its share of them to the device."""
+        """Make modules in host memory. The engine copies its shards to the device."""
         if empty_init:
             raise ConfigError("empty_init: the ZeRO strategies need the values of a new module")
         yield
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Make modules of ``configure_model`` without memory until the engine has its share."""
+        """Make modules of ``configure_model`` without memory. The engine computes its shards."""
         with zero_core.deferred_init():
             yield
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Build the engine. To evaluate, take the one of an earlier ``fit`` of this module."""
+        """Build the engine. An evaluation uses the engine of an earlier ``fit`` of the module."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -226,13 +201,13 @@ class ZeroStrategy(DDPStrategy):
             self._engine = zero_core.build(
                 self.lightning_module, self._resolved(), is_training=False
             )
-        self.engine.stay_with_model()  # another Trainer may go on, when this one is gone
-        self._precision.attach(self.engine)
+        self.engine.stay_with_model()  # a later Trainer may use it
+        self._precision.engine = self.engine
         _HOLDERS.setdefault(self.engine, WeakSet()).add(self)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        (given,) = self.optimizers  # Lightning refuses several, but for manual optimization
+        (given,) = self.optimizers  # Lightning allows several only for manual optimization
         is_named = "optimizer" in self._config
         if isinstance(given, _MockOptimizer) != is_named:
             found = "both do" if is_named else "neither does"
@@ -247,17 +222,16 @@ class ZeroStrategy(DDPStrategy):
         self.optimizers = [self._engine.optimizer]
 
     def _free_engine(self) -> None:
-        """End the engine of an earlier ``fit``: its memory is needed for the next one."""
+        """End the engine of an earlier ``fit``, whose memory the next one needs."""
         if self._engine is None:
             return
         if any(zero_core.engine_of(p) is self._engine for p in self._engine.module.parameters()):
             self._engine.unwrap(dtype=torch.float32, drops_partial=True)
-        # else the script has ended it
         for strategy in (*_HOLDERS.pop(self._engine, ()), self):
             strategy._engine = None
-            strategy._precision.attach(None)
+            strategy._precision.engine = None
             strategy.optimizers, strategy.lr_scheduler_configs = [], []
-        gc.collect()  # its parts refer to each other
+        gc.collect()  # the engine has reference cycles
 
     @property
     def _precision(self) -> ZeroPrecision:
@@ -266,16 +240,16 @@ class ZeroStrategy(DDPStrategy):
         return plugin
 
     def _resolved(self) -> dict[str, Any]:
-        """Return the configuration completed by the Trainer's settings."""
+        """Return the configuration, completed by the Trainer's settings."""
         config = dict(self._config)
-        config.setdefault("train_micro_batch_size_per_gpu", 1)  # the loader knows; it's only told
-        block = self._precision.block
+        config.setdefault("train_micro_batch_size_per_gpu", 1)  # for the engine's reports only
+        block = _BLOCK_OF[str(self._precision.precision)]
         if block is not None:
             config[block] = {**config.get(block, {}), "enabled": True}
         return config
 
     def model_to_device(self) -> None:
-        """Do nothing: the engine has moved it."""
+        """Do nothing: the engine has moved the model."""
 
     def teardown(self) -> None:
         """End Lightning's part. The engine stays on the module, for a test after ``fit``."""
@@ -286,20 +260,18 @@ class ZeroStrategy(DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    # ------------------------------------------------------------------ steps
-
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Batches that are only accumulated are not reduced where gradients are whole anyway."""
+        """Do not reduce gradients of accumulated batches, at stages 0 and 1."""
         if self.engine.config.zero_optimization.stage > 1:
-            yield  # each is, into the shards: within no_sync, gradients would be whole
+            yield  # no_sync would keep whole gradients instead of shards
             return
         with self.engine.no_sync() if isinstance(self.engine, Engine) else nullcontext():
             yield
 
     def _forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
-        wrapper: Any = self.engine  # called, as a wrapping module would be
+        wrapper: Any = self.engine  # Lightning calls it as it would a wrapping module
         return self._forward_redirection(wrapper, module, method, *args, **kwargs)
 
     training_step = partialmethod(_forward, "training_step")
@@ -307,20 +279,18 @@ class ZeroStrategy(DDPStrategy):
     test_step = partialmethod(_forward, "test_step")
     predict_step = partialmethod(_forward, "predict_step")
 
-    # ------------------------------------------------------------ checkpoints
-
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Shards are read into the engine, which has to be there."""
+        """True: the engine must exist before it loads shards."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """The optimizer's state is in the engine's checkpoint."""
+        """False: the engine's checkpoint holds the optimizer state."""
         return False
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return nothing: the engine saves it, in shards."""
+        """Return nothing: the engine saves the state, in shards."""
         return {}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -329,15 +299,15 @@ class ZeroStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write a folder of shards or, of weights only, one file that any strategy reads.
+        """Write a folder of shards or, for weights only, one file of Lightning's format.
 
         Every rank must call it. The file (``Trainer.save_checkpoint(path, weights_only=True)``,
-        ``ModelCheckpoint(save_weights_only=True)``) is Lightning's own, for
-        ``LightningModule.load_from_checkpoint``; rank 0 holds the whole model for it.
+        ``ModelCheckpoint(save_weights_only=True)``) can be read by any strategy and by
+        ``LightningModule.load_from_checkpoint``. Rank 0 holds the whole model to write it.
 
         Raises:
-            CheckpointError: something that Lightning wants kept is neither JSON nor small tensor.
-            TypeError: ``storage_options`` for a folder of shards.
+            CheckpointError: an object of Lightning's checkpoint is neither JSON nor a small tensor.
+            TypeError: there are ``storage_options`` for a folder of shards.
         """
         if "optimizer_states" not in checkpoint:
             values = self.engine.full_state_dict(rank=0)
@@ -355,19 +325,18 @@ class ZeroStrategy(DDPStrategy):
             )
         kept = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         assert isinstance(self.engine, Engine), "Lightning saves in fit(), whose engine trains"
-        control = self.engine.sharded_state.control  # not broadcast(), which pickles
+        control = self.engine.sharded_state.control  # gather_bytes, because broadcast() pickles
         folder = Path(os.fsdecode(control.gather_bytes(os.fsencode(filepath))[0]))
-        encode(kept, "checkpoint", _ADVICE)  # for the advice: the engine does it again
+        encode(kept, "checkpoint", _ADVICE)  # raises with advice, unlike the engine
         self.engine.save_checkpoint(folder, _TAG, client_state={"lightning": kept})
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a folder that this strategy wrote, on any number of ranks, or a file of weights.
+        """Read a folder that this strategy wrote, at any world size, or a file of weights.
 
-        Raises:
-            CheckpointError: to go on with training from another strategy's file, whose optimizer
-                state is not sharded; or the folder is not a checkpoint.
+        Raises CheckpointError if the folder is no checkpoint, or training should resume from
+        another strategy's file, whose optimizer state is not sharded.
         """
         path = Path(checkpoint_path)
         if path.is_dir():
@@ -384,13 +353,11 @@ class ZeroStrategy(DDPStrategy):
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a file. Those of a folder have been read."""
+        """Load the weights of a file. `load_checkpoint` has loaded those of a folder."""
         values = checkpoint["state_dict"]
         if values:
             with self.engine.gathered(modifier_rank=0) as module:
                 module.load_state_dict(renamed_for(module, values), strict=strict)
-
-    # ------------------------------------------------------------------ names
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -409,11 +376,11 @@ class ZeroStrategy(DDPStrategy):
 
 
 _HOLDERS: WeakKeyDictionary[ShardedModel, WeakSet[ZeroStrategy]] = WeakKeyDictionary()
-"""The strategies that each engine was set up for; their Trainers may outlive it."""
+"""Strategies that each engine was set up for. Their Trainers may outlive the engine."""
 
 
 def renamed_for(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` under the names that ``module`` loads: compiled parts have longer ones."""
+    """Return ``values`` under the names that ``module`` loads. Compiled parts have longer names."""
     params = module.named_parameters(remove_duplicate=False)
     named = chain(params, module.named_buffers(remove_duplicate=False))
     own = {plain_name(n): n.replace("_checkpoint_wrapped_module.", "") for n, _ in named}
@@ -421,7 +388,7 @@ def renamed_for(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_trainers(config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``config`` without the Trainer's keys. Values other than "auto" are refused."""
+    """Return ``config`` without keys that the Trainer decides, which must be "auto"."""
     for key, place in _OF_TRAINER.items():
         name, _, inner = key.partition(".")
         block = config.get(name) if inner else config
@@ -437,7 +404,7 @@ def _without_trainers(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse, before any work is done, what cannot be done."""
+    """Refuse a Trainer that the strategy cannot serve, before any work."""
     if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
         raise ConfigError("gradient_clip_algorithm='value' is not served here: use 'norm'")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -446,7 +413,7 @@ def _check_trainer(trainer: pl.Trainer) -> None:
                 f"{type(callback).__name__} copies the whole module, which is sharded here: "
                 "leave it out, or average the weights of checkpoints after training"
             )
-    data = getattr(trainer, "datamodule", None)  # foreign: Lightning sets it where there is one
+    data = getattr(trainer, "datamodule", None)  # foreign: set if there is a datamodule
     for owner in (trainer.lightning_module, data):
         if owner is not None:
             encode(dict(owner.hparams), "hyper_parameters", _ADVICE)

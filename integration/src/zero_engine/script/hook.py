@@ -257,7 +257,7 @@ def mend_loading(module: Any) -> None:
                 importlib.import_module(HOME).init_distributed()
                 stack.callback(_set_variable, _SEQUENTIAL, os.environ.get(_SEQUENTIAL))
                 os.environ[_SEQUENTIAL] = "1"
-                loading = importlib.import_module(f"{HOME}.zero.quantized_loading")
+                loading = importlib.import_module(f"{HOME}.zero.partition_parameters")
                 stack.enter_context(loading.sharded_loading())
             return load(model, state_dict, load_config, *args, **kwargs)
 

@@ -13,17 +13,6 @@ from zero_core.config import Config, load_config
 from zero_engine.deepspeed.config.reader import Settings, Source, read
 from zero_engine.deepspeed.errors import NotServedError
 
-ADAGRAD_OPTIMIZER = "adagrad"
-ADAM_OPTIMIZER = "adam"
-ADAMW_OPTIMIZER = "adamw"
-LAMB_OPTIMIZER = "lamb"
-LION_OPTIMIZER = "lion"
-MUADAM_OPTIMIZER = "muadam"
-MUADAMW_OPTIMIZER = "muadamw"
-MUON_OPTIMIZER = "muon"
-MUSGD_OPTIMIZER = "musgd"
-"""Values of ``optimizer.type``. Of these LAMB and the mu-parametrised ones are refused."""
-
 _KEYS: Mapping[str, tuple[str, Any]] = {
     "buffer_dtype": ("data_types.buffer_dtype", None),
     "checkpoint_parallel_write_pipeline": ("checkpoint.parallel_write.pipeline_stage", False),
@@ -43,9 +32,11 @@ _KEYS: Mapping[str, tuple[str, Any]] = {
     "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
     "zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", True),
 }
-"""Keys, and DeepSpeed's defaults, of attributes whose value is the one in the file."""
+"""Path in the file, and DeepSpeed's default, of attributes that are read from the file."""
 
 _OWN_OPTIMIZERS = {"adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon"}
+# DeepSpeed has a constant for each value of ``optimizer.type``: ADAM_OPTIMIZER = "adam".
+globals().update({f"{name.upper()}_OPTIMIZER": name for name in _OWN_OPTIMIZERS})
 
 _CHECKPOINTING = {
     "partition_activations": False,
@@ -83,29 +74,21 @@ _BLOCKS: Mapping[str, Callable[[Settings], Any]] = {
 NAMES = frozenset(_KEYS) | frozenset(_BLOCKS)
 """Attributes of DeepSpeed's configuration that are not keys of the top level.
 
-The engine needs few of them, but scripts ask for what they have put into the file. Attributes of
-what is refused (model parallelism, the hybrid engine, ...) are not served.
+Attributes of refused parts (model parallelism, the hybrid engine, ...) are not served.
 """
 
 
 class DeepSpeedConfig:
-    """A configuration, resolved for the ranks that there are. ``engine._config`` is one.
+    """A configuration, resolved for the present ranks. ``engine._config`` is one. Read only.
 
-    Attributes of DeepSpeed's that are keys of the top level have the key's name. ``zero_config``,
-    ``float16_config`` and ``bfloat16_config`` are the blocks of `zero_core.Config`. Values are read
-    only: change the configuration before `initialize`.
+    Attributes are keys of the top level, and `NAMES`.
     """
 
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
         """Read ``config``: a dict, a file's path, or base64 of JSON.
 
-        Args:
-            config: the configuration.
-            mpu: Megatron's parallel state, which has the data-parallel group; default: all ranks.
-            mesh_device: not served.
-
-        Raises:
-            ConfigError: a key has a value that is not served, or the batch sizes do not fit.
+        ``mpu`` is Megatron's parallel state. Raises ConfigError if a value is not served, and
+        NotServedError for ``mesh_device``.
         """
         if mesh_device is not None:
             raise NotServedError("DeepSpeedConfig(mesh_device=...), sequence parallelism,")
@@ -118,7 +101,7 @@ class DeepSpeedConfig:
     def of(
         cls, settings: Settings, resolved: Config, rank: int, world_size: int
     ) -> DeepSpeedConfig:
-        """Return the configuration that has been read as ``settings`` and ``resolved``."""
+        """Return the configuration that was read as ``settings`` and ``resolved``."""
         made = cls.__new__(cls)
         made._fill(settings, resolved, rank, world_size)
         return made
@@ -141,12 +124,11 @@ class DeepSpeedConfig:
 
     def _named(self, block: str) -> tuple[str | None, dict[str, Any] | None]:
         given = self._param_dict.get(block)
-        if not isinstance(given, Mapping):  # none, or "auto" that nothing has filled in
+        if not isinstance(given, Mapping):  # absent, or "auto"
             return None, None
         return given.get("type"), given.get("params")
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value of the top-level key ``name``, or of one of `NAMES`."""
         if name.startswith("_"):
             raise AttributeError(name)
         if name in Config.model_fields:

@@ -1,8 +1,8 @@
-"""Hjson (https://hjson.github.io), in which DeepSpeed reads its configuration.
+"""Parser of Hjson (https://hjson.github.io), the format of DeepSpeed's configuration.
 
-JSON, with comments (``#``, ``//``, ``/* */``), keys and strings without quotes, strings in single
-quotes or over several lines (three single quotes), and a comma or a line's end between members. A
-string without quotes goes to the end of its line, with all commas and brackets in it.
+Hjson is JSON with comments (``#``, ``//``, ``/* */``), keys and strings without quotes, strings in
+single quotes or over several lines (three single quotes), and a comma or a newline between members.
+A string without quotes ends at the end of its line, and may contain commas and brackets.
 """
 
 from __future__ import annotations
@@ -27,25 +27,17 @@ _WORD_END = re.compile(r"[ \t]*(?=[,}\]#\r\n]|//|/\*|\Z)")
 _LINE = re.compile(r"[^\r\n]*")
 _LONG_QUOTE = "'''"
 _LARGEST_WHOLE = 1e10
-"""Numbers with a fraction or an exponent are whole below it, if their value is: 5e8."""
+"""Bound below which a whole number with a fraction or an exponent (5e8) becomes an int."""
 _MAX_DIGITS = 400
 _WORDS = {"true": True, "false": False, "null": None}
 
 
 def parse_hjson(text: str, name: str) -> dict[str, Any]:
-    """Parse an Hjson object, whose own braces may be missing. Messages call it ``name``.
-
-    JSON's names ``Infinity`` and ``NaN`` are numbers, as in Python's ``json``.
-
-    Raises:
-        ConfigError: it is not one, or a key is there twice; with line and column.
-    """
+    """Parse an Hjson object. Its outer braces may be missing. ConfigErrors call it ``name``."""
     return _Reader(text.removeprefix("\ufeff"), name).read()
 
 
 class _Reader:
-    """Reads one text from its start to its end."""
-
     def __init__(self, text: str, name: str) -> None:
         self._text = text
         self._name = name
@@ -74,7 +66,7 @@ class _Reader:
             return self._long_string()
         if first in ('"', "'") and first:
             return self._quoted()
-        if first in "},]:":  # or the end
+        if first in "},]:":  # "" at the end is in every string
             self._fail(f"expected a value, found {self._rest()}")
         # A number, a constant, or a string without quotes.
         found = _WORD.match(self._text, self._at)
@@ -151,7 +143,7 @@ class _Reader:
         return value
 
     def _long_string(self) -> str:
-        """Read a string between three quotes, without the first quotes' indentation."""
+        """Read a string between triple quotes, without the opening quotes' indentation."""
         begin = self._at
         indent = begin - (self._text.rfind("\n", 0, begin) + 1)
         end = self._text.find(_LONG_QUOTE, begin + 3)
@@ -166,7 +158,7 @@ class _Reader:
         return "\n".join([first, *lines]).removesuffix("\n")
 
     def _next(self) -> str:
-        """Go to the next character that is neither space nor comment: "" at the end."""
+        """Advance to the next character that is neither space nor comment. "" is the end."""
         space = _SPACE.match(self._text, self._at)
         assert space is not None
         self._at = space.end()
@@ -177,7 +169,6 @@ class _Reader:
             self._at += 1
 
     def _rest(self) -> str:
-        """Quote the rest of the line, shortened, for a message."""
         line = _LINE.match(self._text, self._at)
         assert line is not None
         text = line[0].rstrip()

@@ -1,10 +1,11 @@
-"""DeepSpeed's JSON, read as DeepSpeed reads it.
+"""DeepSpeed's JSON, read as DeepSpeed reads it, with DeepSpeed's defaults.
 
-`read` sorts a configuration into what `zero_core.build` takes and what the DeepSpeed engine serves
-itself. Defaults are DeepSpeed's. No key is ignored silently. A key without effect becomes a `Note`,
-which `zero_engine.deepspeed.config.announce` prints with the configuration in effect. A key that
-asks for a part that is not served is refused. As in DeepSpeed, an unknown key is refused in the
-blocks that DeepSpeed checks, and has no effect elsewhere.
+`read` sorts a configuration into keys for `zero_core.build` and keys for the DeepSpeed engine. A
+key outside zero-core is in one of three tables, as in ``docs/deepspeed-config.md``: honoured
+(`HONOURED`), without effect (`UNNEEDED` has the reason), or refused unless its value changes
+nothing (`REFUSED`). A key without effect becomes a `Note`, which
+`zero_engine.deepspeed.initialize` prints. As in DeepSpeed, unknown keys are refused in the
+blocks that DeepSpeed checks, and have no effect elsewhere.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import base64
 import binascii
 import difflib
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -22,8 +24,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import pydantic
 
 from zero_core.config import (
+    LARGEST,
     Config,
+    as_kind,
     as_typed,
+    as_whole,
     block_of,
     check_plain,
     explain,
@@ -32,18 +37,7 @@ from zero_core.config import (
 )
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.hjson import parse_hjson
-from zero_engine.deepspeed.config.keys import (
-    FLAGS,
-    HONOURED,
-    REFUSED,
-    UNNEEDED,
-    as_bool,
-    check_refused,
-    core_config,
-    keep_updates_to_steps,
-    modernise,
-    without_auto,
-)
+from zero_engine.deepspeed.served import VERSION
 from zero_engine.monitoring.monitors import (
     COLLECTIVES,
     CommsLoggerSettings,
@@ -51,6 +45,369 @@ from zero_engine.monitoring.monitors import (
     MonitorSettings,
     ThroughputSettings,
 )
+
+
+class Refusal(NamedTuple):
+    """A key that is refused, except for its ``harmless`` values and blocks that are not enabled."""
+
+    harmless: tuple[Any, ...]
+    reason: str
+
+
+FLAGS = frozenset(
+    {
+        "activation_checkpointing.cpu_checkpointing",
+        "dataloader_drop_last",
+        "disable_python_gc",
+        "dump_state",
+        "managed_gradient_accumulation",
+        "memory_breakdown",
+        "wall_clock_breakdown",
+    }
+)
+"""Booleans that are fields of `Settings`."""
+HONOURED = FLAGS | frozenset(
+    {
+        "checkpoint.tag_validation",
+        "log_level",
+        "comet",
+        "comms_logger",
+        "csv_monitor",
+        "flops_profiler",
+        "tensorboard",
+        "timers.throughput",
+        "wandb",
+        "zero_allow_untested_optimizer",
+    }
+)
+"""Keys, and blocks of keys, that `Settings` has instead of zero-core's configuration."""
+
+_DEEPCOMPILE = (
+    "autoep_non_moe free_activation free_activation_threshold offload_activation "
+    "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
+    "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather "
+    "sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes"
+)
+_NVME = "block_size queue_depth intra_op_parallelism single_submit overlap_events"
+
+
+def _alike(block: str, keys: str, reason: str) -> dict[str, str]:
+    return dict.fromkeys((f"{block}.{key}" for key in keys.split()), reason)
+
+
+UNNEEDED: Mapping[str, str] = {
+    "activation_checkpointing.partition_activations": "there are no model-parallel ranks",
+    "activation_checkpointing.contiguous_memory_optimization": "a block keeps its inputs alone",
+    "activation_checkpointing.number_checkpoints": "each call is one checkpoint",
+    "activation_checkpointing.synchronize_checkpoint_boundary": (
+        "nothing waits for the host at a checkpoint's border"
+    ),
+    "activation_checkpointing.profile": "wall_clock_breakdown tells forward and backward",
+    **_alike(
+        "aio",
+        _NVME,
+        "files are read and written by zero-offload, which has its own block size and queue",
+    ),
+    "checkpoint.load_universal": "every checkpoint loads at any stage and world size",
+    **_alike(
+        "checkpoint",
+        "parallel_write checkpoint_serialization writer",
+        "checkpoints are written as safetensors, each rank its own part",
+    ),
+    **_alike("compile", _DEEPCOMPILE, "used with compile.deepcompile only, which is not served"),
+    "data_parallel_size": "every rank is a data-parallel one",
+    "disable_allgather": "DeepSpeed does nothing with it either",
+    "flops_profiler.recompute_fwd_factor": "backward is counted, not taken for twice the forward",
+    "optimizer.legacy_fusion": "of optimizers that are no longer there",
+    "optimizer.params.set_grad_none": "gradients never stay on the parameters",
+    "pipeline": "used with a PipelineModule only, which is not served",
+    "seq_parallel_communication_data_type": "there are no sequence-parallel ranks",
+    "timers.throughput.synchronized": "the device is waited for when a line is written only",
+    "vocabulary_size": "DeepSpeed only warns if it is no multiple of 8",
+    "zero_force_ds_cpu_optimizer": (
+        "the host's kernel computes the rule of the optimizer that was given"
+    ),
+}
+"""Keys without effect, and the reason."""
+
+_GONE = "removed from DeepSpeed, too"
+_NO_MODEL_PARALLEL = "all ranks are data-parallel: leave it out"
+
+REFUSED: Mapping[str, Refusal] = {
+    "aio.use_gds": Refusal((False,), "GPUDirect Storage is not served: set it to false"),
+    "amp": Refusal((), f"{_GONE}: use bf16 or fp16"),
+    "autotuning": Refusal((), "`zero-engine plan` says what fits: leave it out"),
+    "checkpoint.use_node_local_storage": Refusal(
+        (False,), "all ranks write into one folder: save to a file system that all nodes share"
+    ),
+    "compile.deepcompile": Refusal((False,), "call engine.compile(), or torch.compile a block"),
+    "compression_training": Refusal((), _GONE),
+    "curriculum_learning": Refusal((), _GONE),
+    "data_efficiency": Refusal((), "give a sampler of your own to the data loader"),
+    "data_types.keep_in_fp32_modules": Refusal(
+        ([],), "buffers keep the dtype that the model gives them unless buffer_dtype is set"
+    ),
+    "datastates_ckpt": Refusal((False,), "checkpoints are safetensors: leave it out"),
+    "eigenvalue": Refusal((), _GONE),
+    "elasticity": Refusal((), f"{_GONE}: every checkpoint loads at any world size"),
+    "expert_parallel": Refusal((), _NO_MODEL_PARALLEL),
+    "graph_harvesting": Refusal((False,), _GONE),
+    "hybrid_engine": Refusal((), "generate with engine.module.generate(), at any stage"),
+    "msamp": Refusal((), "MS-AMP is not served: use bf16 or fp16"),
+    "nebula": Refusal((), _GONE),
+    "optimizer.params.max_grad_norm": Refusal((0,), "use gradient_clipping"),
+    "progressive_layer_drop": Refusal((), _GONE),
+    "quantize_training": Refusal((), _GONE),
+    "sequence_parallel_size": Refusal((1,), _NO_MODEL_PARALLEL),
+    "sparse_attention": Refusal((), _GONE),
+    "sparse_gradients": Refusal((False,), f"{_GONE}: embeddings need sparse=False"),
+    "tensor_parallel": Refusal((), _NO_MODEL_PARALLEL),
+    "use_data_before_expert_parallelism": Refusal((False,), _NO_MODEL_PARALLEL),
+    "weight_quantization": Refusal((), "see zero_quantized_weights for weights on the wire"),
+}
+"""Keys that are refused unless their value changes nothing."""
+
+
+def check_refused(path: str, value: Any) -> None:
+    harmless, reason = REFUSED[path]
+    if isinstance(value, Mapping):
+        is_block = "enabled" in value
+        asked = [as_kind(value["enabled"], bool)] if is_block else list(value.values())
+        is_off = not any(v is True or v not in (None, False, 0, 1, {}) for v in asked)
+    else:
+        is_off = as_kind(value, bool) in harmless
+    if not is_off:
+        raise ConfigError(f"{path} = {value!r} is not served: {reason}")
+
+
+_ZERO = "zero_optimization"
+_OWN_AUTO = ("accumulation_schedule", f"{_ZERO}.offload_optimizer.ratio")
+"""Keys whose value "auto" zero-core reads: the faster schedule, the fastest ratio that fits."""
+
+_STAGE3 = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
+"""Keys that DeepSpeed accepts with and without ``stage3_``."""
+
+_RENAMED = {
+    **{key: f"stage3_{key}" for key in _STAGE3},
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+}
+_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+
+CLIPPING = 1.0
+"""Default of ``gradient_clipping``."""
+_AS_MADE = "as_made"
+_LION = {"lr": 1e-3, "betas": (0.9, 0.999)}
+"""DeepSpeed's defaults of Lion, which differ from the paper's."""
+_DTYPE_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("float32", "float", "torch.float32"), "fp32"),
+    **dict.fromkeys(("float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bf16"),
+}
+
+Tell = Callable[[str, Any, str], None]
+"""Function that records a key, its value, and what the key does."""
+
+
+def without_auto(block: Mapping[str, Any], tell: Tell, path: str = "") -> dict[str, Any]:
+    """Return ``block`` without nulls and unfilled "auto", which mean the default."""
+    kept: dict[str, Any] = {}
+    for key, value in block.items():
+        where = f"{path}{key}"
+        if isinstance(value, Mapping):
+            kept[key] = without_auto(value, tell, f"{where}.")
+        elif value == "auto" and where not in _OWN_AUTO:
+            tell(where, value, "nothing filled it in: the default holds")
+        elif value is not None:
+            kept[key] = value
+    return kept
+
+
+def modernise(config: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+    """Return ``config`` with present names of keys. Raises ConfigError if both names are there."""
+    new = dict(config)
+    if "bfloat16" in new:
+        _rename(new, "bfloat16", "bf16", tell)
+    zero = new.get(_ZERO)
+    if isinstance(zero, bool):
+        tell(_ZERO, zero, f"an old form: {_ZERO}.stage = {int(zero)}")
+        new[_ZERO] = {"stage": int(zero)}
+    elif isinstance(zero, Mapping):
+        zero = new[_ZERO] = dict(zero)
+        for old, name in _RENAMED.items():
+            if old in zero:
+                _rename(zero, old, name, tell, f"{_ZERO}.")
+        pins = zero.pop("cpu_offload_use_pin_memory", None)
+        for old, name in _OFFLOAD.items():
+            if old in zero:
+                _offload(zero, old, name, pins, tell)
+        if pins is not None:
+            text = "an old key: pin_memory of the offload"
+            tell(f"{_ZERO}.cpu_offload_use_pin_memory", pins, text)
+        if zero.get("zero_hpz_partition_size") == 0:
+            zero["zero_hpz_partition_size"] = 1  # DeepSpeed's 0 also means no secondary shards
+    for key in ("communication_data_type", "gradient_allreduce_op"):
+        if isinstance(new.get(key), str):
+            new[key] = new[key].lower()
+    return new
+
+
+def as_bool(path: str, value: Any) -> bool:
+    """Return ``value`` as the boolean that DeepSpeed reads it as."""
+    found = as_kind(value, bool)
+    if not isinstance(found, bool):
+        raise ConfigError(f"{path}: expected true or false, found {shown(value)}")
+    return found
+
+
+def _offload(zero: dict[str, Any], old: str, name: str, pins: bool | None, tell: Tell) -> None:
+    is_on = as_bool(f"{_ZERO}.{old}", zero.pop(old))
+    tell(f"{_ZERO}.{old}", is_on, f"an old key: {_ZERO}.{name}.device")
+    if not is_on:
+        return
+    if name in zero:
+        raise ConfigError(f"{_ZERO}.{old} and {_ZERO}.{name} say the same: give the latter")
+    zero[name] = {"device": "cpu", **({} if pins is None else {"pin_memory": pins})}
+
+
+def _rename(block: dict[str, Any], old: str, name: str, tell: Tell, where: str = "") -> None:
+    if name in block:
+        raise ConfigError(f"{where}{old} and {where}{name} are the same key: give the latter")
+    block[name] = block.pop(old)
+    tell(f"{where}{old}", block[name], f"another name of {where}{name}")
+
+
+def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+    """Return zero-core's keys ``given`` with DeepSpeed's defaults. Conflicts raise ConfigError."""
+    core = {"gradient_clipping": CLIPPING, "broadcast_buffers": False, **given}
+    clipping = core["gradient_clipping"]
+    if isinstance(clipping, bool):
+        core["gradient_clipping"] = float(clipping)
+        tell("gradient_clipping", clipping, f"the norm {float(clipping)}, as DeepSpeed takes it")
+    steps = core.get("steps_per_print")
+    if isinstance(steps, float) and math.isinf(steps):
+        tell("steps_per_print", steps, "never")
+        del core["steps_per_print"]
+    if _ZERO in core:
+        zero = core[_ZERO] = dict(core[_ZERO])
+        block = zero.get("offload_param")
+        has_offload = isinstance(block, Mapping) and block.get("device", "none") != "none"
+        if has_offload and zero.get("stage", 0) != 3:  # DeepSpeed ignores offload_param there
+            text = "used at stage 3 only: at lower stages every rank holds all parameters"
+            tell(f"{_ZERO}.offload_param", dict(zero.pop("offload_param")), text)
+    core["data_types"] = _data_types(core)
+    if "fp16" in core:  # `Settings` has auto_cast, not zero-core
+        as_bool("fp16.auto_cast", core["fp16"].get("auto_cast", False))
+        core["fp16"] = {k: v for k, v in core["fp16"].items() if k != "auto_cast"}
+        asked = as_whole(core["fp16"].get("hysteresis", 2))
+        is_at_0 = core.get(_ZERO, {}).get("stage", 0) == 0
+        if is_at_0 and isinstance(asked, int) and 1 < asked <= LARGEST:
+            if "hysteresis" in core["fp16"]:
+                text = f"DeepSpeed {VERSION} has none at stage 0: each overflow halves the scale"
+                tell("fp16.hysteresis", asked, text)
+            core["fp16"]["hysteresis"] = 1
+    for block in ("optimizer", "scheduler"):
+        if block in core and "type" not in core[block]:
+            tell(block, core.pop(block), "without a type there is none")
+    if isinstance(params := core.get("scheduler", {}).get("params"), Mapping):
+        kind = params.get("warmup_type", "log")
+        if isinstance(kind, str) and kind not in ("log", "linear"):  # zero-core would refuse it
+            text = "neither 'log' nor 'linear': 'log' is taken, as by DeepSpeed"
+            tell("scheduler.params.warmup_type", kind, text)
+            core["scheduler"] = {**core["scheduler"], "params": {**params, "warmup_type": "log"}}
+    if "optimizer" in core:
+        core["optimizer"] = _optimizer(core["optimizer"], tell)
+        _apply_state_dtype(core, tell)
+    return core
+
+
+def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
+    """Replace the optimizer's ``fp32_optimizer_states`` by ``state_dtype`` of its offload."""
+    path, params = "optimizer.params.fp32_optimizer_states", core["optimizer"]["params"]
+    if params.pop("fp32_optimizer_states", True):
+        return
+    kind = core["optimizer"]["type"]
+    if str(kind).lower() not in ("adam", "adamw"):
+        raise ConfigError(f"{path} = False needs Adam or AdamW, found {kind!r}: leave it out")
+    keep_bf16_moments(core)
+    is_short = any(core.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
+    same = f"another name of {_ZERO}.offload_optimizer.state_dtype = bfloat16"
+    own = "states have the dtype of the parameters, which is fp32"
+    tell(path, False, same if is_short else own)
+
+
+def keep_bf16_moments(core: dict[str, Any]) -> None:
+    """Make bf16 the default of Adam's offloaded moments in 16-bit training."""
+    zero = core.get(_ZERO, {})
+    offload = zero.get("offload_optimizer", {})
+    if offload.get("device", "none") == "none":
+        raise ConfigError(
+            f"fp32_optimizer_states = False needs {_ZERO}.offload_optimizer, as in DeepSpeed: on "
+            "the device see bf16.bf16_optimizer_states"
+        )
+    if any(core.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")):
+        core[_ZERO] = {**zero, "offload_optimizer": {"state_dtype": "bfloat16", **offload}}
+
+
+def keep_updates_to_steps(core: dict[str, Any]) -> None:
+    """Update offloaded units in ``step()`` only, because any backward may be the last one."""
+    zero = core.get(_ZERO, {})
+    offload = zero.get("offload_optimizer", {})
+    if offload.get("device", "none") == "none":
+        return
+    if offload.get("update_in_backward"):
+        raise ConfigError(
+            f"{_ZERO}.offload_optimizer.update_in_backward = True needs to know a step's last "
+            "backward, and with managed_gradient_accumulation = False no backward is known to be "
+            "the last one: leave one of the two out"
+        )
+    core[_ZERO] = {**zero, "offload_optimizer": {**offload, "update_in_backward": False}}
+
+
+def _data_types(core: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``data_types``. By default buffers keep their dtype."""
+    types = {"buffer_dtype": _AS_MADE, **core.get("data_types", {})}
+    for key in ("buffer_dtype", "grad_accum_dtype", "param_dtype"):
+        if key in types:
+            types[key] = _DTYPE_NAMES.get(str(types[key]), types[key])
+    asked = types.pop("param_dtype", None)
+    is_on = [kind for kind in ("bf16", "fp16") if core.get(kind, {}).get("enabled")]
+    enabled = is_on[0] if is_on else "fp32"
+    if asked not in (None, enabled):
+        raise ConfigError(
+            f"data_types.param_dtype = {asked!r} contradicts the blocks fp16 and bf16, which say "
+            f"{enabled!r}: leave it out"
+        )
+    return types
+
+
+def _optimizer(block: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+    if not isinstance(block.get("params", {}), Mapping):
+        found = shown(block["params"])
+        raise ConfigError(f"optimizer.params: expected a block of keys, found {found}")
+    params = dict(block.get("params", {}))
+    for key in list(params):
+        path = f"optimizer.params.{key}"
+        if path in UNNEEDED:
+            tell(path, params.pop(key), UNNEEDED[path])
+        elif path in REFUSED:
+            check_refused(path, params.pop(key))
+    if str(block["type"]).lower() == "lion":
+        params = {**_LION, **params}
+    for key in block.keys() - {"type", "params"}:
+        text = "not a key of DeepSpeed's, which ignores it: expected type and params"
+        tell(f"optimizer.{key}", block[key], text)
+    return {"type": block["type"], "params": params}
+
 
 TagValidation = Literal["IGNORE", "WARN", "FAIL"]
 
@@ -65,11 +422,11 @@ PATHS: Mapping[str, str] = {
     "throughput": "timers.throughput",
     "allows_untested_optimizer": "zero_allow_untested_optimizer",
 }
-"""Where in a configuration fields of `Settings` come from; "" is the top."""
+"""Paths of fields of `Settings` whose key has another name. "" is the top level."""
 
 
 class Note(NamedTuple):
-    """A key that was given and has no effect, or another effect than one might expect."""
+    """A key that has no effect, or another effect than expected."""
 
     path: str
     value: Any
@@ -78,23 +435,14 @@ class Note(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A configuration, sorted.
-
-    A field is named as its key is, unless `PATHS` has another path for it. What each key does is in
-    docs/deepspeed-config.md.
+    """A configuration, sorted. `PATHS` has the keys of fields with another name.
 
     Attributes:
-        raw: as given; the very dict, if it was one.
-        core: for `zero_core.build`, with DeepSpeed's defaults where zero-core has others.
+        core: configuration for `zero_core.build`, with DeepSpeed's defaults.
         steps_per_print: None is never.
-        cpu_checkpointing: calls of `deepspeed.checkpointing.checkpoint` keep their inputs in host
-            memory until backward.
-        fp16_auto_cast: cast floating inputs of the model; otherwise they go in as they are.
-        managed_gradient_accumulation: False: each ``step()`` ends an optimizer step, however many
-            backwards came before it.
-        allows_untested_optimizer: False refuses an optimizer that DeepSpeed calls untested; None
-            is a key that is missing, which allows it here.
-        notes: keys without effect, each with the reason.
+        managed_gradient_accumulation: False: each ``step()`` ends an optimizer step.
+        allows_untested_optimizer: False refuses an optimizer that DeepSpeed calls untested. None, a
+            missing key, allows it.
     """
 
     raw: dict[str, Any]
@@ -118,40 +466,30 @@ class Settings:
     disable_python_gc: bool = False
     notes: tuple[Note, ...] = ()
 
-    @property
-    def zero_stage(self) -> int:
-        zero: Mapping[str, Any] = self.core.get("zero_optimization", {})
-        return int(zero.get("stage", 0))
-
 
 Source = Mapping[str, Any] | str | PathLike[str]
 
 
 def load(source: Source) -> dict[str, Any]:
-    """Return the configuration as a dict: ``source`` itself if it is one.
-
-    Raises:
-        ConfigError: it cannot be read, is not an object in JSON or Hjson, is nested too deeply, or
-            has a number that is not finite.
-    """
+    """Return the configuration as a dict, ``source`` itself if it is one. Raises ConfigError."""
     found = dict(source) if isinstance(source, Mapping) else parse_hjson(*_text_of(source))
-    # accelerate writes Infinity there, for never
+    # accelerate writes Infinity as steps_per_print, which means never.
     check_plain({k: v for k, v in found.items() if k != "steps_per_print"})
     return source if isinstance(source, dict) else found
 
 
 def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
-    """Return the text and a name for messages."""
+    """Return the text, and a name of it for messages."""
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return source, "the configuration"
     path = Path(source)
-    if os.path.isfile(path):  # False where base64 makes too long a name
+    if os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
         return read_config_text(path), str(path)
     if isinstance(source, str):
         try:
             return base64.urlsafe_b64decode(source).decode("utf-8"), "the base64 configuration"
         except (binascii.Error, UnicodeError, ValueError):
-            pass  # then it was meant as a path
+            pass  # not base64 either: refused below
     raise ConfigError(
         f"the configuration {shown(str(source))} is neither a file that exists, nor JSON, nor "
         "base64 of JSON: pass a dict or the path of a JSON file"
@@ -159,11 +497,11 @@ def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
 
 
 _SHARED = ("data_types", "optimizer")
-"""Blocks of which zero-core reads what is not in the tables."""
+"""Blocks of which zero-core reads the keys that are in no table."""
 _BLOCKS = frozenset(
     path.partition(".")[0] for path in (*HONOURED, *UNNEEDED, *REFUSED) if "." in path
 )
-"""Blocks whose keys are in the tables one by one."""
+"""Blocks whose keys the tables list one by one."""
 _VALIDATIONS: Mapping[str, TagValidation] = {"IGNORE": "IGNORE", "WARN": "WARN", "FAIL": "FAIL"}
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "checkpoint.tag_validation": tuple(_VALIDATIONS),
@@ -176,11 +514,9 @@ _Parsed = TypeVar("_Parsed", bound=pydantic.BaseModel)
 def read(config: Source) -> Settings:
     """Read DeepSpeed's configuration: a dict, a file's path, a JSON text, or base64 of one.
 
-    Nothing is printed, and ``config`` is not changed. `zero_core.build` resolves the batch triple,
-    because it knows the number of ranks.
-
-    Raises:
-        ConfigError: a key has a value that is not served; the message says what to do.
+    It prints nothing and does not change ``config``. `zero_core.build` resolves the batch triple,
+    because it knows the number of ranks. Raises ConfigError if a key has a value that is not
+    served. The message has advice.
     """
     raw = load(config)
     sorter = _Sorter()
@@ -189,7 +525,7 @@ def read(config: Source) -> Settings:
     zero = core.get("zero_optimization", {})
     flops = _parse(FlopsProfilerSettings, own, "flops_profiler")
     comms = _parse(CommsLoggerSettings, own, "comms_logger")
-    if comms.enabled and comms.prof_ops:  # of which some may choose nothing
+    if comms.enabled and comms.prof_ops:  # unknown names in prof_ops have no effect
         unknown = [name for name in comms.prof_ops if not name.startswith(COLLECTIVES)]
         if comms.prof_all:
             text = "prof_all is true, which is the default: all collectives are logged"
@@ -222,17 +558,13 @@ def read(config: Source) -> Settings:
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
-    """Return the monitors that a configuration asks for. Its other keys are ignored.
-
-    Raises:
-        ConfigError: a block has a key or a value that it may not have.
-    """
+    """Return a configuration's monitors. Raises ConfigError for an unknown key in their blocks."""
     kinds = {name: type(block) for name, block in MonitorSettings()}
     return MonitorSettings(**{name: _parse(kinds[name], param_dict, name) for name in kinds})
 
 
 class _Sorter:
-    """Takes a configuration apart: ``core`` for zero-core, ``own`` by path, and ``notes``."""
+    """Sorts a configuration into ``core`` for zero-core, ``own`` by path, and ``notes``."""
 
     def __init__(self) -> None:
         self.core: dict[str, Any] = {}
@@ -245,7 +577,7 @@ class _Sorter:
     def sort(self, given: Mapping[str, Any]) -> None:
         for key, value in given.items():
             if key == "activation_checkpointing" and "enabled" in _mapping(key, value):
-                self.core[key] = value  # this engine's own form: every block is computed again
+                self.core[key] = value  # zero-core's own form of the block
             elif self._dispose(key, value):
                 continue
             elif key in _BLOCKS:

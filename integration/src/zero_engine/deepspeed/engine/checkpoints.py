@@ -1,8 +1,8 @@
 """Checkpoints under DeepSpeed's names: ``global_step{N}``, ``latest``, a client state.
 
-What is in the folder is `zero_core.checkpoint`'s: safetensors and a manifest, for any stage and
-number of ranks. Nothing is pickled: a client state is JSON and small tensors. Files under
-DeepSpeed's names say so: see [Note: stand-in files] in `zero_engine.deepspeed.checkpoint`.
+The format is `zero_core.checkpoint`'s: safetensors and a manifest. Nothing is pickled: a client
+state is JSON and small tensors. There are small files of DeepSpeed's names: see [Note: stand-in
+files] in `zero_engine.deepspeed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from zero_engine.deepspeed.utils.zero_to_fp32 import main
 
 main()
 '''
-"""Laid beside the checkpoints, as DeepSpeed does."""
+"""Program that is written next to the checkpoints, as DeepSpeed does."""
 
 
 class Checkpoints(Facts):
-    """Saving and loading. A base of the engine."""
+    """Saving and loading. A base class of the engine."""
 
     module: nn.Module
     global_samples: int
@@ -52,18 +52,16 @@ class Checkpoints(Facts):
     ) -> bool:
         """Write a complete checkpoint, as ``save_dir/global_step{N}`` unless ``tag`` is given.
 
-        Every rank must call it. ``client_state`` must be JSON and small tensors. In the middle of
-        an accumulation what it has added up so far is left out, with a warning: after a load, the
-        step begins anew. Where ranks give different tags, ``checkpoint.tag_validation`` says what
-        is done about it: rank 0's is taken, by default with a warning. A program
-        ``zero_to_fp32.py`` is written beside the checkpoint. Of an engine without an optimizer it
-        has the values of all parameters, and the buffers.
+        Every rank must call it. ``client_state`` is JSON and small tensors. During gradient
+        accumulation the gradient so far is not saved, with a warning: after a load, the step starts
+        again. If ranks give different tags, ``checkpoint.tag_validation`` decides: by default rank
+        0's is used, with a warning. An engine without an optimizer saves all parameters and the
+        buffers. The program ``zero_to_fp32.py`` is written into ``save_dir``.
 
         Raises:
             ValueError: ``save_dir`` is empty or None.
-            CheckpointError: ``save_dir`` is a URL, a value of the client state is neither JSON nor
-                a small tensor, or it is called between the last backward of a step and ``step``,
-                where that has begun to update.
+            CheckpointError: ``save_dir`` is a URL, a value of the client state cannot be saved, or
+                an update has begun between the last backward of a step and ``step``.
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint() needs a directory, found {save_dir!r}")
@@ -110,23 +108,23 @@ class Checkpoints(Facts):
         Every rank must call it.
 
         Args:
-            load_dir: what `save_checkpoint` was given.
-            tag: of the checkpoint; None is the newest.
-            load_module_strict: False lets frozen parameters keep their values where the checkpoint
-                was saved without them.
-            load_optimizer_states: False leaves the optimizer's state and groups alone.
-            load_lr_scheduler_states: False leaves the scheduler alone.
-            load_module_only: True loads parameters and buffers alone.
+            load_dir: folder that `save_checkpoint` was given.
+            tag: tag of the checkpoint; None is the newest.
+            load_module_strict: False keeps the values of frozen parameters that the checkpoint
+                lacks.
+            load_optimizer_states: False keeps the optimizer's state and groups.
+            load_lr_scheduler_states: False keeps the scheduler's state.
+            load_module_only: True loads parameters and buffers only.
             custom_load_fn: not served.
-            from_deepspeed: ``load_dir`` was written by DeepSpeed itself: import it first into this
-                folder, which all ranks see. If the folder holds checkpoints already, its newest is
-                loaded and nothing is imported, so that a script that is started again goes on.
-                Rank 0 imports, and the others wait; for a checkpoint that takes longer than the
-                process group's timeout, call ``zero-engine import`` before.
+            from_deepspeed: a folder on a shared file system. ``load_dir`` was written by DeepSpeed:
+                rank 0 imports it into this folder, while the other ranks wait. If the folder
+                already holds checkpoints, its newest is loaded without an import, so that a
+                restarted script resumes. Call ``zero-engine import`` before if the import takes
+                longer than the process group's timeout.
 
         Raises:
-            CheckpointError: there is none of that tag, or it does not fit the model.
-            CheckpointCorruptError: its bytes are not what was written.
+            CheckpointError: there is no such checkpoint, or it does not fit the model.
+            CheckpointCorruptError: the checkpoint's bytes are not what was written.
         """
         if custom_load_fn is not None:
             raise NotServedError("load_checkpoint(custom_load_fn=...)")
@@ -156,7 +154,7 @@ class Checkpoints(Facts):
         return str(loaded), client_state
 
     def fill_small_params(self) -> None:
-        """Bring parameters that stay whole at stage 3 up to date. Every rank must call it."""
+        """Update parameters that are not sharded at stage 3. Every rank must call it."""
         if self.core.config.zero_optimization.stage == 3:
             self.core.publish()
 
@@ -168,10 +166,9 @@ class Checkpoints(Facts):
     ) -> bool:
         """Write the whole model, in the compute dtype, as one file. Return whether it was written.
 
-        Every rank must call it. A name that ends in ``.safetensors`` gets that format, any other
-        one torch's, of tensors alone: read it by ``torch.load(..., weights_only=True)``. At stage 3
-        nothing is written unless ``stage3_gather_16bit_weights_on_model_save`` is true, as in
-        DeepSpeed.
+        Every rank must call it. A name in ``.safetensors`` selects that format, other names
+        torch's, which ``torch.load(..., weights_only=True)`` reads. As in DeepSpeed, stage 3 needs
+        ``stage3_gather_16bit_weights_on_model_save``.
         """
         path = local_path(save_dir, "a model of DeepSpeed's names") / save_filename
         is_sharded = self.zero_optimization_partition_weights()
@@ -197,7 +194,7 @@ class Checkpoints(Facts):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """Return the whole model, in the compute dtype, on rank 0's CPU, else None.
+        """Return the whole model in the compute dtype on rank 0's CPU, else None.
 
         Every rank must call it. Tied names share a tensor.
         """
@@ -219,7 +216,7 @@ class Checkpoints(Facts):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Return the model's own ``state_dict``. At stage 3 gather it first."""
+        """Return the model's own ``state_dict``. At stage 3 it must be gathered first."""
         state: dict[str, Any] = self.module.state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
@@ -238,13 +235,10 @@ class Checkpoints(Facts):
         z3_params_to_fetch: Any = None,
         allowed_missing_keys: Any = None,
     ) -> None:
-        """Give the model the state dict ``checkpoint["module"]`` of rank 0.
+        """Load the state dict ``checkpoint["module"]`` of rank 0 into the model.
 
-        Every rank must call it. It takes the memory of the whole model, all of which is fetched
-        whatever ``fetch_z3_params`` and ``z3_params_to_fetch`` say.
-
-        Raises:
-            NotServedError: for ``custom_load_fn`` and ``allowed_missing_keys``.
+        Every rank must call it, and holds the whole model meanwhile, whatever ``fetch_z3_params``
+        is. Raises NotServedError for ``custom_load_fn`` and ``allowed_missing_keys``.
         """
         if custom_load_fn is not None:
             raise NotServedError("load_module_state_dict(custom_load_fn=...)")
@@ -256,10 +250,7 @@ class Checkpoints(Facts):
 
 
 def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | Path) -> str:
-    """Import DeepSpeed's checkpoint into ``output`` on rank 0, and return its tag on every rank.
-
-    What ``output`` holds already comes first: see `Checkpoints.load_checkpoint`.
-    """
+    """Import a checkpoint into ``output`` on rank 0, unless there is one. Returns its tag."""
     state = engine.core.sharded_state
 
     def on_rank_0() -> str:
@@ -269,7 +260,7 @@ def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | 
         kind = state.optimizer.rpartition(" with ")[0]
         name = None if tag is None else str(tag)
         newest = read_latest(Path(output))
-        # DeepSpeed's own folder is refused by the import.
+        # Without a manifest the newest is DeepSpeed's own, which the import refuses to overwrite.
         if newest is not None and Path(output, newest, MANIFEST).is_file():
             if name is not None and not Path(output, name, MANIFEST).is_file():
                 raise CheckpointError(
@@ -285,7 +276,7 @@ def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | 
 
 @contextmanager
 def _in_deepspeeds_words() -> Iterator[None]:
-    """Rename zero-core's arguments to DeepSpeed's in the messages of refused checkpoints."""
+    """Replace zero-core's arguments by DeepSpeed's in messages of refused checkpoints."""
     try:
         yield
     except CheckpointError as error:
@@ -300,15 +291,15 @@ _WORDS = {
     'without=("lr_scheduler",)': "load_lr_scheduler_states=False",
     "load without 'frozen'": "load with load_module_strict=False",
 }
-"""What advises to leave a part of a checkpoint out."""
+"""Advice of zero-core's messages, and DeepSpeed's arguments for the same."""
 
 
 class TagMismatchError(CheckpointError, AssertionError):
-    """Ranks save a checkpoint under different tags. An AssertionError too, as DeepSpeed raises."""
+    """Ranks save a checkpoint under different tags. An AssertionError too, as in DeepSpeed."""
 
 
 def _agreed_tag(engine: Checkpoints, tag: str) -> str:
-    """Return rank 0's tag. ``checkpoint.tag_validation`` says what to do about other ones."""
+    """Return rank 0's tag. ``checkpoint.tag_validation`` decides what happens to other tags."""
     validation = engine.settings.tag_validation
     tags = [row.decode() for row in engine.core.sharded_state.control.gather_bytes(tag.encode())]
     if len(set(tags)) > 1 and validation != "IGNORE":

@@ -1,7 +1,7 @@
-"""`DeepSpeedEngine`: a `zero_core.Engine` with DeepSpeed's methods around it.
+"""`DeepSpeedEngine`: a `zero_core.Engine` with DeepSpeed's methods.
 
-It trains nothing by itself: forward, backward and step are the engine's. What it adds is the
-order in which DeepSpeed counts and boundaries are set from outside.
+Forward, backward and step are the core engine's. This class adds DeepSpeed's order of counting, and
+accumulation boundaries that the script sets.
 """
 
 from __future__ import annotations
@@ -10,51 +10,143 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from enum import StrEnum
+from functools import partial, partialmethod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from zero_core import Engine, ShardedModel
+from zero_core import Engine, ShardedModel, StatePart
 from zero_core.adapters import ObjectMethods
+from zero_engine import monitoring
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from zero_engine.deepspeed.config.reader import Settings
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.engine.checkpoints import Checkpoints
 from zero_engine.deepspeed.engine.facts import value_of
-from zero_engine.deepspeed.engine.observing import Watch
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NoSyncError, NotScalarError, NotServedError
-from zero_engine.deepspeed.zero.offload_config import (
-    PARTS,
-    OffloadDeviceEnum,
-    OffloadStateTypeEnum,
-)
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
-from zero_engine.monitoring import StepFacts
 
 _log = logging.getLogger(__name__)
+
+
+class OffloadDeviceEnum(StrEnum):
+    """Targets of offloaded states, by DeepSpeed's names."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """States that `DeepSpeedEngine.offload_states` offloads, by DeepSpeed's names."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+PARTS: Mapping[OffloadStateTypeEnum, StatePart] = {
+    OffloadStateTypeEnum.optim_states: StatePart.OPTIMIZER_STATES,
+    OffloadStateTypeEnum.hp_params: StatePart.MASTER_WEIGHTS,
+    OffloadStateTypeEnum.lp_params: StatePart.PARAMETERS,
+    OffloadStateTypeEnum.lp_grads: StatePart.GRADIENTS,
+    OffloadStateTypeEnum.contiguous_grad_buffer: StatePart.BUFFERS,
+}
+"""zero-core's names of these states."""
+
+_Outputs = TypeVar("_Outputs")
+
+
+class Watch:
+    """Observers of an engine's steps, in the order of DeepSpeed's output.
+
+    ``monitor`` writes scalars, and ``tput_timer`` counts steps and epochs. Scripts know both as
+    attributes of the engine.
+    """
+
+    def __init__(self, settings: Settings, engine: ShardedModel, batch_size: int) -> None:
+        self.monitor = monitoring.Monitor(settings.monitors, rank=engine.rank)
+        # Only rank 0 prints. Every rank measures, so that all ranks do the same work.
+        say: Callable[[str], None] = print if engine.rank == 0 else lambda text: None
+        self.observers: list[monitoring.StepObserver] = []
+        if self.monitor.enabled:
+            self.observers.append(monitoring.Scalars(self.monitor))
+        if settings.flops_profiler.enabled and engine.rank == 0:
+            self.observers.append(monitoring.FlopsProfiler(settings.flops_profiler, say=say))
+        if settings.wall_clock_breakdown:
+            self.observers.append(monitoring.WallClock(engine.device, self.monitor, say=say))
+        if settings.memory_breakdown:
+            self.observers.append(monitoring.MemoryBreakdown(engine.device, say=say))
+        if settings.comms_logger.enabled:
+            self.observers.append(
+                monitoring.CommunicationLog(engine, settings.comms_logger, say=say)
+            )
+        if settings.throughput.enabled and settings.steps_per_print is not None:
+            self.observers.append(
+                monitoring.Throughput(engine.device, settings.steps_per_print, say=say)
+            )
+        self.tput_timer = monitoring.ThroughputTimer(batch_size)
+        self._is_in_backward = False
+
+    @contextmanager
+    def part(self, name: Literal["forward", "backward", "step"]) -> Iterator[None]:
+        self._is_in_backward = name == "backward"
+        for observer in self.observers:
+            getattr(observer, f"begin_{name}")()
+        try:
+            yield
+        finally:
+            self._is_in_backward = False
+            for observer in self.observers:
+                getattr(observer, f"end_{name}")()
+
+    def followed(self, outputs: _Outputs) -> _Outputs:
+        """Return ``outputs`` of a forward, with hooks that observe a plain ``backward()``."""
+        self._is_in_backward = False  # a failed backward may have left it True
+        for leaf in pytree.tree_leaves(outputs) if self.observers else ():
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _enter_backward(self, _grad: Tensor) -> None:
+        if self._is_in_backward:
+            return
+        self._is_in_backward = True
+        for observer in self.observers:
+            observer.begin_plain_backward()
+        # Queued twice, to run after the callback in which the engine waits for reductions.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._leave_backward))
+
+    def _leave_backward(self) -> None:
+        self._is_in_backward = False
+        for observer in self.observers:
+            observer.end_plain_backward()
+
+    def step_done(self, facts: monitoring.StepFacts) -> None:
+        self.tput_timer.step_done(facts)
+        for observer in self.observers:
+            observer.step_done(facts)
 
 
 class DeepSpeedEngine(Checkpoints, nn.Module):
     """A model under training, with DeepSpeed's interface. Made by `initialize`.
 
-    What it doesn't have itself is looked up in the model.
+    Attributes that it lacks are looked up in the model.
 
     Attributes:
         core: the engine that trains.
-        settings: what was asked for beside its configuration.
-        module: the model itself.
         config: the configuration as it was given.
-        optimizer: real ``param_groups``; None, if the engine only evaluates.
-        client_optimizer: what `initialize` was given as one, or None.
-        client_lr_scheduler: what it was given as the scheduler, or None.
-        lr_scheduler: stepped at each optimizer step that is taken, or None.
-        training_dataloader: of ``training_data``, or None.
+        optimizer: None if the engine only evaluates.
+        client_optimizer, client_lr_scheduler: objects that `initialize` was given, or None.
         global_samples: samples of all steps so far.
-        watch: the observers of its steps.
     """
 
     module: nn.Module
@@ -81,20 +173,20 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.collate_fn = collate_fn
         self.optimizer = DeepSpeedOptimizer(core, self) if isinstance(core, Engine) else None
         if isinstance(core, Engine) and core.config.fp16.enabled:
-            core.loss_scaler.growth_delay = 1  # by autocast DeepSpeed uses torch's GradScaler
+            core.loss_scaler.growth_delay = 1  # first growth window: a step longer, as DeepSpeed's
         self.global_samples = 0
         self._was_step_applied = False
         self.watch = Watch(settings, core, self.train_batch_size())
         self._config = DeepSpeedConfig.of(settings, core.config, core.rank, core.world_size)
-        self._num_backwards = 0  # since the last step, where step() alone is the boundary
-        self._is_quiet = self._is_coalescing = self._is_stepping = False  # within these contexts
-        self._was_quiet = False  # since the last step
+        self._num_backwards = 0  # number of backwards since the last step
+        self._is_quiet = self._is_coalescing = self._is_stepping = False  # each in its context
+        self._was_quiet = False  # whether no_sync was entered since the last step
         self._has_told_of_drop = False
         if not settings.managed_gradient_accumulation and isinstance(core, Engine):
             core.set_gradient_accumulation_boundary(True)
         trained = (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable)
-        core.remove_at_end(Averaging(trained, self.gradient_accumulation_steps).handles)
-        if self.zero_optimization_stage():  # at stage 0 torch's own drops what is on parameters
+        core.remove_at_end(average_plain_backwards(trained, self.gradient_accumulation_steps))
+        if self.zero_optimization_stage():  # at stage 0 the model keeps torch's zero_grad
             zero_grad = partial(_zero_grad, weakref.ref(self))
             core.remove_at_end([ObjectMethods("zero_grad", [(core.module, zero_grad)])])
         self.training_dataloader = (
@@ -102,7 +194,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute where the engine has none of that name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -117,8 +208,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             hint = "the model has no such attribute either: remove it, or use DeepSpeed itself"
             raise NotServedError(f"DeepSpeedEngine.{name}", hint) from None
 
-    # ---------------------------------------------------------------- training
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. Inputs are cast only under ``fp16.auto_cast``, as in DeepSpeed."""
         call = self.core if self.fp16_auto_cast() else self.module
@@ -132,32 +221,25 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Run backward of ``loss``, a scalar. Every rank must call it.
+        """Run backward of ``loss``, the mean over this rank's micro-batch. Every rank must call it.
 
-        A plain ``loss.backward()`` does the same, but for the loss scale of fp16: see `scale`.
-
-        Args:
-            loss: the mean over this rank's micro-batch.
-            retain_graph: as in `torch.Tensor.backward`.
-            scale_wrt_gas: divide by the micro-steps of a step.
-
-        Returns:
-            ``loss``, divided, without the loss scale.
+        A plain ``loss.backward()`` does the same, except for fp16's loss scale: see `scale`. With
+        ``scale_wrt_gas`` the loss is divided by the micro-steps of a step. Returns ``loss``,
+        divided, without the loss scale.
         """
         core = self._live_core("backward")
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a scalar, found a loss of shape {loss.shape}")
         steps = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         self._num_backwards += 1
-        with self.watch.part("backward"), Averaging.done():
+        with self.watch.part("backward"), _divided():
             core.backward(loss, over=steps, retain_graph=retain_graph)
         return loss / steps if steps > 1 else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, for a plain ``backward()``, which averages.
+        """Return ``loss`` times the loss scale, for a plain ``backward()``.
 
-        Raises:
-            NotScalarError: ``loss`` has several values.
+        Raises NotScalarError if ``loss`` has several values.
         """
         if loss.numel() != 1:
             raise NotScalarError(
@@ -169,13 +251,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step and, at an accumulation boundary, update the parameters.
 
-        Every rank must call it. ``lr_kwargs`` go to the scheduler's ``step``.
-
-        Raises:
-            NoSyncError: it is called within `no_sync`.
+        Every rank must call it. Raises NoSyncError within `no_sync`.
         """
         core = self._live_core("step")
-        if self._is_quiet:  # in DeepSpeed's words, which scripts may look for
+        if self._is_quiet:  # scripts may match DeepSpeed's message
             raise NoSyncError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it first"
             )
@@ -207,7 +286,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             else:
                 micro_batch = self.core.train_micro_batch_size_per_gpu
                 self.global_samples += micro_batch * self.core.world_size * num_backwards
-            facts = StepFacts(
+            facts = monitoring.StepFacts(
                 global_steps=self.global_steps,
                 global_samples=self.global_samples,
                 lr=[float(lr) for lr in self.get_lr()],
@@ -216,12 +295,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.watch.step_done(facts)
 
     def optimizer_step(self) -> None:
-        """End the step, for `DeepSpeedOptimizer.step`. Every rank must call it.
-
-        Raises:
-            RuntimeError: further micro-steps are to come before the step, or no rank has a
-                gradient: ``step`` was called already.
-        """
+        """End the step, for `DeepSpeedOptimizer.step`. Every rank must call it."""
         core = self._live_core("optimizer.step")
         if not core.is_gradient_accumulation_boundary():
             raise RuntimeError(
@@ -238,12 +312,12 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def idle_step(self) -> None:
         """Take part in one micro-step of the other ranks, without data.
 
-        DeepSpeed has no such call: its scripts run a batch whose loss is multiplied by zero, which
-        works too, but computes. The average is that of `zero_core.Engine.idle_step`.
+        DeepSpeed has no such call. Its scripts compute a batch whose loss is multiplied by zero,
+        which works here too. See `zero_core.Engine.idle_step` for the average.
         """
         core = self._live_core("idle_step")
         self._num_backwards += 1
-        with self.watch.part("backward"), Averaging.done():
+        with self.watch.part("backward"), _divided():
             core.idle_backward(over=self.gradient_accumulation_steps())
         self.step()
 
@@ -253,17 +327,15 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next backward is the last one of its step.
 
-        Without ``managed_gradient_accumulation`` that is not known before ``step``: it is True only
-        while ``step`` runs.
+        Without ``managed_gradient_accumulation`` it is True only while ``step`` runs.
         """
         is_known = self.settings.managed_gradient_accumulation or self._is_stepping
         return is_known and self.core.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next backward is the last one of its step, until said otherwise.
+        """Set whether the following backwards are the last of their step, until the next call.
 
-        Raises:
-            RuntimeError: ``managed_gradient_accumulation`` is false, or the engine only evaluates.
+        Raises RuntimeError without ``managed_gradient_accumulation`` or without an optimizer.
         """
         core = self._training_core("set_gradient_accumulation_boundary")
         if not self.settings.managed_gradient_accumulation:
@@ -276,8 +348,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step, at every stage as plain torch does.
 
-        DeepSpeed does so at stages 0 and 1, and after `no_sync`. At stages 2 and 3 it may keep
-        what a backward has reduced: that difference is logged once, on rank 0.
+        At stages 2 and 3 DeepSpeed may keep gradients that are reduced already. Rank 0 logs this
+        difference once.
         """
         if not isinstance(self.core, Engine):
             return
@@ -295,10 +367,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on the rank in this context. ``step`` must be called outside.
+        """Keep gradients on the rank in this context, within which ``step`` raises NoSyncError.
 
-        Raises:
-            RuntimeError: the engine only evaluates.
+        Raises RuntimeError if the engine has no optimizer.
         """
         core = self._training_core("no_sync")
         before, self._is_quiet = self._is_quiet, True
@@ -313,12 +384,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Reduce the gradients of all backwards in this context once, for the ``step`` after it.
 
-        It spans a whole step's backwards, however many these are.
-
-        Raises:
-            RuntimeError: within another such context or ``no_sync``, or
-                ``managed_gradient_accumulation`` is false, or ``gradient_accumulation_steps`` is
-                more than 1.
+        The context spans all backwards of a step. Raises RuntimeError within itself or `no_sync`,
+        without ``managed_gradient_accumulation``, and with ``gradient_accumulation_steps`` > 1.
         """
         core = self._training_core("coalesce_grad_reduction")
         if not self.settings.managed_gradient_accumulation:
@@ -349,15 +416,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Copy states to host memory and free the device's. See `zero_core.Engine.offload_states`.
+        """Copy states to host memory and free the device memory. Every rank must call it.
 
-        Args:
-            include: which states; None: all.
-            device: "cpu" alone; "none" does nothing.
-            pin_memory, non_blocking: as there.
-
-        Raises:
-            ValueError: ``device`` is "nvme".
+        ``include`` names the states; None means all. The ``device`` "none" does nothing, and "nvme"
+        raises ValueError.
         """
         if device == OffloadDeviceEnum.none:
             return
@@ -367,7 +429,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.core.offload_states(parts, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring states back that `offload_states` took away. Every rank must call it."""
+        """Copy offloaded states back to the device. Every rank must call it."""
         self.core.reload_states(non_blocking=non_blocking)
 
     def get_global_grad_norm(self) -> float | None:
@@ -378,10 +440,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """Do nothing: gradients are reduced as they become complete."""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples per step, by the number of micro-steps, at a step boundary.
+        """Set the samples per step by the number of micro-steps. Call it at a step boundary.
 
-        Raises:
-            ValueError: it is no multiple of the samples per micro-step of all ranks.
+        Raises ValueError unless they are a multiple of all ranks' samples per micro-step.
         """
         per_micro_step = self.train_micro_batch_size_per_gpu() * self.core.world_size
         if train_batch_size < 1 or train_batch_size % per_micro_step:
@@ -398,11 +459,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the model in place with torch.compile.
-
-        Raises:
-            NotServedError: for a ``schedule`` of DeepCompile's passes, or compiled autograd.
-        """
+        """Compile the model in place. DeepCompile and compiled autograd raise NotServedError."""
         if schedule is not None:
             raise NotServedError("compile(schedule=...), DeepCompile's,", "leave it out")
         if compiled_autograd_enabled:
@@ -412,17 +469,17 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.is_compiled = True
 
     def destroy(self) -> None:
-        """Remove the engine's hooks from the model, on this rank alone. The model keeps its values.
+        """Remove the engine from the model, which keeps its values.
 
-        What lies in shards stays so, as within `zero.Init`, for `GatheredParameters` and the next
-        `initialize`; but integers and classes of their own are gathered: every rank must call it.
+        Sharded parameters become partitioned, as within `zero.Init`. Integer parameters and
+        subclasses of ``nn.Parameter`` are gathered, for which every rank must call it.
         """
         if self.core.offloaded_states:
             self.core.reload_states()
         leave_partitioned(self.core)
 
     def empty_partition_cache(self) -> None:
-        """Do nothing: gathered parameters are released as soon as their unit is computed."""
+        """Do nothing: a unit's gathered parameters are released after its computation."""
 
     def deepspeed_io(
         self,
@@ -450,41 +507,31 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             drop_last=self.dataloader_drop_last(),
         )
 
-    # ------------------------------------------------------------------- facts
-
-    # ``monitor.write_events([(name, value, samples)])``, ``tput_timer.update_epoch_count()``
     monitor = property(value_of("watch.monitor"))
     tput_timer = property(value_of("watch.tput_timer"))
 
     @property
     def lr_scheduler(self) -> Any:
-        """Scheduler that is stepped at each optimizer step that is taken, or None."""
         return self.core.lr_scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
-        """Step another one, or none, as Lightning does, which steps its schedulers itself."""
         self.core.lr_scheduler = scheduler
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
         return None if self.optimizer is None else self.optimizer.optimizer
 
-    def get_lr(self) -> list[Any]:
-        return self._of_groups("lr")
-
-    def get_mom(self) -> list[Any]:
-        return self._of_groups("momentum", "betas")
-
-    def get_type(self) -> list[Any]:
-        return self._of_groups("type")
-
     def _of_groups(self, *keys: str) -> list[Any]:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [next((g[k] for k in keys if k in g), 0.0) for g in groups]
 
+    get_lr = partialmethod(_of_groups, "lr")
+    get_mom = partialmethod(_of_groups, "momentum", "betas")
+    get_type = partialmethod(_of_groups, "type")
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepSpeedEngine:
-        """Serve ``to``, ``half``, ``cuda`` and the like where they change nothing."""
+        """Accept ``to``, ``half``, ``cuda`` and the like if they change nothing."""
         for param in self.parameters():
             probe = torch.empty(0, dtype=param.dtype, device=param.device)
             if (fn(probe).dtype, fn(probe).device) != (probe.dtype, probe.device):
@@ -495,49 +542,48 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return self
 
 
-class Averaging:
-    """Division of the gradients of a plain ``loss.backward()`` by a step's micro-steps.
+_num_divided = 0
+"""Running backwards whose loss is divided already. Autograd calls hooks from other threads."""
+
+
+def average_plain_backwards(
+    params: Iterable[nn.Parameter], num_micro_steps: Callable[[], int]
+) -> list[Any]:
+    """Divide gradients of a plain ``loss.backward()`` by a step's micro-steps. Returns hooks.
 
     [Note: divided once]
-    `DeepSpeedEngine.backward` divides the loss. Any other backward that reaches a parameter has its
-    gradient divided there, by a hook on the parameter, before it is accumulated: however many
-    losses and outputs there are, and wherever a block is computed again, each gradient passes there
-    once. DeepSpeed divides at the outputs of forward. A loss that goes through several engines is
-    divided by the one whose ``backward`` is called, and by no other.
-
-    Attributes:
-        handles: of its hooks, for whoever takes them off.
+    `DeepSpeedEngine.backward` divides the loss. In any other backward, a hook on each parameter
+    divides its gradient before accumulation. A gradient passes that hook once, whatever the number
+    of losses, outputs and recomputed blocks. If a loss depends on several engines, only the engine
+    whose ``backward`` is called divides it.
     """
 
-    _running = 0  # backwards of engines, which divide their loss; in all threads, as autograd's
+    def divide(grad: Tensor) -> Tensor | None:
+        steps = num_micro_steps()
+        return None if _num_divided or steps == 1 else grad / steps
 
-    def __init__(self, params: Iterable[nn.Parameter], steps: Callable[[], int]) -> None:
-        """Hook ``params``, some of which may be frozen for now. ``steps`` is called each time."""
+    handles: list[Any] = []
+    for param in params:
+        is_required = param.requires_grad
+        param.requires_grad_(True)  # register_hook requires it, for the call only
+        handles.append(param.register_hook(divide))  # type: ignore[no-untyped-call]
+        param.requires_grad_(is_required)
+    return handles
 
-        def divide(grad: Tensor) -> Tensor | None:
-            num_steps = steps()
-            return None if Averaging._running or num_steps == 1 else grad / num_steps
 
-        self.handles: list[Any] = []
-        for param in params:
-            is_required = param.requires_grad
-            param.requires_grad_(True)  # torch hooks no other; the hook stays when it is off again
-            self.handles.append(param.register_hook(divide))  # type: ignore[no-untyped-call]
-            param.requires_grad_(is_required)
-
-    @classmethod
-    @contextmanager
-    def done(cls) -> Iterator[None]:
-        """Mark a backward whose loss has been divided, or is not to be."""
-        Averaging._running += 1
-        try:
-            yield
-        finally:
-            Averaging._running -= 1
+@contextmanager
+def _divided() -> Iterator[None]:
+    """Mark a backward whose loss is already divided."""
+    global _num_divided
+    _num_divided += 1
+    try:
+        yield
+    finally:
+        _num_divided -= 1
 
 
 def _zero_grad(engine: weakref.ref[DeepSpeedEngine], set_to_none: bool = True) -> None:
-    """Drop the gradients of ``engine``, as the ``zero_grad`` of its model."""
+    """Drop the gradients of ``engine``, for ``zero_grad`` of its model."""
     found = engine()
     if found is not None:
         found.zero_grad(set_to_none)

@@ -1,4 +1,4 @@
-"""Facts that scripts ask a DeepSpeed engine for, by methods of DeepSpeed's names."""
+"""Methods of DeepSpeed's names that return an engine's configuration and counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zero_core import Config, Engine, ShardedModel
@@ -24,7 +23,7 @@ _SAFE_MODULES = (
 
 
 def value_of(path: str) -> Callable[[Any], Any]:
-    """Return a method that returns the object's ``path``, dotted."""
+    """Return a method that returns the attribute ``path``, dotted, of its object."""
 
     def method(self: Any) -> Any:
         return reduce(getattr, path.split("."), self)
@@ -34,7 +33,7 @@ def value_of(path: str) -> Callable[[Any], Any]:
 
 
 class Facts:
-    """Values of the configuration in effect and the engine's counters. A base of the engine."""
+    """The configuration in effect and the counters. A base class of the engine."""
 
     core: ShardedModel
     settings: Settings
@@ -43,7 +42,7 @@ class Facts:
     _config: DeepSpeedConfig
 
     def _training_core(self, what: str) -> Engine:
-        """Return the core, of which ``what`` is asked, if it trains."""
+        """Return ``self.core``. Raises, naming ``what``, if it only evaluates."""
         if not isinstance(self.core, Engine):
             raise RuntimeError(
                 f"{what}() of an engine without an optimizer: give initialize() one, or name one "
@@ -52,7 +51,7 @@ class Facts:
         return self.core
 
     def _live_core(self, what: str) -> Engine:
-        """Return the core, of which ``what`` is asked, if it trains and has not ended."""
+        """Return ``self.core``. Raises, naming ``what``, if it only evaluates or has ended."""
         core = self._training_core(what)
         if not any(map(core.owns, core.module.parameters())):
             raise RuntimeError(
@@ -60,8 +59,6 @@ class Facts:
                 "its model: use the newer one"
             )
         return core
-
-    # -------------------------------------------------------------- the engine
 
     global_steps = property(value_of("core.global_steps"))
     micro_steps = property(value_of("core.micro_steps"))
@@ -83,15 +80,8 @@ class Facts:
         micro = self.core.train_micro_batch_size_per_gpu
         return self.train_batch_size(), micro, self.core.gradient_accumulation_steps
 
-    @property
-    def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup | None:
-        return get_data_parallel_group()
-
-    # ------------------------------------------------------------------- ZeRO
+    local_rank = property(lambda self: int(os.environ.get("LOCAL_RANK", "0")))
+    data_parallel_group = property(lambda self: get_data_parallel_group())
 
     zero_optimization_stage = value_of("core.config.zero_optimization.stage")
 
@@ -107,12 +97,12 @@ class Facts:
     is_first_weights_partition_group = zero_optimization_partition_weights
 
     def zero_offload_optimizer(self) -> Any:
-        """Return the block ``offload_optimizer``, None where the state is on the device."""
+        """Return the block ``offload_optimizer``, or None without offload."""
         block = self.core.config.zero_optimization.offload_optimizer
         return None if block.device == "none" else block
 
     def zero_offload_param(self) -> Any:
-        """Return the block ``offload_param``, None where parameters are on the device."""
+        """Return the block ``offload_param``, or None without offload."""
         block = self.core.config.zero_optimization.offload_param
         return None if block.device == "none" else block
 
@@ -125,15 +115,13 @@ class Facts:
     def zero_nvme_offload_optimizer(self) -> bool:
         return self.core.config.zero_optimization.offload_optimizer.device == "nvme"
 
-    # -------------------------------------------------------------- precision
-
     def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
-        """Return the classes that were given, or DeepSpeed's. Autocast chooses by operation."""
+        """Return the configured classes, or DeepSpeed's. Autocast chooses by operation."""
         return list(self._config.torch_autocast_lower_precision_safe_modules or _SAFE_MODULES)
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """Dtype in which gradients are reduced: the configuration's, or that of the parameters."""
+        """Dtype of the reduction of gradients: the configuration's, else that of the parameters."""
         config: Config = self.core.config
         named = config.communication_data_type
         return _DTYPES[named] if named is not None else config.compute_dtype or torch.float32
@@ -155,17 +143,15 @@ class Facts:
         return float(2.0**self.core.config.fp16.initial_scale_power)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes of the parameters and of gradients as they are accumulated."""
+        """Return the dtypes of the parameters and of accumulated gradients."""
         grads = _DTYPES[self.core.config.data_types.grad_accum_dtype or "fp32"]
         return self.core.config.compute_dtype or torch.float32, grads
 
     mp_world_size = property(lambda self: 1)  # every rank is a data-parallel one
     sparse_tensor_module_names = property(lambda self: frozenset())  # gradients are dense
 
-    # ------------------------------------------------- the configuration as given
-
     def optimizer_name(self) -> str | None:
-        """Return ``optimizer.type``, in DeepSpeed's spelling, or the class of the one given."""
+        """Return ``optimizer.type`` in DeepSpeed's spelling, or the given optimizer's class."""
         if self.client_optimizer is not None:
             return type(self.client_optimizer).__name__
         return self._config.optimizer_name
@@ -177,27 +163,27 @@ _ZERO = """
     elastic_checkpoint legacy_stage1 ignore_unused_parameters round_robin_gradients
     parameter_alignment
 """
-"""Keys of ``zero_optimization`` that are asked for as ``zero_KEY()``."""
+"""Keys of ``zero_optimization`` with a method ``zero_KEY()``."""
 _STAGE3 = """
     allgather_sequential max_live_parameters max_reuse_distance prefetch_bucket_size
     module_granularity_threshold param_persistence_threshold model_persistence_threshold
 """
-"""Keys ``stage3_KEY`` of ``zero_optimization`` that are asked for as ``zero_KEY()``."""
+"""Keys ``stage3_KEY`` of ``zero_optimization`` with a method ``zero_KEY()``."""
 _FLOPS = """
     enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file
 """
-"""Keys of ``flops_profiler`` that are asked for as ``flops_profiler_KEY()``."""
+"""Keys of ``flops_profiler`` with a method ``flops_profiler_KEY()``."""
 _SETTINGS = """
     fp16_auto_cast steps_per_print wall_clock_breakdown dump_state dataloader_drop_last
     memory_breakdown log_level managed_gradient_accumulation
 """
-"""Fields of `Settings` that are asked for by their names."""
+"""Fields of `Settings` with a method of the same name."""
 _AS_GIVEN = """
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer checkpoint_tag_validation_enabled
     checkpoint_tag_validation_fail load_universal_checkpoint use_node_local_storage
     data_efficiency_enabled optimizer_params scheduler_name scheduler_params
 """
-"""Attributes of `DeepSpeedConfig`, values as they were given, that are asked for by their names."""
+"""Attributes of `DeepSpeedConfig` with a method of the same name. Values are as in the file."""
 _PATHS = {
     **{f"zero_{key}": f"core.config.zero_optimization.{key}" for key in _ZERO.split()},
     **{f"zero_{key}": f"core.config.zero_optimization.stage3_{key}" for key in _STAGE3.split()},
@@ -229,7 +215,7 @@ _PATHS = {
 _ABSENT = {
     **dict.fromkeys(("get_model_parallel_rank", "get_tensor_parallel_rank", "autotp_size"), 0),
     "get_sequence_parallel_group": None,
-    "postscale_gradients": True,  # sums are in fp32: either order gives the same
+    "postscale_gradients": True,  # fp32 sums, in which the order of the division does not matter
     "gradient_predivide_factor": 1.0,
     **dict.fromkeys(
         (
@@ -240,7 +226,7 @@ _ABSENT = {
         False,
     ),
 }
-"""What is asked of parts that are not served, and the answer."""
+"""Answers of methods about parts of DeepSpeed that are not served."""
 
 
 def _always(value: Any) -> Callable[[Any], Any]:

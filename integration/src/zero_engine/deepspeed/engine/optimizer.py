@@ -1,11 +1,11 @@
-"""Optimizer that `initialize` returns: real groups, stepped by the engine alone."""
+"""Optimizer that `initialize` returns: real ``param_groups``, stepped by the engine."""
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,10 @@ _EXTERNAL = "ds_external_parameters"
 
 
 class ParameterOffload:
-    """Holder of stage 3's hooks, which programs remove to generate with whole parameters.
+    """Holder of stage 3's hooks, which TRL's ``unwrap_model_for_generation`` removes and restores.
 
-    TRL's ``unwrap_model_for_generation`` does, within `GatheredParameters`. The engine needs no
-    such care: its hooks leave gathered parameters alone. So there is one that does nothing, by
-    which programs see whether hooks are there.
-
-    Attributes:
-        module: the model.
-        forward_hooks: the one, until it is taken.
-        backward_hooks: empty.
+    The engine's own hooks ignore gathered parameters, so ``forward_hooks`` holds one handle without
+    effect.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -36,49 +30,42 @@ class ParameterOffload:
         self.forward_hooks: list[RemovableHandle] = []
         self.backward_hooks: list[RemovableHandle] = []
         self.register(module)
-        vars(module)[_EXTERNAL] = lambda: iter(())  # besides the module's own
+        vars(module)[_EXTERNAL] = lambda: iter(())  # no external parameters
 
     def remove(self) -> None:
-        """Take ``ds_external_parameters`` off the module."""
+        """Remove ``ds_external_parameters`` from the module."""
         vars(self.module).pop(_EXTERNAL, None)
 
     def register(self, module: nn.Module, count: Any = None) -> None:
-        """Put the hooks back. Programs call it by DeepSpeed's name."""
+        """Restore the handle. Programs call this method by DeepSpeed's name."""
         self.forward_hooks = [RemovableHandle(OrderedDict())]
 
     _register_deepspeed_module = register
 
 
 class LossScaler:
-    """View of an engine's loss scale. The engine changes it, when DeepSpeed would.
-
-    It has the names of DeepSpeed's ``loss_scaler``, at stages 1 to 3, and of its
-    ``loss_scale_config``, at stage 0.
-
-    Attributes:
-        scale_factor: what the scale is multiplied or divided by.
-    """
+    """View of an engine's loss scale, under the names of DeepSpeed's ``loss_scaler``."""
 
     scale_factor = 2.0
 
     def __init__(self, core: Engine) -> None:
         self._core = core
 
-    cur_scale = loss_scale = property(value_of("_core.loss_scaler.scale"))  # 1 without one
+    cur_scale = loss_scale = property(value_of("_core.loss_scaler.scale"))  # 1 without fp16
     dynamic = dynamic_loss_scale = property(value_of("_core.loss_scaler.is_dynamic"))
     use_grad_scaling = property(value_of("_core.config.fp16.enabled"))
     scale_window = property(value_of("_core.loss_scaler.config.loss_scale_window"))
     min_scale = min_loss_scale = property(value_of("_core.loss_scaler.config.min_loss_scale"))
-    # Overflows of which the last one halves the scale: at first, and from now on.
+    # Overflows until the scale is halved: `delayed_shift` at first, `cur_hysteresis` from now on.
     delayed_shift = property(value_of("_core.loss_scaler.config.hysteresis"))
     cur_hysteresis = property(value_of("_core.loss_scaler.hysteresis_left"))
-    # Whether a step without overflow restores it.
+    # Whether a step without overflow resets `cur_hysteresis`.
     consecutive_hysteresis = property(value_of("_core.loss_scaler.config.consecutive_hysteresis"))
     cur_iter = property(value_of("_core.global_steps"))
 
     @property
     def last_overflow_iter(self) -> int:
-        """Steps before the last one that overflowed, -1 if none did."""
+        """Number of steps before the last overflow, -1 without an overflow."""
         return self._core.global_steps - self._core.loss_scaler.steps_since_overflow - 1
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -87,12 +74,12 @@ class LossScaler:
 
 
 class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
-    """This rank's optimizer state, by parameter, copied to the CPU when it is read.
+    """This rank's optimizer state by parameter, copied to the CPU when it is read.
 
-    Parameters of which this rank updates no element, and those without a step, are left out: they
-    have {}. The others have ``step``, other numbers of the optimizer, and their states: at stage 0
-    whole, in the parameter's shape, otherwise this rank's part, 1-D. Of a parameter that one rank
-    updates whole they are the optimizer's own, on that rank alone. Take no exchange.
+    A value is {} if this rank updates no element of the parameter, or before its first step.
+    Otherwise it has ``step``, the optimizer's other numbers, and the states: at stage 0 whole and
+    in the parameter's shape, else this rank's part, 1-D. A parameter that one rank updates whole
+    has that optimizer's own state, on that rank only. Reading needs no other rank.
     """
 
     def __init__(self, core: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -102,14 +89,14 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
     def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
         name = self._core.owns(param)
         if name is None or not self._has_state(param, name):
-            return {}  # as torch's optimizers
+            return {}  # as torch's optimizers do before their first step
         states = self._core.states.of(name)
         if self._core.states.is_whole(name):
             return states
         scalars = dict(self._core.states.scalars(name))
         step = torch.tensor(float(scalars.pop("num_steps")))
         if self._core.config.zero_optimization.stage == 0:
-            # In the order of the parameter's strides, as it is in memory.
+            # Elements are in memory order, which the parameter's strides describe.
             like = param.shape, param.stride()
             states = {what: part.as_strided(*like) for what, part in states.items()}
         return {**scalars, "step": step, **states}
@@ -137,35 +124,27 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
 
     def _has_state(self, param: nn.Parameter, name: str) -> bool:
         if self._core.states.is_whole(name) and not self._core.optimizer.given.state.get(param):
-            return False  # another rank updates it
+            return False  # another rank updates the whole parameter
         return self._core.states.scalars(name)["num_steps"] > 0
 
 
-class Stepping(Protocol):
-    """Protocol of the engine that `DeepSpeedOptimizer` steps, which imports this file."""
-
-    def optimizer_step(self) -> None: ...
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-
 class DeepSpeedOptimizer(torch.optim.Optimizer):
-    """View of the optimizer that is driven, with its ``param_groups``. Schedulers accept it.
+    """View of the optimizer that the engine steps. Schedulers accept it.
 
-    At stage 0 in fp32 DeepSpeed returns the driven optimizer itself. There the view is equal to it,
-    and an instance of its class.
+    At stage 0 in fp32 DeepSpeed returns the optimizer itself. There the view compares equal to the
+    optimizer and is an instance of its class.
 
     Attributes:
-        optimizer: the one that was given, or made as the configuration says.
+        optimizer: the optimizer that was given, or made from the configuration.
         state: this rank's optimizer state, by parameter; see `OptimizerState`.
-        loss_scaler: the loss scale, its settings and state.
-        loss_scale_config: the same, at stage 0 in 16 bits alone, as in DeepSpeed.
-        parameter_offload: see `ParameterOffload`; at stage 3 alone, as in DeepSpeed.
+        loss_scale_config: the same as ``loss_scaler``, at stage 0 in 16 bits only, as in DeepSpeed.
+        parameter_offload: see `ParameterOffload`; at stage 3 only, as in DeepSpeed.
     """
 
     _is_bare = False  # whether DeepSpeed would return the driven optimizer itself
 
-    def __init__(self, core: Engine, engine: Stepping) -> None:
-        """``engine`` is the one whose optimizer this is. It is held weakly."""
+    def __init__(self, core: Engine, engine: Any) -> None:
+        """Wrap the optimizer of ``core``. ``engine``, a `DeepSpeedEngine`, is held weakly."""
         given = core.optimizer.given
         super().__init__(given.param_groups, given.defaults)
         self.param_groups = given.param_groups
@@ -175,7 +154,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.state: Any = OptimizerState(core, self.param_groups)
         trained = (core.owns(p) for group in self.param_groups for p in group["params"])
         names = [name for name in trained if name is not None]
-        if not any(map(core.states.is_whole, names)):  # it holds their state itself
+        if not any(map(core.states.is_whole, names)):  # else the optimizer itself holds some states
             own, vars(given)["state"] = given.state, self.state
             core.remove_at_end([AtEnd(lambda: vars(given).update(state=own))])
         self.loss_scaler = LossScaler(core)
@@ -184,12 +163,12 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         if core.config.zero_optimization.stage == 3:
             self.parameter_offload = ParameterOffload(core.module)
             core.remove_at_end([self.parameter_offload])
-        # Last: what torch does above concerns this class.
+        # Last, because torch's constructor needs `__class__` to be this class.
         self._is_bare = not core.config.zero_optimization.stage and not core.config.compute_dtype
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """Class that ``isinstance`` finds besides this one."""
+        """Class that ``isinstance`` finds besides ``type(self)``."""
         return type(self.optimizer) if self._is_bare else type(self)
 
     def __eq__(self, other: object) -> bool:
@@ -198,28 +177,28 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def __hash__(self) -> int:
         return hash(self.optimizer) if self._is_bare else object.__hash__(self)
 
-    overflow = property(value_of("_core.optimizer.overflow"))  # of the last step
+    overflow = property(value_of("_core.optimizer.overflow"))  # whether the last step overflowed
     loss_scale = cur_scale = property(value_of("_core.loss_scale"))
     dynamic_loss_scale = property(value_of("_core.loss_scaler.is_dynamic"))
     # Whether a plain ``loss.backward()`` needs `DeepSpeedEngine.scale`.
     needs_scaler = value_of("_core.loss_scaler.is_dynamic")
 
-    @property
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return self._core.is_gradient_accumulation_boundary()
+    is_gradient_accumulation_boundary = property(
+        lambda self: self._core.is_gradient_accumulation_boundary()
+    )
+    _global_grad_norm = property(lambda self: self._core.get_global_grad_norm())
 
     @property
     def single_partition_of_fp32_groups(self) -> list[Tensor]:
-        """This rank's master weights at stages 1 and 2: a copy for each group, fp32, 1-D, CPU."""
+        """This rank's master weights at stages 1 and 2: a copy per group, fp32, 1-D, on the CPU."""
         return self._masters("single_partition_of_fp32_groups", stages=(1, 2))
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
-        """This rank's master weights at stage 3: a copy for each group, fp32, 1-D, on the CPU."""
+        """This rank's master weights at stage 3: a copy per group, fp32, 1-D, on the CPU."""
         return self._masters("fp32_partitioned_groups_flat", stages=(3,))
 
     def _masters(self, name: str, stages: Sequence[int]) -> list[Tensor]:
-        """Return this rank's master weights by group, under a name that these ``stages`` have."""
         stage = self._core.config.zero_optimization.stage
         if stage not in stages:
             raise AttributeError(f"at stage {stage} the optimizer has no {name!r}, as in DeepSpeed")
@@ -230,29 +209,20 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             groups.append(torch.cat([torch.empty(0), *parts]))
         return groups
 
-    @property
-    def _global_grad_norm(self) -> float | None:
-        return self._core.get_global_grad_norm()
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Call the engine's ``step``, at an accumulation boundary: Lightning's Fabric does.
+        """Call the engine's ``step``, for Lightning's Fabric. Every rank must call it.
 
-        Every rank must call it.
-
-        Raises:
-            ValueError: there is a ``closure``.
-            RuntimeError: further micro-steps are to come before the step, or no rank has a
-                gradient, or the engine has ended.
+        Raises ValueError for a ``closure``, and RuntimeError between accumulation boundaries, if no
+        rank has a gradient, or if the engine is gone.
         """
         if closure is not None:
             raise ValueError("step(closure) cannot call the model again: run it before, and step()")
         self._live_engine("step").optimizer_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step, as `DeepSpeedEngine.zero_grad` does."""
         self._live_engine("zero_grad").zero_grad(set_to_none)
 
-    def _live_engine(self, what: str) -> Stepping:
+    def _live_engine(self, what: str) -> Any:
         engine = self._engine()
         if engine is None:
             raise RuntimeError(
@@ -271,9 +241,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return groups and this rank's part of the state, in the form of torch's optimizers.
 
-        A parameter's states are 1-D parts, whole at stage 0: see `OptimizerState`. ``scalars`` are
-        the numbers that the engine keeps of each parameter. To keep a training, save a checkpoint,
-        which holds every rank's part.
+        States are as in `OptimizerState`. ``scalars`` are the engine's numbers of each parameter.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = {id(param): number for number, param in enumerate(params)}
@@ -291,15 +259,11 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return {"state": state, "scalars": scalars, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned on this rank, at the same stage and number of ranks.
+        """Restore what `state_dict` returned on this rank, at the same stage and world size.
 
-        Master weights belong to the model and are left alone. Takes no exchange, so a rank may
-        raise alone. After an error nothing has been restored.
-
-        Raises:
-            ValueError: the groups are others, a parameter's scalars are missing, or a state has
-                another length or shape than this rank's.
-            KeyError: the optimizer has no such state.
+        Master weights are not part of it. It needs no other rank, so one rank may raise alone:
+        ValueError if groups, lengths or shapes differ, KeyError if the optimizer has no such state.
+        After an error nothing has been restored.
         """
         groups, saved = self.param_groups, state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
@@ -327,5 +291,5 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in kept.items() if key != "params"})
 
     def stepped(self) -> None:
-        """Note that a step was taken, for schedulers that check it. Called by the engine."""
+        """Record a step for torch's schedulers, which warn without one. Called by the engine."""
         self._opt_called = True

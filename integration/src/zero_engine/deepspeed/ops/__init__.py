@@ -1,4 +1,4 @@
-"""``deepspeed.ops``: the optimizers, and the builders by which scripts ask for kernels."""
+"""``deepspeed.ops``: optimizers, and builders through which scripts request kernels."""
 
 from __future__ import annotations
 

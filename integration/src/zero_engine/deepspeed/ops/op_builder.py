@@ -1,7 +1,7 @@
-"""``deepspeed.ops.op_builder``, which compiles nothing: kernels are installed with the wheels.
+"""``deepspeed.ops.op_builder``: builders of kernels, which are installed with the wheels.
 
-Scripts call ``CPUAdamBuilder().load()`` to have a kernel built before ranks need it. Here ``load``
-gives the installed module; a builder of what the engine does not have refuses it.
+Scripts call ``CPUAdamBuilder().load()`` to compile a kernel before ranks need it. Here ``load``
+returns the installed module.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from zero_engine.deepspeed.errors import NotServedError
 
 
 class OpBuilder:
-    """Knows whether an operation is there, and its module.
-
-    Attributes:
-        NAME: of the operation, DeepSpeed's.
-        module: what `load` gives; None if it is not served.
-    """
+    """An operation: DeepSpeed's ``NAME``, and the installed module, None if it is not served."""
 
     NAME: ClassVar[str]
     module: ClassVar[ModuleType | None] = None
@@ -30,11 +25,7 @@ class OpBuilder:
         return self.module is not None
 
     def load(self, verbose: bool = True) -> Any:
-        """Return the installed module of the operation.
-
-        Raises:
-            NotServedError: the engine does not have it.
-        """
+        """Return the installed module. Raises NotServedError if there is none."""
         if self.module is None:
             raise NotServedError(f"ops.op_builder.{type(self).__name__}", "there is no such kernel")
         return self.module
@@ -52,10 +43,4 @@ FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", torch)
 FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", None)
 AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", None)
 
-ALL_OPS: dict[str, OpBuilder] = {
-    builder.NAME: builder()
-    for builder in (
-        *(CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder),
-        *(FusedAdamBuilder, FusedLionBuilder, FusedLambBuilder, AsyncIOBuilder),
-    )
-}
+ALL_OPS = {builder.NAME: builder() for builder in OpBuilder.__subclasses__()}

@@ -1,16 +1,16 @@
 """``deepspeed.ops.adam``, ``.adagrad`` and ``.lion``: optimizers with DeepSpeed's signatures.
 
-Those named ``CPU`` are updated by the host kernel with ``offload_optimizer``; ``Fused`` ones on any
-device. The arguments that several have:
+With ``offload_optimizer`` the host kernel computes the update of the ``CPU`` classes. ``Fused``
+classes update on any device. Common arguments:
 
-    params, model_params    parameters, named parameters or groups of them
+    params, model_params    parameters, named parameters or groups
     betas                   decay of the first and second moment, in [0, 1)
     eps                     added to the denominator
     bias_correction         divide the moments by ``1 - beta ** step``
     adamw_mode, adam_w_mode AdamW; otherwise the weight decay is L2
     amsgrad                 refused with a RuntimeError
-    fp32_optimizer_states   False: moments in bf16; of Adam alone, else ValueError
-    set_grad_none           what `zero_grad` does without an argument
+    fp32_optimizer_states   False: moments in bf16; Adam only, else ValueError
+    set_grad_none           default of the argument of `zero_grad`
 
 A setting that is out of range raises ValueError.
 """
@@ -29,11 +29,11 @@ from zero_core import Lion
 from zero_core.adapters import Adam
 
 made_as: weakref.WeakKeyDictionary[torch.optim.Optimizer, type] = weakref.WeakKeyDictionary()
-"""The class here that an optimizer of the configuration is an instance of."""
+"""Optimizers that the configuration names, and the class here that ``isinstance`` finds."""
 
 
 class _Named(ABCMeta):
-    """Metaclass of classes that an optimizer of the configuration may answer to."""
+    """Metaclass by which optimizers in `made_as` are instances of a class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         if super().__instancecheck__(instance):
@@ -44,9 +44,7 @@ class _Named(ABCMeta):
 class DeepSpeedCPUAdam(CPUAdam, metaclass=_Named):
     """`cpu_adam.CPUAdam` with DeepSpeed's signature.
 
-    Given to ``initialize`` with ``offload_optimizer``, the offloaded tier makes its update with the
-    same kernel; stepped by itself, it updates parameters in host memory. Parameters may lie
-    anywhere when it is made, since the engine may move their state to the host later.
+    Parameters on a device are accepted, because the engine may move their state to the host.
     """
 
     has_host_kernel: ClassVar[bool] = True
@@ -79,11 +77,9 @@ class DeepSpeedCPUAdam(CPUAdam, metaclass=_Named):
         self.fp32_optimizer_states = fp32_optimizer_states
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as the same dict, which a scheduler over an earlier optimizer may hold.
+        """Add ``param_group`` itself, not a copy, because a scheduler may hold that dict.
 
-        Raises:
-            RuntimeError: it asks for ``amsgrad``.
-            ValueError: its settings are those of another optimizer.
+        Raises RuntimeError for ``amsgrad``, and ValueError for another optimizer's settings.
         """
         _refuse_amsgrad("DeepSpeedCPUAdam", param_group.get("amsgrad", False))
         eps = param_group.get("eps", 0.0)
@@ -94,17 +90,14 @@ class DeepSpeedCPUAdam(CPUAdam, metaclass=_Named):
                 "if there is offload_optimizer: to keep yours (Adafactor, 8-bit ones), set "
                 '"zero_force_ds_cpu_optimizer": false in the configuration'
             )
-        # Not CPUAdam's, which refuses parameters that are not in host memory yet; its step does.
+        # Not CPUAdam's method, which refuses parameters outside host memory. `step` refuses them.
         torch.optim.Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
-        group["decoupled_weight_decay"] = group["adamw_mode"]  # torch's word, which tiers read
+        group["decoupled_weight_decay"] = group["adamw_mode"]  # offloaded tiers read torch's key
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_Named):
-    """Adagrad (Duchi et al., 2011) with L2 weight decay.
-
-    The sum of squares is in the state as torch calls it, ``sum``.
-    """
+    """Adagrad (Duchi et al., 2011) with L2 weight decay. The state is torch's ``sum``."""
 
     is_elementwise: ClassVar[bool] = True
     has_host_kernel: ClassVar[bool] = True
@@ -128,9 +121,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_Named):
 class DeepSpeedCPULion(Lion, metaclass=_Named):
     """`zero_core.Lion` with DeepSpeed's defaults.
 
-    The rate is ten times the one of `zero_core.Lion`. ``betas`` are the weight of the momentum in
-    the direction, and the decay of the momentum, whose default is not the paper's 0.99. The weight
-    decay is decoupled.
+    ``betas`` are the momentum's weight in the update's direction, and the momentum's decay.
     """
 
     has_host_kernel: ClassVar[bool] = True
@@ -152,12 +143,11 @@ class _Fused(torch.optim.Optimizer, metaclass=_Named):
     set_grad_none: bool
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop gradients as torch does, by default as ``set_grad_none`` says."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
 class FusedAdam(_Fused, Adam):
-    """`zero_core.optim.adam.Adam` with DeepSpeed's signature: torch's fused kernel."""
+    """`zero_core.optim.adam.Adam`, which uses torch's fused kernel, with DeepSpeed's signature."""
 
     def __init__(
         self,
@@ -208,7 +198,7 @@ CLASSES: Mapping[str, tuple[type | None, type]] = {
     "adagrad": (None, DeepSpeedCPUAdagrad),
     "lion": (FusedLion, DeepSpeedCPULion),
 }
-"""Classes that DeepSpeed makes on the device, None for torch's, and on the host."""
+"""DeepSpeed's classes on the device (None: torch's own) and on the host."""
 
 
 def _check_fp32_states(optimizer: str, is_fp32: bool) -> None:

@@ -1,1 +1,1 @@
-"""``deepspeed.utils``. `zero_engine.deepspeed.served` gives it the names of its submodules."""
+"""``deepspeed.utils``. `zero_engine.deepspeed.served` adds the names of the submodules."""

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups``: all ranks are data-parallel, and other groups have one rank each."""
+"""``deepspeed.utils.groups``: all ranks are data-parallel, and every other group is one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def get_data_parallel_rank() -> int:
 
 
 def get_model_parallel_world_size() -> int:
-    """Return 1: no layer is split."""
     return 1
 
 
@@ -42,10 +41,10 @@ def _get_sequence_parallel_group() -> None:
 
 
 def secondary_group(num_ranks: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the ranks of hpZ's secondary shards if these are all ranks, else None.
+    """Return the group of hpZ's secondary shards if it is that of all ranks, else None.
 
-    ``num_ranks`` is ``zero_hpz_partition_size``. ``group`` are the ranks that share the parameters,
-    None for all. Makes no process group: the engine's secondary shards do without.
+    ``num_ranks`` is ``zero_hpz_partition_size``. ``group`` is the group that shares the parameters,
+    None for all ranks. No process group is made.
     """
     world = get_data_parallel_group()
     if world is None or group not in (None, world) or num_ranks != dist.get_world_size():

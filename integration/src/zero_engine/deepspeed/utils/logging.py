@@ -1,4 +1,4 @@
-"""``deepspeed.utils.logging``: a logger that writes to stdout, and lines of some ranks only."""
+"""``deepspeed.utils.logging``: a logger that writes to stdout, and messages of chosen ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FORM = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(
 
 
 class _Stdout(logging.Handler):
-    """Writes to what is stdout then, in DeepSpeed's form."""
+    """Handler that writes DeepSpeed's format to the present ``sys.stdout``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,15 +27,15 @@ class _Stdout(logging.Handler):
 
 
 def speak(name: str, level: int | str) -> logging.Logger:
-    """Have the logger ``name`` write to stdout at ``level``, and to no handler of its parents.
+    """Make the logger ``name`` write to stdout at ``level``, and not to its parents' handlers.
 
-    As DeepSpeed's own logger: what was asked for is seen, however the script has set up logging.
+    As in DeepSpeed, the lines appear whatever logging the script has configured.
     """
     found = logging.getLogger(name)
     found.setLevel(level)
     found.propagate = False
     handler = next((one for one in found.handlers if isinstance(one, _Stdout)), _Stdout())
-    handler.setLevel(logging.NOTSET)  # an earlier set_log_level_from_string may hide more
+    handler.setLevel(logging.NOTSET)  # set_log_level_from_string may have set a higher one
     found.addHandler(handler)
     return found
 
@@ -44,7 +44,7 @@ logger = speak("DeepSpeed", logging.WARNING)
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Log ``message`` on ``ranks``, on all if there are none or -1 is among them."""
+    """Log ``message`` on ``ranks``. No ranks, or -1 among them, means every rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     wanted = list(ranks or [])
     if not wanted or -1 in wanted or rank in wanted:
@@ -59,7 +59,7 @@ def _log_once(message: str, ranks: tuple[int, ...], level: int) -> None:
 def log_dist_once(
     message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO
 ) -> None:
-    """Log as `log_dist`, the first time that it is called with these arguments."""
+    """Log as `log_dist` does, at the first call with these arguments."""
     _log_once(message, tuple(ranks or ()), level)
 
 
@@ -68,16 +68,12 @@ def warning_once(message: str, *args: Any) -> None:
     logger.warning(message, *args)
 
 
-# Scripts and libraries call them on the logger.
+# Scripts call these functions as methods of the logger.
 vars(logger).update(log_dist_once=log_dist_once, warning_once=warning_once)
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: object = None) -> None:
-    """Set the level of ``custom_logger``, or of `logger`, by its name.
-
-    Raises:
-        ValueError: there is no such level.
-    """
+    """Set the level, by name, of ``custom_logger`` or `logger`. Raises ValueError if unknown."""
     level = logging.getLevelNamesMapping().get(log_level_str.upper())
     if level is None:
         names = sorted(name.lower() for name in logging.getLevelNamesMapping())

@@ -1,16 +1,17 @@
 """``deepspeed.utils.tensor_fragment``: a parameter's master weight, gradient and optimizer state.
 
-The parameter itself is passed, not its name. ``full`` values are whole, in the parameter's shape,
-fp32, on the engine's device; every rank must call, and set the same value. ``local`` ones are the
-part that this rank's optimizer state covers, 1-D; every rank must call for a gradient, and to set.
-What there is none of is None: of a parameter that belongs to no engine, or is frozen, of a state
-before the first step, and of a gradient outside of the time between a step's last backward and
-``step``. Within ``no_sync`` the full gradient is this rank's own, as DeepSpeed's ``param.grad`` is:
-the sum of the backwards since the last reduction; reading and setting it takes no other rank. Else
-a gradient is as backward left it, averaged over ranks: not clipped, and still multiplied by the
-fp16 loss scale, as in DeepSpeed. Frozen is what was so at `initialize`, whatever its
-``requires_grad`` is now: ranks agree on it. The master weight that is set of a frozen parameter is
-its value. To set what belongs to no engine raises ValueError.
+``full`` values have the parameter's shape, in fp32 on the engine's device. Every rank must call,
+and set the same value. ``local`` values are 1-D: the part that this rank's optimizer state covers.
+Every rank must call to get a gradient, and to set anything.
+
+A getter returns None for a parameter that no engine owns or that was frozen at `initialize`, for a
+state before the first step, and for a gradient outside the time between a step's last backward and
+``step``. A setter raises ValueError if no engine owns the parameter. Setting the master weight of a
+frozen parameter sets its value.
+
+Gradients are averaged over ranks, not clipped, and multiplied by the fp16 loss scale, as in
+DeepSpeed. Within ``no_sync`` the full gradient is this rank's own sum of the backwards since the
+last reduction, and needs no other rank.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from zero_core import ShardedModel, engine_of
+from zero_core import engine_of
 
 _MASTER = "master_weight"
 _GRAD = "grad"
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return the whole master weight, None of a frozen parameter. Every rank must call it."""
+    """Return the whole master weight. Every rank must call it."""
     return _get(param, _MASTER)
 
 
@@ -37,10 +38,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return the whole state ``optim_state_key`` ("exp_avg", ...). Every rank must call it.
-
-    Ranks agree on whether it is None.
-    """
+    """Return the whole state ``optim_state_key`` ("exp_avg", ...). Every rank must call it."""
     return _get(param, optim_state_key)
 
 
@@ -92,8 +90,7 @@ def safe_set_local_optimizer_state(
 
 
 def safe_update_full_grad_vectorized(
-    param_list: Sequence[nn.Parameter],
-    update_func: Callable[[Tensor, nn.Parameter], Tensor],
+    param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
     """Replace each gradient by ``update_func(gradient, parameter)``. Every rank must call it."""
     for param in param_list:
@@ -106,7 +103,8 @@ def _get(param: nn.Parameter, what: str, *, is_local: bool = False) -> Tensor | 
     engine = engine_of(param)
     if engine is None:
         return None
-    name = _name(engine, param)
+    name = engine.owns(param)
+    assert name is not None, "engine_of found it"
     if not next(spec.is_trainable for spec in engine.layout.params if spec.name == name):
         return None
     if what == _GRAD and not is_local and engine.states.is_kept_unreduced:
@@ -116,7 +114,7 @@ def _get(param: nn.Parameter, what: str, *, is_local: bool = False) -> Tensor | 
     read = engine.states.get_local if is_local else engine.states.get_full
     try:
         value = read(name, what)
-    except KeyError:  # frozen, or before the first step: all ranks agree
+    except KeyError:  # before the first step, on all ranks alike
         return None
     factor = engine.loss_scale if what == _GRAD else 1.0
     return (value * factor if factor != 1.0 else value).to(engine.device)
@@ -129,20 +127,15 @@ def _set(param: nn.Parameter, value: Tensor, what: str, *, is_local: bool = Fals
             f"a parameter of shape {tuple(param.shape)} belongs to no engine: call initialize() "
             "first, and pass a parameter of its model"
         )
-    name = _name(engine, param)
+    name = engine.owns(param)
+    assert name is not None, "engine_of found it"
     if what == _GRAD and not is_local and engine.states.is_kept_unreduced:
         engine.states.set_unreduced(name, value)
         return
     wide = value.detach().to("cpu", torch.float32)
-    if what == _GRAD:  # not in 16 bits, where a small value over the loss scale is zero
+    if what == _GRAD:  # in fp32: in 16 bits a small quotient would be zero
         wide = wide / engine.loss_scale
     write = engine.states.set_local if is_local else engine.states.set_full
     write(name, wide, what)
     if what == _MASTER and engine.config.zero_optimization.stage == 3:
-        engine.publish()  # small parameters, which stay whole
-
-
-def _name(engine: ShardedModel, param: nn.Parameter) -> str:
-    name = engine.owns(param)
-    assert name is not None, "engine_of found it"
-    return name
+        engine.publish()  # small parameters are not sharded and need the new value

@@ -1,4 +1,4 @@
-"""Small parts of ``deepspeed.utils`` and ``deepspeed.runtime.utils`` that scripts call."""
+"""Functions of ``deepspeed.utils`` and ``deepspeed.runtime.utils`` that scripts call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _R = TypeVar("_R")
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log the device's memory and the process's peak on rank 0, in GiB, only if ``force``."""
+    """Log the device's memory and the process's peak, in GiB, on rank 0. Only if ``force``."""
     if not force or (dist.is_initialized() and dist.get_rank() != 0):
         return
     logger.info(message)
@@ -36,7 +36,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def instrument_w_nvtx(func: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have ``func`` show up by its name in torch's profiler, on any device."""
+    """Record each call of ``func`` under its name in torch's profiler."""
 
     @functools.wraps(func)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -47,10 +47,7 @@ def instrument_w_nvtx(func: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class OnDevice:
-    """A context that makes tensors on ``device``, floating ones in ``dtype`` by default.
-
-    With ``enabled`` false it changes nothing.
-    """
+    """A context that makes tensors on ``device``, with default dtype ``dtype``, if ``enabled``."""
 
     def __init__(
         self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True

@@ -1,6 +1,6 @@
-"""``deepspeed.utils.z3_leaf_module``: modules that are gathered as a whole, whatever in them runs.
+"""``deepspeed.utils.z3_leaf_module``: modules that are gathered as one unit.
 
-Marks count if they are set before `initialize`. Blocks of a list are gathered as a whole anyway.
+`initialize` reads the marks. A block of a module list is always one unit, marked or not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from zero_core.adapters import ModuleRule
 from zero_core.config import LeafModuleConfig
 
 _MARKS = ("_z3_leaf", "_is_zero_leaf")
-"""DeepSpeed's own, which scripts look at, and what `zero_core.build` looks at."""
+"""DeepSpeed's attribute, which scripts read, and the one that `zero_core.build` reads."""
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -21,7 +21,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Whether the parameter is marked: none ever is."""
+    """Return False: parameters are never marked."""
     return "ds_z3_leaf_module" in vars(model)
 
 
@@ -30,34 +30,22 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark ``model`` itself, or take the mark away."""
+    """Mark ``model`` as a leaf, or with ``flag=False`` remove the mark."""
     for mark in _MARKS:
         setattr(model, mark, flag)
 
 
 def set_z3_leaf_modules(
-    model: nn.Module,
-    leaf_module_classes: Sequence[type | str],
-    raise_if_not_found: bool = True,
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of these classes, given as such or by name. Returns those found.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Mark modules by class or class name, and return them. Raises ValueError if there is none."""
     return _set_by_class(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
-    model: nn.Module,
-    leaf_module_classes: Sequence[type | str],
-    raise_if_not_found: bool = True,
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Remove the marks of modules of these classes. Returns those found.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Remove marks by class or class name. Returns the modules. Raises ValueError if none."""
     return _set_by_class(model, leaf_module_classes, False, raise_if_not_found)
 
 
@@ -67,7 +55,7 @@ def set_z3_leaf_modules_by_name(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their full names. Returns those found, and the names without one."""
+    """Mark modules by their full names. Returns those modules, and names without a module."""
     return _set_by_name(model, module_names, flag, raise_if_not_found, str.__eq__)
 
 
@@ -77,12 +65,12 @@ def set_z3_leaf_modules_by_suffix(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by suffixes of their names. Returns those found, and other suffixes."""
+    """Mark modules by suffixes of names. Returns those modules, and suffixes without a module."""
     return _set_by_name(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
 
 
 def mark_configured(model: nn.Module, leaf_module: LeafModuleConfig | None) -> None:
-    """Mark the leaves that the configuration names, which `zero_core.build` has found by itself."""
+    """Mark the leaf modules that the configuration names, for scripts that read the marks."""
     if leaf_module is not None:
         rule = ModuleRule(**leaf_module.model_dump())
         _set_all([m for path, m in model.named_modules() if rule.is_leaf(path, m)], True)
@@ -91,7 +79,7 @@ def mark_configured(model: nn.Module, leaf_module: LeafModuleConfig | None) -> N
 def _set_by_class(
     model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
-    classes = list(classes)  # an iterator is read once, a text matches no part of a name
+    classes = list(classes)  # ``in`` must neither exhaust an iterator nor find a part of a string
     kinds = tuple(kind for kind in classes if isinstance(kind, type))
     found = [
         m

@@ -1,6 +1,6 @@
-"""``deepspeed.utils.zero_to_fp32``: a checkpoint's model in fp32, read without ranks.
+"""``deepspeed.utils.zero_to_fp32``: a checkpoint's model in fp32, read by one process.
 
-Checkpoints are those that the engine wrote, of any stage and number of ranks. As a program:
+It reads this engine's checkpoints, of any stage and world size. As a program:
 
     python -m zero_engine.deepspeed.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR
 """
@@ -39,14 +39,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Tensor]:
     """Return the whole state dict in fp32 on the CPU. Tied names share a tensor.
 
-    Args:
-        checkpoint_dir: the folder that `save_checkpoint` was given.
-        tag: of the checkpoint; None is the newest.
-        exclude_frozen_parameters: leave frozen parameters out.
-        lazy_mode: accepted; tensors are read one at a time anyway.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or DeepSpeed itself wrote it.
+    ``checkpoint_dir`` is the folder that `save_checkpoint` was given. A ``tag`` of None is the
+    newest. ``lazy_mode`` has no effect: tensors are always read one at a time. Raises
+    CheckpointError if there is no such checkpoint, or DeepSpeed itself wrote it.
     """
     return _read(checkpoint_dir, tag, exclude_frozen_parameters, torch.float32)
 
@@ -56,13 +51,10 @@ def load_state_dict_from_zero_checkpoint(
 ) -> _M:
     """Move ``model`` to the CPU and load the checkpoint's values, in its dtypes. Returns ``model``.
 
-    Needs no other rank. As in DeepSpeed, an engine that trains the model ends with it: make another
-    one to train on. Within `GatheredParameters` of all parameters of stage 3, with a
-    ``modifier_rank``, it stays and takes that rank's values. A warning names parameters that the
-    checkpoint does not have.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it has none of the model's parameters.
+    It needs no other rank. As in DeepSpeed, an engine of the model is closed, and training needs a
+    new one. Within `GatheredParameters` of all stage-3 parameters with a ``modifier_rank``, the
+    engine continues with that rank's values. A warning names parameters that the checkpoint lacks.
+    Raises CheckpointError if there is no such checkpoint, or it has none of the model's parameters.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     names = [name for name, _ in model.named_parameters()]
@@ -83,7 +75,7 @@ def load_state_dict_from_zero_checkpoint(
             engine.close()
     for name, param in model.named_parameters():
         is_left_empty = name not in state and is_refused(param)
-        if engine_of(param) is None and not is_left_empty:  # memory of its own
+        if engine_of(param) is None and not is_left_empty:  # its memory is not an engine's buffer
             open_all([param])
             if isinstance(param, PartitionedParam):
                 param.make_ordinary()
@@ -102,16 +94,12 @@ def convert_zero_checkpoint_to_state_dict(
     exclude_frozen_parameters: bool = False,
     dtype: torch.dtype | str = torch.float32,
 ) -> None:
-    """Write the state dict into ``output_dir``, in files as Hugging Face names them.
+    """Write the state dict into ``output_dir``, which is made, under Hugging Face's file names.
 
-    Args:
-        checkpoint_dir: the folder that `save_checkpoint` was given.
-        output_dir: a folder; it is made.
-        max_shard_size: largest file, as bytes or "5GB"; None is one file.
-        safe_serialization: ``model.safetensors``, else ``pytorch_model.bin`` of tensors alone.
-        tag: of the checkpoint; None is the newest.
-        exclude_frozen_parameters: leave frozen parameters out.
-        dtype: of floating values.
+    ``max_shard_size`` is the size of the largest file, in bytes or as "5GB"; None writes one file.
+    ``safe_serialization`` writes ``model.safetensors``, else ``pytorch_model.bin``, which holds
+    only tensors. ``dtype`` is that of floating values. Other arguments are those of
+    `get_fp32_state_dict_from_zero_checkpoint`.
     """
     chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     state = _read(checkpoint_dir, tag, exclude_frozen_parameters, chosen)
@@ -119,10 +107,9 @@ def convert_zero_checkpoint_to_state_dict(
     if safe_serialization:
         state = without_ties(state)
         stem, ending, write = "model", "safetensors", partial(save_file, metadata={"format": "pt"})
-    limit = max_shard_size
-    if isinstance(limit, str):
-        limit = parse_bytes(limit, "max_shard_size =")
-    parts = _split(state, limit)
+    if isinstance(max_shard_size, str):
+        max_shard_size = parse_bytes(max_shard_size, "max_shard_size =")
+    parts = _split(state, max_shard_size)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if len(parts) == 1:
@@ -140,7 +127,7 @@ def convert_zero_checkpoint_to_state_dict(
 
 
 convert_zero_checkpoint_to_fp32_state_dict = convert_zero_checkpoint_to_state_dict
-"""DeepSpeed's older name, without ``dtype``."""
+"""DeepSpeed's older name of the function."""
 
 
 def _read(

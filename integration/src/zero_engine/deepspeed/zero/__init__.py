@@ -1,4 +1,4 @@
 """``deepspeed.zero``: partitioned construction, and gathering of partitioned parameters.
 
-`zero_engine.deepspeed.served` gives it the names of its submodules.
+`zero_engine.deepspeed.served` adds the names of the submodules.
 """

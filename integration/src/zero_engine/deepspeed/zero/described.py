@@ -1,23 +1,19 @@
-"""Attributes by which scripts know a sharded parameter: ``ds_id``, ``ds_status``, ``ds_tensor``.
+"""Attributes by which scripts recognise a sharded parameter (``ds_id``, ``ds_status``, ...).
 
-While an engine of stage 3 has a parameter, its class is `ShardedParameter`: status and shard are
-looked up in the engine when they are asked for. A parameter of another class than torch's keeps it,
-as its own operators dispatch on that; that class has descriptors of these names meanwhile. Before,
-``ds_status`` is what `GatheredParameters` says. DeepSpeed's sharded parameter has no elements. Here
-it keeps its shape, and ``ds_shape`` and ``ds_numel`` say the same as ``shape`` and ``numel()``.
+While a stage-3 engine owns a parameter, its class is `ShardedParameter`, whose properties ask the
+engine. A parameter of a subclass keeps that class, because operators dispatch on it, and the class
+gets descriptors of these names. Unlike DeepSpeed's, a sharded parameter keeps its shape.
 
 [Note: parameters in an autograd.Function]
-DeepSpeed's parameter is saved as the object it is, so the backward of an ``autograd.Function``
-finds ``ds_status`` and the like on ``ctx.saved_tensors``. Here a saved parameter is unpacked as a
-view of its gathered unit: torch makes a new tensor of whatever a hook returns, and drops its
-attributes. So from the first engine of stage 3 to the end of the last one, ``ctx.saved_tensors`` is
-a property of the class of these contexts. It gives tensors that have the address and the shape of a
-parameter the parameter's attributes. ``torch.Tensor`` has no such names: torch.compile takes what
-that class has for an attribute of every tensor.
+In DeepSpeed, ``ctx.saved_tensors`` of an ``autograd.Function`` holds the parameter objects with
+these attributes. Here a saved parameter is unpacked as a new tensor, a view of its gathered unit.
+While there is a stage-3 engine, ``ctx.saved_tensors`` is therefore a property: tensors with the
+address and shape of a parameter get that parameter's attributes. They are not set on
+``torch.Tensor``, because torch.compile would see them on every tensor.
 
-`torch.utils.checkpoint` without reentrance saves the arguments of the function that it calls again.
-Their frame's ``get_inputs`` gives them back, and so is replaced as long. Releases of torch without
-it save them by an ``autograd.Function``.
+Non-reentrant `torch.utils.checkpoint` keeps the arguments of the recomputed function, which its
+frame's ``get_inputs`` returns. That method is replaced in the same way. Torch releases without
+``get_inputs`` use an ``autograd.Function``.
 """
 
 from __future__ import annotations
@@ -26,6 +22,7 @@ import enum
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -38,15 +35,15 @@ from zero_core import ShardedModel, engine_of
 from zero_core.adapters import EngineParameter, derive, is_refused, own_class, use_class
 
 SANITY_CHECKS = "ds_enable_sanity_checks"
-"""Attribute that has `GatheredParameters` look for edits that would be lost."""
+"""Attribute that makes `GatheredParameters` refuse edits that would be lost."""
 ASKED = ("ds_status", "ds_tensor", "partition_numel")
-"""Attributes of `ShardedParameter`, which only the engine knows."""
+"""Attributes of `ShardedParameter` whose values the engine computes."""
 
 _ids = itertools.count()
 
 
 class ZeroParamType(enum.Enum):
-    """State of a parameter's memory, under DeepSpeed's names."""
+    """Kind of a parameter's memory, under DeepSpeed's names."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -62,26 +59,25 @@ class ZeroParamStatus(enum.Enum):
 
 
 class ShardedParameter(EngineParameter):
-    """Class of a parameter while an engine of stage 3 has it."""
+    """Class of a parameter while a stage-3 engine owns it."""
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """AVAILABLE in its unit's forward and backward and within `GatheredParameters`."""
+        """AVAILABLE during its unit's forward and backward and within `GatheredParameters`."""
         is_here = _engine(self, "ds_status").holds_value(self)
         return ZeroParamStatus.AVAILABLE if is_here else ZeroParamStatus.NOT_AVAILABLE
 
     @property
     def ds_tensor(self) -> Tensor:
-        """This rank's elements, 1-D, in the parameter's dtype, not to be changed. May be empty."""
+        """This rank's elements, 1-D, in the parameter's dtype, read only. May be empty."""
         return _engine(self, "ds_tensor").own_part(self).detach()
 
     def partition_numel(self) -> int:
-        """Return the number of this rank's elements. Lightning's summary of a model asks for it."""
         return self.ds_tensor.numel()
 
 
 def is_zero_param(parameter: object) -> bool:
-    """Whether it was made within `Init`, or belongs to an engine of stage 3."""
+    """Whether ``parameter`` was made within `Init` or belongs to a stage-3 engine."""
     return isinstance(parameter, nn.Parameter) and "ds_id" in vars(parameter)
 
 
@@ -91,10 +87,10 @@ def describe(
     has_checks: bool | None = None,
     secondary: dist.ProcessGroup | None = None,
 ) -> None:
-    """Give sharded ``params`` the attributes by which scripts know them (``ds_id``, ...).
+    """Set the attributes by which scripts recognise sharded ``params`` (``ds_id``, ...).
 
-    ``has_checks`` is `SANITY_CHECKS`; None leaves it as it is. ``secondary`` are the ranks that
-    share hpZ's secondary shards.
+    ``has_checks`` is the value of `SANITY_CHECKS`; None keeps the present one. ``secondary`` is the
+    group of ranks that share hpZ's secondary shards.
     """
     for param in params:
         if not is_zero_param(param):
@@ -112,21 +108,21 @@ def describe(
 
 
 def describe_engine(engine: ShardedModel) -> None:
-    """Describe the parameters of ``engine``, of stage 3, unpacked ones too, until it ends."""
+    """Describe the parameters of a stage-3 ``engine``, and their unpacked copies, until it ends."""
     params = list(engine.module.parameters())
     describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
-    engine.remove_at_end(
-        # Torch's own class, or one that the engine has given, may be derived from.
-        _shard(param)
-        if (own := own_class(param)) is nn.Parameter or issubclass(own, EngineParameter)
-        else _OwnClass(param)
-        for param in params
-    )
+    for param in params:
+        own = own_class(param)
+        if own is nn.Parameter or issubclass(own, EngineParameter):
+            use_class([param], derive(ShardedParameter, own))
+            engine.remove_at_end([AtEnd(partial(use_class, [param], own))])
+        else:  # a subclass that a user wrote stays the parameter's class
+            engine.remove_at_end([_OwnClass(param)])
     engine.remove_at_end([_Saved(params)])
 
 
 class AtEnd:
-    """A clean-up that an engine runs at its end."""
+    """Clean-up function in the form that an engine's ``remove_at_end`` takes."""
 
     def __init__(self, undo: Callable[[], object]) -> None:
         self._undo = undo
@@ -135,15 +131,8 @@ class AtEnd:
         self._undo()
 
 
-def _shard(param: nn.Parameter) -> AtEnd:
-    """Make the class of ``param`` a `ShardedParameter`."""
-    before = own_class(param)
-    use_class([param], derive(ShardedParameter, before))
-    return AtEnd(lambda: use_class([param], before))
-
-
 class _OwnClass:
-    """A parameter of another class than torch's, which has the names `ASKED` until `remove`."""
+    """Descriptors of the names `ASKED` on a parameter's class, which is not torch's."""
 
     _num_params: ClassVar[Counter[type[nn.Parameter]]] = Counter()
 
@@ -165,7 +154,7 @@ class _OwnClass:
 
 
 class _Asked:
-    """One of the names `ASKED`, on a class that is not ours. An instance's own attribute counts."""
+    """Descriptor of one name of `ASKED`. An attribute of the instance overrides it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -185,14 +174,14 @@ NAMES = (
     *("ds_active_sub_modules", "ds_id", "ds_numel", "ds_param_type", "ds_persist", "ds_shape"),
     *ASKED,
 )
-"""The attributes by which scripts know a sharded parameter."""
+"""All attributes by which scripts recognise a sharded parameter."""
 
 _engines: list[_Saved] = []
 _get_inputs: Any = vars(_CheckpointFrame).get("get_inputs")
 
 
 class _Saved:
-    """The parameters of one engine, by shape, until `remove`."""
+    """Parameters of one engine by shape. Patches torch's unpacking while any such object exists."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         self.by_shape: dict[torch.Size, list[nn.Parameter]] = {}
@@ -213,20 +202,16 @@ class _Saved:
                 _CheckpointFrame.get_inputs = _get_inputs  # type: ignore[method-assign]
 
 
-def _saved_tensors(context: BackwardCFunction) -> tuple[Any, ...]:
-    saved: tuple[Any, ...] = super(BackwardCFunction, context).saved_tensors
-    _describe(saved)
-    return saved
+def _saved_tensors(context: BackwardCFunction) -> Any:
+    return _described(super(BackwardCFunction, context).saved_tensors)
 
 
-def _inputs(frame: _CheckpointFrame) -> list[Any]:
-    inputs: list[Any] = _get_inputs(frame)
-    _describe(inputs)
-    return inputs
+def _inputs(frame: _CheckpointFrame) -> Any:
+    return _described(_get_inputs(frame))
 
 
-def _describe(unpacked: Iterable[Any]) -> None:
-    """Give tensors that are parameters' gathered values the parameters' attributes."""
+def _described(unpacked: Any) -> Any:
+    """Return ``unpacked``, after setting parameters' attributes on their gathered values."""
     for tensor in unpacked:
         if type(tensor) is not Tensor:
             continue
@@ -236,3 +221,4 @@ def _describe(unpacked: Iterable[Any]) -> None:
         if param is not None:
             vars(tensor).update({name: getattr(param, name) for name in NAMES})
             vars(tensor)["ds_status"] = ZeroParamStatus.AVAILABLE
+    return unpacked

@@ -1,12 +1,12 @@
 """`Init` and `GatheredParameters`: models whose parameters are sharded over the ranks.
 
-Before there is an engine, a parameter that was made within `Init` is *partitioned*: see
-[Note: partitioned parameters] in `zero_engine.deepspeed.zero.partitioned`. Afterwards it belongs to
-an engine. It keeps its shape throughout. A read while it is sharded gives NaN, where DeepSpeed's
-parameter has no elements. Constructors of torch are left as they are. Parameters are cast when they
-are partitioned if a dtype is given, or a configuration with bf16 or fp16, and master weights start
-from the rounded values, as in DeepSpeed. Otherwise the engine casts them, and its master weights
-keep the precision that a cast would have lost.
+Before there is an engine, a parameter that was made within `Init` is *partitioned*: see [Note:
+partitioned parameters] in `zero_engine.deepspeed.zero.partitioned`. Afterwards an engine owns it. A
+sharded parameter keeps its shape and reads as NaN, where DeepSpeed's has no elements.
+
+With a dtype, or a configuration that enables bf16 or fp16, parameters are cast when they are
+partitioned, and master weights start from the rounded values, as in DeepSpeed. Otherwise the engine
+casts them, and its master weights keep the full precision.
 """
 
 from __future__ import annotations
@@ -19,30 +19,18 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from zero_core import ShardedModel, engine_of
-from zero_core.adapters import gathered_slices, is_recorded_innermost, note_reader, stored_tensors
+from zero_core import ShardedModel, adapters, engine_of
 from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
 from zero_engine.deepspeed.config.reader import load
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.utils.groups import secondary_group
-from zero_engine.deepspeed.zero.described import (
-    SANITY_CHECKS,
-    ShardedParameter,
-    ZeroParamStatus,
-    describe,
-)
+from zero_engine.deepspeed.zero import described, partitioned
+from zero_engine.deepspeed.zero.described import ZeroParamStatus as ZeroParamStatus
 from zero_engine.deepspeed.zero.described import ZeroParamType as ZeroParamType
 from zero_engine.deepspeed.zero.described import is_zero_param as is_zero_param
-from zero_engine.deepspeed.zero.partitioned import (
-    Made,
-    gathered_params,
-    is_partitioned,
-    partition_module,
-    partitioned_init,
-    value_of,
-)
 
 _log = logging.getLogger(__name__)
 _orig_torch_arange = torch.arange
@@ -51,10 +39,7 @@ _orig_torch_arange = torch.arange
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], dtype: torch.dtype, target_device: Any = None
 ) -> Callable[..., Tensor]:
-    """Wrap ``fn`` so that floating results are in ``dtype``. transformers replaces it.
-
-    `Init` wraps no constructor with it: what it makes keeps its dtype until it is partitioned.
-    """
+    """Wrap ``fn`` to return floating tensors in ``dtype``. transformers replaces this function."""
 
     def construct(*args: Any, **kwargs: Any) -> Tensor:
         if target_device is not None and kwargs.get("device") is None:
@@ -66,11 +51,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Declare that ``module`` reads ``parameter`` in its forward, before the engine is made.
-
-    Raises:
-        NotServedError: an engine has the parameter already, and it isn't one of ``module``'s own.
-    """
+    """Declare, before the engine is made, that ``module`` reads ``parameter`` in its forward."""
     if any(parameter is own for own in module.parameters()):
         return
     if engine_of(parameter) is not None:
@@ -79,16 +60,12 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
             "call it in the module's __init__, or read the parameter within "
             "zero.GatheredParameters",
         )
-    note_reader(module, parameter)
+    adapters.note_reader(module, parameter)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Take back `register_external_parameter`.
-
-    Raises:
-        RuntimeError: it was not registered.
-    """
-    if not note_reader(module, parameter, is_reader=False):
+    """Undo `register_external_parameter`. Raises RuntimeError if it was not called."""
+    if not adapters.note_reader(module, parameter, is_reader=False):
         raise RuntimeError(
             f"a parameter of shape {tuple(parameter.shape)} is not registered as an external one "
             f"of this {type(module).__name__}"
@@ -98,9 +75,9 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 class Init:
     """A context that makes modules without memory, and partitions their parameters at its end.
 
-    See `partitioned_init`. Every rank must enter it. torch.distributed is started if it isn't yet.
-    One within another counts as part of it. But if the outer one has made nothing yet, it leaves
-    all to the inner one: transformers enters one of its own, and loads values after it.
+    See `partitioned_init`. Every rank must enter it. It starts torch.distributed if necessary. A
+    nested context is part of the outer one, unless the outer one has made no module yet: then the
+    inner one replaces it. transformers enters such a nested context, and loads values after it.
     """
 
     _active: ClassVar[Init | None] = None
@@ -124,27 +101,22 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        """Prepare the context. With ``module``, shard the parameters that it has, at once.
+        """Prepare the context. With ``module``, partition its parameters at once.
 
         Args:
-            module: a module that has values already; rank 0's count.
-            data_parallel_group: the ranks to share among; default: ``mpu``'s, or all.
-            mem_efficient_linear: nothing to do: the engine keeps no gathered weight for backward.
-            remote_device, pin_memory: shards lie in host memory until there is an engine.
-            config_dict_or_path, config: its bf16 or fp16 is the default of ``dtype``, and its
-                ``zero_optimization.enable_sanity_checks`` holds for the parameters.
-            enabled: False: it does nothing.
-            dtype: what floating parameters are cast to; default: the configuration's, else the
-                engine casts them.
-            mpu: an object that knows the data-parallel group.
-            zero_param_parallel_group: secondary shards are the engine's. Where the configuration
-                asks for one over all ranks, they are ``ds_zero_param_process_group``.
-            zero_quantized_weights, zero_quantized_nontrainable_weights: the engine's too; values
-                are exact before.
-            sequence_data_parallel_group, param_swapper, tensor_overrides: not served.
+            module: a module that has values, of which rank 0's are used.
+            data_parallel_group: ranks that share the parameters. Default: ``mpu``'s group, or all
+                ranks.
+            config_dict_or_path, config: a configuration. Its bf16 or fp16 is the default of
+                ``dtype``, and its ``zero_optimization.enable_sanity_checks`` applies to the
+                parameters.
+            enabled: False makes the context do nothing.
+            dtype: dtype of floating parameters. Default: the configuration's, else the engine
+                casts.
+            sequence_data_parallel_group, param_swapper, tensor_overrides: refused with
+                NotServedError.
 
-        Raises:
-            NotServedError: for one of the last three.
+        The other arguments have no effect before there is an engine.
         """
         for name, value in (
             ("sequence_data_parallel_group", sequence_data_parallel_group),
@@ -159,21 +131,21 @@ class Init:
         given = config if config is not None else config_dict_or_path
         found = load(given) if enabled and given is not None else {}
         self._dtype = dtype if dtype is not None else _dtype_of(found)
-        self._has_checks = _is_on(found, "zero_optimization", "enable_sanity_checks")
+        self._has_checks = _value_of(found, "zero_optimization", "enable_sanity_checks") is True
         group = mpu.get_data_parallel_group() if mpu is not None else None
         self._group = data_parallel_group if data_parallel_group is not None else group
         self._num_secondary = _value_of(found, "zero_optimization", "zero_hpz_partition_size")
         self._recorder = ExitStack()
-        self._made: Made | None = None
+        self._made: partitioned.Made | None = None
         if enabled:
             init_distributed()
             if module is not None:
-                made = partition_module(module, self._group, dtype=self._dtype)
+                made = partitioned.partition_module(module, self._group, dtype=self._dtype)
                 self._describe(made)
 
     def _describe(self, params: Iterable[nn.Parameter]) -> None:
         secondary = secondary_group(self._num_secondary, self._group)
-        describe(params, has_checks=self._has_checks, secondary=secondary)
+        described.describe(params, has_checks=self._has_checks, secondary=secondary)
 
     @classmethod
     def is_active(cls) -> bool:
@@ -184,12 +156,12 @@ class Init:
             return
         outer = Init._active
         has_made = outer is None or outer._made is None or outer._made.modules
-        if outer is not None and not has_made and is_recorded_innermost():
+        if outer is not None and not has_made and adapters.is_recorded_innermost():
             outer.__exit__(None, None, None)
         if Init._active is None:
-            context = partitioned_init(self._group, dtype=self._dtype)
+            context = partitioned.partitioned_init(self._group, dtype=self._dtype)
             self._made = self._recorder.enter_context(context)
-            Init._active = self  # not before: what fails to begin has no end
+            Init._active = self  # last, because a failed __enter__ has no __exit__
 
     def __exit__(self, *error: Any) -> None:
         if Init._active is self:
@@ -201,9 +173,9 @@ class Init:
 
 @contextmanager
 def suspended_init() -> Iterator[None]:
-    """Leave an active `Init` for a while: what it has made is partitioned. Then it begins anew."""
+    """End an active `Init` for the time of this context, and begin it again afterwards."""
     active = Init._active
-    if active is None or not is_recorded_innermost():
+    if active is None or not adapters.is_recorded_innermost():
         yield
         return
     active.__exit__(None, None, None)
@@ -216,14 +188,13 @@ def suspended_init() -> Iterator[None]:
 class GatheredParameters:
     """A context in which sharded parameters hold their whole values, on every rank.
 
-    For parameters that no engine has yet, see `gathered_params`. For an engine's, see
-    `zero_core.Engine.gathered`: there changes reach the master weights, too. Anything else (None,
-    buffers, ordinary parameters) is left alone.
+    For parameters without an engine see `gathered_params`, for an engine's see
+    `zero_core.Engine.gathered`, which copies changes to the master weights too. Other objects
+    (None, buffers, ordinary parameters) are ignored.
 
-    Every rank must enter it, with the same parameters, at stages 0 to 2 too: changes of the
-    modifier rank are sent to the others there as well, and a rank that enters alone waits for them
-    until the process group's timeout. So not within ``if rank == 0``; but within it, for the code
-    that one rank alone is to run.
+    Every rank must enter it with the same parameters, at every stage: a rank that enters alone
+    waits until the process group's timeout. Code for one rank (``if rank == 0``) belongs inside the
+    context.
     """
 
     def __init__(
@@ -233,16 +204,16 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        """Prepare.
+        """Prepare the context.
 
         Args:
-            params: a parameter, or an iterable of them.
-            modifier_rank: whose changes count; by default they are read only. Changes of those
-                that no engine has are lost then; of an engine's of stage 3 they are an error at the
-                end, on the rank that made them. With ``enable_sanity_checks`` a change in place is
-                an error on every rank.
-            fwd_module: also calls `register_external_parameter` with it, before there is an engine.
-            enabled: False: it does nothing.
+            params: a parameter, or an iterable of parameters.
+            modifier_rank: rank whose changes are kept. By default parameters are read only: without
+                an engine changes are lost, and with an engine of stage 3 they raise at the end on
+                the rank that made them. With ``enable_sanity_checks`` a change in place raises on
+                every rank.
+            fwd_module: module for `register_external_parameter`, if there is no engine yet.
+            enabled: False makes the context do nothing.
         """
         given = [params] if isinstance(params, Tensor) or params is None else list(params)
         unique = {id(p): p for p in given if isinstance(p, nn.Parameter)} if enabled else {}
@@ -255,30 +226,32 @@ class GatheredParameters:
                     register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
-        partitioned = [p for p in self._params if value_of(p) is not None]
+        rank = self._modifier_rank
+        found = [p for p in self._params if partitioned.value_of(p) is not None]
         if Init.is_active():
-            # Nothing is sharded yet, and rank 0's changes count.
-            if any(is_partitioned(p) for p in partitioned) or self._modifier_rank not in (None, 0):
+            # Parameters made so far hold whole values, of which rank 0's are kept.
+            if any(map(partitioned.is_partitioned, found)) or rank not in (None, 0):
                 raise NotServedError(
-                    f"zero.GatheredParameters(modifier_rank={self._modifier_rank}) within "
-                    f"zero.Init (of {len(partitioned)} parameters from an earlier zero.Init)",
+                    f"zero.GatheredParameters(modifier_rank={rank}) within "
+                    f"zero.Init (of {len(found)} parameters from an earlier zero.Init)",
                     "leave zero.Init first",
                 )
             return
-        describe(partitioned)  # a copy is new
+        described.describe(found)  # deep copies have no ds_id yet
         with ExitStack() as stack:
-            stack.callback(describe, partitioned)  # a shape may have changed
-            stack.enter_context(gathered_params(partitioned, modifier_rank=self._modifier_rank))
-            others = [p for p in self._params if value_of(p) is None and engine_of(p) is None]
-            stored = [component.tensor for p in others for component in stored_tensors(p)]
-            stack.enter_context(gathered_slices(stored, modifier_rank=self._modifier_rank))
+            stack.callback(described.describe, found)  # ds_shape, if the body has changed shapes
+            stack.enter_context(partitioned.gathered_params(found, modifier_rank=rank))
+            others = [
+                p for p in self._params if partitioned.value_of(p) is None and engine_of(p) is None
+            ]
+            stored = [component.tensor for p in others for component in adapters.stored_tensors(p)]
+            stack.enter_context(adapters.gathered_slices(stored, modifier_rank=rank))
             for engine, own in _by_engine(self._params):
-                if self._modifier_rank is not None or engine.config.zero_optimization.stage == 3:
-                    gathered = engine.gathered(params=own, modifier_rank=self._modifier_rank)
-                    stack.enter_context(gathered)
+                if rank is not None or engine.config.zero_optimization.stage == 3:
+                    stack.enter_context(engine.gathered(params=own, modifier_rank=rank))
             stack.enter_context(_available(self._params))
-            if self._modifier_rank is None:
-                checked = [p for p in self._params if vars(p).get(SANITY_CHECKS)]
+            if rank is None:
+                checked = [p for p in self._params if vars(p).get(described.SANITY_CHECKS)]
                 stack.enter_context(_unedited(checked))
             self._stack = stack.pop_all()
 
@@ -289,13 +262,13 @@ class GatheredParameters:
 
 @contextmanager
 def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Refuse edits within that would be lost. Every rank must leave it."""
+    """Refuse edits of ``params`` in this context, which would be lost. Collective at its end."""
     before = [(p.data_ptr(), p._version) for p in params]
     yield
     if not params:
         return
     is_edited = before != [(p.data_ptr(), p._version) for p in params]
-    engine, value = engine_of(params[0]), value_of(params[0])
+    engine, value = engine_of(params[0]), partitioned.value_of(params[0])
     owner = value if engine is None else engine.sharded_state
     assert owner is not None, "only sharded parameters are checked"
     found = owner.control.gather(torch.tensor([int(is_edited)])).tolist()
@@ -309,14 +282,9 @@ def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the 16-bit dtype that a configuration enables, None for none."""
-    if _is_on(config, "bf16", "enabled") or _is_on(config, "bfloat16", "enabled"):
+    if any(_value_of(config, block, "enabled") is True for block in ("bf16", "bfloat16")):
         return torch.bfloat16
-    return torch.float16 if _is_on(config, "fp16", "enabled") else None
-
-
-def _is_on(config: Mapping[str, Any], block: str, key: str) -> bool:
-    return _value_of(config, block, key) is True
+    return torch.float16 if _value_of(config, "fp16", "enabled") is True else None
 
 
 def _value_of(config: Mapping[str, Any], block: str, key: str) -> Any:
@@ -325,7 +293,7 @@ def _value_of(config: Mapping[str, Any], block: str, key: str) -> Any:
 
 
 def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[nn.Parameter]]]:
-    """Parameters that engines own, by engine, in an order that is the same on every rank."""
+    """Group ``params`` by the engine that owns them, in an order that is the same on every rank."""
     found: dict[int, tuple[ShardedModel, dict[str, nn.Parameter]]] = {}
     for param in params:
         engine = engine_of(param)
@@ -338,8 +306,9 @@ def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[
 
 @contextmanager
 def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Mark those of ``params`` that no engine has as holding their values."""
-    marked = [p for p in params if "ds_status" in vars(p) and not isinstance(p, ShardedParameter)]
+    """Set ``ds_status`` to AVAILABLE in this context for those of ``params`` without an engine."""
+    owned = described.ShardedParameter  # an engine's, whose ds_status is computed
+    marked = [p for p in params if "ds_status" in vars(p) and not isinstance(p, owned)]
     before = [vars(param)["ds_status"] for param in marked]
     for param in marked:
         vars(param)["ds_status"] = ZeroParamStatus.AVAILABLE
@@ -352,8 +321,8 @@ def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """Gather the model that an engine trains, to generate with, and yield the engine."""
-    # foreign: an engine's, below stage 3 without the attribute.
+    """Gather the parameters of ``model``, an engine, to generate with them. Yields ``model``."""
+    # foreign: TRL passes DeepSpeed's engine or ours. Below stage 3 there is no such attribute.
     offload = getattr(model.optimizer, "parameter_offload", None)
     with GatheredParameters(model.parameters()):
         if offload is not None:
@@ -363,3 +332,149 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
         finally:
             if offload is not None:
                 offload.register(offload.module)
+
+
+@contextmanager
+def sharded_loading() -> Iterator[None]:
+    """Shard each parameter that a module is given in this context, as soon as it is complete.
+
+    Quantized parameters are put in slices: see [Note: values in slices] in
+    `zero_core.quantization`. Others become partitioned. Quantizers set a module's weight more than
+    once, so a parameter is complete only when another module is given one. A rank therefore holds
+    its shards and one module. A module's forward refuses values in slices. Every rank must enter
+    it, and load the same values.
+    """
+    ranks = adapters.find_ranks(None, None)
+    control = ranks.connect()
+    waiting: dict[tuple[nn.Module, str], None] = {}
+
+    @torch.no_grad()
+    def shard_waiting() -> None:
+        for module, name in waiting:
+            param = module._parameters.get(name)
+            if param is None or param.is_meta:
+                continue
+            if partitioned.can_partition(param) and not adapters.is_storage_dtype(param.dtype):
+                value = partitioned.PartitionedValue(control, ranks.device)
+                value.keep(param)
+                partitioned.partition(param, value)
+                described.describe([param])
+            else:
+                adapters.put_in_slices(
+                    [component.tensor for component in adapters.stored_tensors(param)], control
+                )
+                if _check_whole not in module._forward_pre_hooks.values():
+                    module.register_forward_pre_hook(_check_whole)
+        waiting.clear()
+        adapters.release_free_pages()
+
+    def note(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if any(other is not module for other, _ in waiting):
+            shard_waiting()
+        waiting[module, name] = None
+
+    handle = register_module_parameter_registration_hook(note)
+    try:
+        yield
+        shard_waiting()
+    finally:
+        handle.remove()
+
+
+def _check_whole(module: nn.Module, args: Any) -> None:
+    """Refuse a forward with values in slices. The hook removes itself once there is an engine."""
+    if torch.compiler.is_compiling():
+        return
+    params = {name: p for name, p in module._parameters.items() if p is not None}
+    for name, param in params.items():
+        if any(component.tensor in adapters.slices for component in adapters.stored_tensors(param)):
+            raise RuntimeError(
+                f"forward of a {type(module).__name__} whose quantized {name} is sharded over the "
+                "ranks, as it was loaded under a configuration of stage 3, and no engine has it: "
+                "call the engine of deepspeed.initialize(), or compute within "
+                "deepspeed.zero.GatheredParameters(model.parameters()), or load the model before "
+                "HfDeepSpeedConfig or TrainingArguments(deepspeed=...) is made"
+            )
+    if any(engine_of(param) is not None for param in params.values()):
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _check_whole]:
+            del hooks[key]
+
+
+class TiledLinear(nn.Module):
+    """`torch.nn.Linear` whose input and output may be split along the last dimension.
+
+    It is one linear layer. DeepSpeed's tiles bound the parameters that stage 3 gathers at a time,
+    where this engine gathers whole units. ``combine_out_splits=False`` returns a list of parts.
+    ``linear_cls`` makes the layer, with ``**kwargs``. ``init_linear`` is a layer to copy the values
+    from. Raises RuntimeError if a number of parts is not within [1, features].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        input_is_already_split: bool = False,
+        combine_out_splits: bool = True,
+        linear_cls: Callable[..., Any] = nn.Linear,
+        init_linear: nn.Linear | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        for name, splits, features in (
+            ("in_splits", in_splits, in_features),
+            ("out_splits", out_splits, out_features),
+        ):
+            if not 1 <= splits <= features:
+                raise RuntimeError(f"TiledLinear: {name} = {splits}, expected 1 to {features}")
+        self.in_splits, self.out_splits = in_splits, out_splits
+        self.input_is_already_split = input_is_already_split
+        self.combine_out_splits = combine_out_splits
+        self.linear = linear_cls(in_features, out_features, bias=bias, **kwargs)
+        if init_linear is not None:
+            self.copy_params_from(init_linear)
+
+    def forward(self, input_: Any) -> Any:
+        """Return the output, [..., out_features], or the list of its parts."""
+        if self.input_is_already_split and self.in_splits > 1:
+            if len(input_) != self.in_splits:
+                raise ValueError(
+                    f"TiledLinear: the input has {len(input_)} parts, expected {self.in_splits}"
+                )
+            input_ = torch.cat(list(input_), dim=-1)
+        output = self.linear(input_)
+        return output if self.combine_out_splits else self._split(output)
+
+    def _split(self, output: Any) -> list[Any]:
+        return list(output.tensor_split(self.out_splits, dim=-1))
+
+    @torch.no_grad()
+    def copy_params_from(self, other: nn.Linear) -> None:
+        """Copy rank 0's weight and bias of ``other``, sharded or not. Every rank must call it."""
+        own: nn.Linear = self.linear
+        if other.weight.shape != own.weight.shape:
+            raise ValueError(
+                f"copy_params_from: expected a weight of {tuple(own.weight.shape)}, "
+                f"found {tuple(other.weight.shape)}"
+            )
+        if (own.bias is None) != (other.bias is None):
+            raise ValueError("copy_params_from: one of the two layers has a bias")
+        with (
+            GatheredParameters(other.parameters(recurse=False)),
+            GatheredParameters(own.parameters(recurse=False), modifier_rank=0),
+        ):
+            own.weight.copy_(other.weight)
+            if own.bias is not None:
+                own.bias.copy_(other.bias)
+
+
+class TiledLinearReturnBias(TiledLinear):
+    """`TiledLinear` for layers that return ``(output, bias)``, such as Megatron's."""
+
+    def _split(self, output: Any) -> list[Any]:
+        product, bias = output
+        biases = [bias] * self.out_splits if bias is None else super()._split(bias)
+        return list(zip(super()._split(product), biases, strict=True))

@@ -1,25 +1,20 @@
-"""Parameters of a model that has no engine yet, partitioned over the ranks.
+"""Parameters that are partitioned over the ranks before their model has an engine.
+
+They are ZeRO-3's partitioned parameters (Rajbhandari et al., arXiv 1910.02054, section 5.3).
 
 [Note: partitioned parameters]
-partitioned  the parameter's ``data`` is one NaN expanded to its shape, on the CPU, so that a read
-             is noticed. Its class is `Partitioned` meanwhile, which refuses writes that would get
-             lost. The parameter stays the same object throughout
-value        the tensor that the parameter stands for. At first it may be only *recorded*: rank 0
-             computes it at the first request. From then on it is split into parts
-part         [ceil(numel / world size)], CPU: this rank's slice of the flat value. After an engine
-             has ended: this rank's elements of the parameter's shard
-gathered     within `gathered_params` the parameter is an ordinary one that holds the whole value,
-             on the CPU of every rank
+    partitioned  a parameter without its value: its class is `Partitioned`, and its ``data`` is one
+                 NaN on the CPU, expanded to its shape. Reads give NaN. Writes are refused
+    value        the tensor that the parameter stands for: a recording until the first request,
+                 which rank 0 replays, and from then on split into parts
+    part         this rank's slice of the flat value, [ceil(numel / world size)], on the CPU. After
+                 an engine has ended: this rank's elements of the parameter's shard
+    gathered     an ordinary parameter with the whole value on the CPU of every rank, within
+                 `gathered_params`
 
-Gathering is collective: ranks gather the same parameters at the same place. So is drawing new
-values for a partitioned parameter (by `torch.nn.init`, mostly), as modules do for their children's:
-rank 0's values count. Draws are refused while any parameter is gathered, because the code around
-them may run on one rank alone.
-
-A copy (``deepcopy``) of a partitioned parameter is partitioned too. `zero_core.build` takes the
-values one parameter at a time, by way of `zero_core.protocols.PartitionedParam`. These are the
-partitioned parameters of ZeRO-3 (Rajbhandari et al., arXiv 1910.02054, section 5.3), before there
-is an engine.
+Gathering is collective. Drawing new values for a partitioned parameter (`torch.nn.init`) is
+collective too, and rank 0's draw is used. Draws are refused while any parameter is gathered,
+because the surrounding code may run on one rank only.
 """
 
 from __future__ import annotations
@@ -56,10 +51,10 @@ _WRITES = {"__setitem__"} | {
     for name in ("add", "and", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv", "xor")
 }
 _VALUE = "_partitioned_value"
-"""The attribute in which a parameter keeps its `PartitionedValue`."""
+"""Name of the parameter attribute that holds its `PartitionedValue`."""
 
 _num_gathered = 0
-"""How many `gathered_params` blocks this process is in."""
+"""Number of `gathered_params` blocks that this process is in."""
 
 
 @dataclass
@@ -67,15 +62,11 @@ class PartitionedValue:
     """Location of a partitioned parameter's value. See [Note: partitioned parameters].
 
     Attributes:
-        control: the ranks that share it.
-        device: where their collectives run.
-        recorded: the recording that computes the value, and the deferred tensor it is the value of.
-        spans: which elements of its slot each rank's part has; None: slices of one length.
-        spec: with ``spans``, which makes the value of the slot's elements.
-        part: this rank's slice.
-        casts: dtypes that the recorded value is cast to, in order.
-        shape: while gathered, that of the value that is kept, whatever shape the parameter gets.
-        number: in the order of partitioning, which is the same on every rank.
+        recorded: recording that computes the value, and the deferred tensor within the recording.
+        spans: range of elements that each rank's part covers; None: slices of equal length.
+        spec: set with ``spans``. Converts the elements to the parameter's value.
+        shape: shape of the kept value while the parameter is gathered.
+        number: position in the order of partitioning, which is the same on every rank.
     """
 
     control: ControlGroup
@@ -91,7 +82,7 @@ class PartitionedValue:
     def gather(self, param: Tensor) -> Tensor:
         """Return the whole value of ``param``, on the CPU. Every rank must call it."""
         if param.dtype.is_floating_point and not bool(param.data.reshape(-1)[:1].isnan().all()):
-            _refuse("written to", param)  # of one element: torch refuses other writes
+            _refuse("written to", param)  # torch itself refuses writes to several elements
         if self.recorded is not None:
             is_mine = self.control.rank == 0
             value = self.computed() if is_mine else _empty_off_heap(param.numel(), param.dtype)
@@ -107,7 +98,6 @@ class PartitionedValue:
         return rows[: param.numel()].view(param.shape)
 
     def joined(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the elements of ``spans``, 1-D. Many of the parts may be empty."""
         assert self.spans is not None
         assert self.part is not None
         value = _empty_off_heap(numel, dtype)
@@ -127,7 +117,7 @@ class PartitionedValue:
         return value.contiguous()
 
     def send(self, value: Tensor, *, source: int) -> None:
-        """Overwrite the contiguous ``value`` with rank ``source``'s."""
+        """Overwrite ``value``, a contiguous tensor, with rank ``source``'s."""
         if value.numel() == 0:
             return
         flat = value.detach().view(-1).view(torch.uint8)
@@ -137,7 +127,6 @@ class PartitionedValue:
             flat.copy_(staged)
 
     def keep(self, value: Tensor) -> None:
-        """Replace the value by ``value``, and keep this rank's slice of it."""
         numel = -(-value.numel() // self.control.world_size)
         if self.part is None or self.part.numel() != numel or self.part.dtype != value.dtype:
             self.part = _empty_off_heap(numel, value.dtype)
@@ -166,12 +155,11 @@ class Partitioned(nn.Parameter):
 
     @property
     def is_deferred(self) -> bool:
-        """Whether the value is only recorded: rank 0 alone computes it."""
         return self._partitioned_value.recorded is not None
 
     @property
     def ds_tensor(self) -> Tensor:
-        """This rank's part, which may end with padding. While only recorded: a `_RecordedPart`."""
+        """This rank's part, which may end with padding. A `_RecordedPart` if `is_deferred`."""
         value = self._partitioned_value
         if value.part is not None:
             return value.part
@@ -181,29 +169,23 @@ class Partitioned(nn.Parameter):
         return part
 
     def partition_numel(self) -> int:
-        """Return the number of elements of this rank's part. Lightning's summary asks for it."""
         return self.ds_tensor.numel()
 
     def full_value(self) -> Tensor:
-        """Return the whole value on the CPU. Unless `is_deferred`, every rank must call it."""
         value = self._partitioned_value
         return value.computed() if self.is_deferred else value.gather(self)
 
     def free_value(self) -> None:
-        """Free this rank's part, of a value that a build has moved to its engine."""
         self._partitioned_value.part = None
 
     def set_value(self, value: Tensor) -> None:
-        """Keep this rank's part of ``value``, as the build has failed."""
         self._partitioned_value.keep(value.to(self.dtype))
 
     def make_ordinary(self) -> None:
-        """Forget the value: become an ``nn.Parameter`` on the CPU without memory."""
         del self._partitioned_value
         self.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return another partitioned parameter: each rank copies its part."""
         if id(self) not in memo:
             copied = nn.Parameter(_placeholder(self.shape, self.dtype), self.requires_grad)
             partition(copied, self._partitioned_value.copied())
@@ -220,13 +202,13 @@ class Partitioned(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")  # foreign: torch's functions and descriptors
-        target = args[0] if args else kwargs.get("tensor")  # so torch.nn.init names it
+        target = args[0] if args else kwargs.get("tensor")  # "tensor": torch.nn.init
         with torch._C.DisableTorchFunctionSubclass():
             if is_partitioned(kwargs.get("out")):
                 _refuse(f"changed by {name}", kwargs["out"])
             if not is_partitioned(target):
                 return func(*args, **kwargs)
-            # foreign: torch's functions. New values do not depend on the earlier ones.
+            # foreign: torch's functions. A draw does not read the value that it replaces.
             is_draw = name in _DRAWS or getattr(func, "__module__", "") == "torch.nn.init"
             if is_draw and not _num_gathered:
                 with gathered_params([target], modifier_rank=0):
@@ -237,7 +219,7 @@ class Partitioned(nn.Parameter):
                 _refuse(f"changed by {name}", target)
             if func == Tensor.data.__set__:  # type: ignore[attr-defined]
                 return _assign(target, args[1])
-            if name == "full_like":  # Adagrad, when it is made: its state is not what is used
+            if name == "full_like":  # torch's Adagrad makes a state that the engine does not use
                 return _small(func, args, kwargs).expand(target.shape)
             if func == Tensor.data.__get__:  # type: ignore[attr-defined]
                 return func(*args).as_subclass(_Absent)
@@ -245,10 +227,9 @@ class Partitioned(nn.Parameter):
 
 
 class _RecordedPart(Tensor):
-    """This rank's part of a value that is only recorded: without memory until it is read.
+    """This rank's part of a value that is only recorded.
 
-    Its length and dtype are there. Whatever else is done with it has the value computed and split,
-    so every rank must do it.
+    Any use but its length and dtype computes and splits the value, which every rank must do.
     """
 
     param: Partitioned
@@ -273,13 +254,13 @@ def _computed_part(part: _RecordedPart) -> Tensor:
 
 
 class _Absent(Tensor):
-    """``data`` of a partitioned parameter, or a cast of it: a dtype and a shape, and NaN."""
+    """``data`` of a partitioned parameter, or a cast of that ``data``: dtype, shape, and NaN."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        is_cast = getattr(func, "__name__", "") in _CASTS  # foreign: functions and descriptors
+        is_cast = getattr(func, "__name__", "") in _CASTS  # foreign: torch's functions
         with torch._C.DisableTorchFunctionSubclass():
             if is_cast and isinstance(args[0], _Absent):
                 return _cast(func, args, kwargs or {})
@@ -287,12 +268,11 @@ class _Absent(Tensor):
 
 
 def is_partitioned(tensor: object) -> TypeGuard[Partitioned]:
-    """Whether ``tensor`` is a parameter that is partitioned, and not gathered."""
     return type(tensor) is Partitioned
 
 
 def value_of(param: object) -> PartitionedValue | None:
-    """Return the value of ``param`` if it is partitioned or gathered, and no engine has it."""
+    """Return the value of a partitioned or gathered ``param`` that no engine owns, else None."""
     if not isinstance(param, nn.Parameter):
         return None
     found: PartitionedValue | None = vars(param).get(_VALUE)
@@ -301,15 +281,15 @@ def value_of(param: object) -> PartitionedValue | None:
 
 
 def can_partition(param: object) -> TypeGuard[nn.Parameter]:
-    """Whether ``param`` is of torch's own class, not partitioned, and of a dtype that has a NaN."""
+    """Whether ``param`` is an ``nn.Parameter``, of no subclass, and its dtype has a NaN."""
     return type(param) is nn.Parameter and (param.is_floating_point() or param.is_complex())
 
 
 def partition(param: nn.Parameter, value: PartitionedValue) -> None:
-    """Take the value out of ``param``, for which `can_partition` holds. ``value`` locates it."""
+    """Replace the value of ``param`` by a placeholder. ``value`` says where the value is."""
     assert can_partition(param), "other classes may do more than hold a value"
     hole = _placeholder(param.shape, param.dtype)
-    if param.is_meta:  # it does not take the data of another device
+    if param.is_meta:  # its ``data`` cannot be set to a CPU tensor
         torch._C._swap_tensor_impl(param, nn.Parameter(hole, param.requires_grad))
     else:
         param.data = hole
@@ -319,13 +299,11 @@ def partition(param: nn.Parameter, value: PartitionedValue) -> None:
 
 @torch.no_grad()
 def leave_partitioned(engine: ShardedModel) -> None:
-    """Close ``engine`` and leave its model the current values, for what follows it.
+    """Close ``engine`` and leave the current values in its model.
 
-    At stages 0 to 2 parameters keep their values, as every rank has them all. At stage 3, or where
-    a step was broken off, they are partitioned: each rank keeps in host memory what it has of
-    them. As `Engine.close`, it starts no exchange with other ranks. But parameters that can't be
-    partitioned (integers and those of a class of their own) are gathered, and every rank must call
-    it.
+    At stages 0 to 2 parameters keep their values. At stage 3, and where a step was interrupted,
+    they become partitioned: each rank keeps its elements in host memory. Parameters that cannot be
+    partitioned are gathered, so every rank must call it.
     """
     for param, spec, control, spans, local in engine.leave_shards():
         part = _copy_off_heap(local, local.dtype)
@@ -340,19 +318,18 @@ def leave_partitioned(engine: ShardedModel) -> None:
 def gathered_params(
     params: Iterable[object], *, modifier_rank: int | None = None
 ) -> Iterator[None]:
-    """Give partitioned parameters among ``params`` their whole values in this context.
+    """Gather the partitioned parameters among ``params`` within this context.
 
-    On the CPU of every rank, those parameters alone. At the end they have the values that rank
-    ``modifier_rank`` holds. By default they are read only: changes are lost, as they are when the
-    body raises. It may be nested: what an inner one brought to all ranks stays. Every rank must
-    enter it with the same parameters. Other objects among ``params`` are left alone.
+    Each of them holds its whole value on the CPU of every rank. At the end they take the values of
+    rank ``modifier_rank``. By default, and when the body raises, changes are lost. Other objects
+    among ``params`` are ignored. Every rank must enter it with the same parameters.
 
     Raises:
         ValueError: there is no rank ``modifier_rank``.
         RankMismatchError: at the end, ranks hold different shapes or dtypes.
     """
     global _num_gathered
-    unique = {id(p): p for p in params}.values()  # tensors compare by value
+    unique = {id(p): p for p in params}.values()  # tensors have no ``==`` for a set
     found = [p for p in unique if isinstance(p, nn.Parameter) and value_of(p) is not None]
     found.sort(key=lambda p: _value(p).number)
     for world_size in {_value(param).control.world_size for param in found}:
@@ -392,7 +369,6 @@ def _gather(param: nn.Parameter) -> None:
 
 @torch.no_grad()
 def _publish(params: Sequence[nn.Parameter], source: int) -> None:
-    """Bring rank ``source``'s values of gathered ``params`` to all ranks."""
     if not params:
         return
     control = _value(params[0]).control
@@ -415,9 +391,9 @@ def _publish(params: Sequence[nn.Parameter], source: int) -> None:
 @torch.no_grad()
 def _release(param: nn.Parameter) -> None:
     if is_partitioned(param):
-        return  # left by an engine meanwhile
+        return  # an engine was made and has ended within the block
     value = value_of(param)
-    if value is None:  # an engine has taken it meanwhile
+    if value is None:  # an engine was made within the block and owns it
         vars(param).pop(_VALUE, None)
         return
     assert value.part is not None, "a gathered value is in parts"
@@ -426,7 +402,6 @@ def _release(param: nn.Parameter) -> None:
 
 
 def _refuse(what: str, param: Tensor) -> NoReturn:
-    """Raise: ``param`` was used as if it held its value."""
     raise RuntimeError(
         f"a parameter of shape {tuple(param.shape)} was {what} while it is sharded over the ranks: "
         "do it within deepspeed.zero.GatheredParameters([param], modifier_rank=...), or after the "
@@ -440,10 +415,9 @@ def _placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _empty_off_heap(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return memory apart from the heap, which the system has again once it is freed.
+    """Return memory outside the heap, which the system gets back when the tensor is freed.
 
-    On the heap, parts would settle in the holes that whole values leave, and each gather would need
-    new memory.
+    On the heap, parts would fill the holes that freed whole values leave.
     """
     storage = zeroed(numel * dtype.itemsize)
     return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload, no-any-return]
@@ -454,7 +428,7 @@ def _copy_off_heap(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _assign(param: Partitioned, value: Tensor) -> None:
-    """Do ``param.data = value`` for a cast, and refuse any other value, which would get lost."""
+    """Accept ``param.data = value`` for a cast. Refuse other values, which would be lost."""
     if value is param:
         return
     if not isinstance(value, _Absent):
@@ -465,7 +439,6 @@ def _assign(param: Partitioned, value: Tensor) -> None:
 
 
 def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cast or move a partitioned parameter, which stays on the CPU until there is an engine."""
     result = _small(func, args, kwargs)
     if not isinstance(result, Tensor):
         return result
@@ -476,19 +449,14 @@ def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` with one element in place of the parameter that is its first argument."""
+    """Call ``func`` with one element instead of the whole parameter ``args[0]``."""
     others = {k: v for k, v in kwargs.items() if k != "memory_format"}
     return func(_placeholder((), args[0].dtype), *args[1:], **others)
 
 
 @dataclass(frozen=True)
 class Made:
-    """Modules and parameters made within `partitioned_init`.
-
-    Attributes:
-        modules: in order of making; those that are gone are left out.
-        params: those that are partitioned, in that order; empty before the end.
-    """
+    """Modules made by a `partitioned_init` block and, after it, their partitioned parameters."""
 
     modules: Mapping[nn.Module, None]
     params: list[nn.Parameter]
@@ -500,22 +468,16 @@ def partitioned_init(
 ) -> Iterator[Made]:
     """Make modules without memory in this context, and partition their parameters at its end.
 
-    As `zero_core.deferred_init`, but parameters can be read and changed before the engine is made,
-    within `gathered_params`. Their values are rank 0's. Buffers and other tensors get their values
-    at the end, each rank its own (`zero_core.build` takes rank 0's). Every rank must enter it and
-    make the same modules. Parameters of a class of their own stay whole, and so do integers, which
-    have no NaN by which a read would be noticed.
+    Unlike under `zero_core.deferred_init`, parameters can be read and changed before there is an
+    engine, within `gathered_params`. Their values are rank 0's. Integer parameters and subclasses
+    of ``nn.Parameter`` are not partitioned. At the end every rank computes its own buffers and
+    other tensors. Every rank must enter it and make the same modules. Raises ConfigError if several
+    ranks were started and torch.distributed is not initialised, and otherwise as
+    `zero_core.deferred_init`.
 
     Args:
-        process_group: the ranks to share parameters among; default: all, or one rank alone.
-        dtype: floating parameters are cast to it at the end; default: they are left as made.
-
-    Yields:
-        The modules and parameters made so far.
-
-    Raises:
-        ConfigError: torch.distributed is not initialised where several ranks were started.
-        RuntimeError: as `zero_core.deferred_init`.
+        process_group: ranks that share the parameters. Default: all ranks.
+        dtype: dtype to which floating parameters are cast at the end. Default: no cast.
     """
     ranks = find_ranks(process_group, None)
     control = ranks.connect()
@@ -542,8 +504,7 @@ def partition_module(
 ) -> list[nn.Parameter]:
     """Partition the parameters of ``module``, which have values. Returns the partitioned ones.
 
-    They get rank 0's values, cast to ``dtype`` if they are floating; their own memory is freed.
-    Every rank must call it.
+    The values are rank 0's, floating ones cast to ``dtype``. Every rank must call it.
     """
     ranks = find_ranks(process_group, None)
     control = ranks.connect()
@@ -568,7 +529,6 @@ def partition_module(
 
 
 def _give_the_rest(recording: Recording, modules: Mapping[nn.Module, None]) -> None:
-    """Give tensors that are still deferred their values: the same objects, sharing as before."""
     storages: dict[int, torch.UntypedStorage] = {}
     for module in modules:
         kept = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_modules")}

@@ -1,23 +1,31 @@
-"""Files of stages 1 to 3, and universal checkpoints.
+"""Readers of checkpoints of stages 0 to 3, and of universal checkpoints.
 
-A stage's files are one of optimizer states per rank, and of model states. A universal checkpoint is
-a folder per parameter, as ``ds_to_universal`` writes them.
+Stages 1 to 3 have a file of optimizer states and one of model states per rank. A universal
+checkpoint is a folder per parameter, written by ``ds_to_universal``.
 
 [Note: DeepSpeed's partitions]
-Stages 1 and 2 flatten each group's parameters one after another and cut the group into equal
-parts, one per rank. Each rank's file says which elements of its part belong to which parameter
-(``param_slice_mappings``). Stage 3 cuts each parameter into equal parts, padded to a whole number
-of elements, and each rank flattens its parts, sub-group by sub-group.
+Stages 1 and 2 concatenate each group's flattened parameters and cut the group into equal parts, one
+per rank. A rank's file maps parameters to elements of its part (``param_slice_mappings``). Stage 3
+cuts each parameter into equal parts, rounded up, and each rank concatenates its parts by sub-group.
+
+[Note: names at stage 0]
+The one file numbers the optimizer's parameters and does not name them. In 16-bit training, a master
+weight belongs to the parameter whose weights it rounds to. If several parameters have these weights
+(new norms, all ones), the import is refused. In fp32 the shapes decide: of each shape all
+parameters are trained in one group, or none is. Parameters of one shape are assumed to be in the
+model's order, which a note on stderr says.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero_core import CheckpointError
@@ -26,26 +34,23 @@ from zero_core.errors import CheckpointCorruptError
 from zero_engine.deepspeed_import.source import (
     MASTER,
     MOMENTS,
+    Record,
     Source,
     SourceParam,
+    flat,
+    load_file,
     loss_scale_of,
     make_source,
     named_like,
     split_states,
     storage_ties,
 )
-from zero_engine.deepspeed_import.torch_files import Record, flat, load_file
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
 
 
 def read_zero(place: Path, optim_files: Sequence[Path]) -> Source:
-    """Read a checkpoint of stage 1, 2 or 3 from its files of optimizer states.
-
-    Raises:
-        CheckpointError: it has what is not imported: see the messages.
-        CheckpointCorruptError: a file is missing or is not as DeepSpeed writes it.
-    """
+    """Read a checkpoint of stage 1, 2 or 3 from its files of optimizer states."""
     files = in_rank_order(optim_files)
     states = [load_file(file)["optimizer_state_dict"] for file in files]
     counts = states[0]["partition_count"]
@@ -61,7 +66,7 @@ def read_zero(place: Path, optim_files: Sequence[Path]) -> Source:
 
 
 def in_rank_order(files: Sequence[Path]) -> list[Path]:
-    """Return one file per data-parallel rank, in their order."""
+    """Return one file per data-parallel rank, in the order of ranks."""
     by_rank: dict[int, Path] = {}
     for file in files:
         found = _RANK.search(file.name)
@@ -80,13 +85,10 @@ def in_rank_order(files: Sequence[Path]) -> list[Path]:
 
 
 def param_groups(state: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return name and shape of the trained parameters of a list of groups' or sub-groups'."""
+    """Return name and shape of the trained parameters of all groups or sub-groups."""
     return [
         (name, tuple(shape)) for group in state["param_shapes"] for name, shape in group.items()
     ]
-
-
-# ------------------------------------------------------------------------- stages 1 and 2
 
 
 def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
@@ -109,17 +111,13 @@ def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> So
         for group, master in enumerate(masters):
             where = f"{place}: group {group} of rank {rank}"
             kept = state["base_optimizer_state"]["state"].get(group, {})
-            whole, step = split_states(kept, where)
-            whole[MASTER] = flat(master, f"{where}: master weights")
+            whole, step = split_states(kept, where, flat(master, f"{where}: master weights"))
             for name, address in state["param_slice_mappings"][group].items():
                 if not isinstance(address, Record):
                     raise CheckpointCorruptError(
                         f"{where}: {type(address).__name__} is no address of a fragment"
                     )
-                span = {
-                    **dict(zip(("numel", "start"), address.args, strict=False)),
-                    **vars(address),
-                }
+                span = dict(zip(("numel", "start"), address.args, strict=False), **vars(address))
                 start = int(span["start"])
                 stop = start + int(span["numel"])
                 steps[name] = step
@@ -146,9 +144,6 @@ def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> So
     return make_source(model, params, base["param_groups"], loss_scale_of(states[0]))
 
 
-# ------------------------------------------------------------------------- stage 3
-
-
 def _read_stage_3(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
     world = len(states)
     if states[0].get("ds_zero_partition_groups"):
@@ -163,8 +158,8 @@ def _read_stage_3(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
         for index, shapes in enumerate(model["param_shapes"]):
             where = f"{place}: sub-group {index} of rank {rank}"
             kept = state["optimizer_state_dict"]["state"].get(index, {})
-            whole, step = split_states(kept, where)
-            whole[MASTER] = flat(state["fp32_flat_groups"][index], f"{where}: master weights")
+            master = flat(state["fp32_flat_groups"][index], f"{where}: master weights")
+            whole, step = split_states(kept, where, master)
             start = 0
             for name, shape in shapes.items():
                 numel = math.prod(shape)
@@ -191,7 +186,7 @@ def _read_stage_3(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
 def frozen_of_stage_3(
     place: Path, names: tuple[str, ...], dtype: Any, models: Sequence[Mapping[str, Any]]
 ) -> SourceParam:
-    """Join the parts of a frozen parameter in the model states of stage 3's ranks."""
+    """Join the parts of a frozen parameter from all ranks' model states."""
     first = names[0]
     if first not in (models[0].get("frozen_param_shapes") or {}):
         raise CheckpointError(
@@ -212,7 +207,6 @@ _FILES = {MASTER: "fp32.pt", **{name: f"{name}.pt" for name in MOMENTS}}
 
 
 def read_universal(place: Path) -> Source:
-    """Read a universal checkpoint."""
     files = sorted(place.glob("zero_pp_rank_*_model_states.pt"))
     is_stage_3 = bool(files)
     files = in_rank_order(files) if is_stage_3 else [place / "mp_rank_00_model_states.pt"]
@@ -226,7 +220,7 @@ def read_universal(place: Path) -> Source:
     ties = {**storage_ties(model), **(model["shared_params"] or {})}
     shapes = dict(param_groups(model))
     by_group = optimizer.get("optimizer_state_dict", {}).get("state", {})
-    step_of = {  # of parameters without a file of theirs: stage 3's, by sub-group
+    step_of = {  # stage 3 has the steps by sub-group, not in a file per parameter
         name: int(by_group[index]["step"])
         for index, group in enumerate(model["param_shapes"])
         if "step" in by_group.get(index, {})
@@ -260,7 +254,7 @@ def read_universal(place: Path) -> Source:
 
 
 def _value(path: Path) -> Tensor:
-    """Return the tensor of a file, which stage 3 writes alone and other stages with its form."""
+    """Return the tensor of a file. Stage 3 writes the tensor, other stages a dict around it."""
     content = load_file(path)
     if isinstance(content, Mapping):
         if content.get("vocab_tensor"):
@@ -269,3 +263,147 @@ def _value(path: Path) -> Tensor:
     if not isinstance(content, Tensor):
         raise CheckpointCorruptError(f"{path} has no tensor")
     return flat(content, str(path))
+
+
+_States = dict[str, tuple[dict[str, Tensor], int]]
+"""Elementwise states and number of steps by parameter."""
+
+
+def read_stage_0(place: Path, frozen: Iterable[str]) -> Source:
+    """Read a checkpoint without ZeRO. ``frozen`` names parameters that were not trained."""
+    model = load_file(place / "mp_rank_00_model_states.pt")
+    saved = model["optimizer"]
+    if saved is None:
+        raise CheckpointError(
+            f"{place} has no optimizer state: its files *_optim_states.pt are missing, or it was "
+            "saved by an engine without an optimizer"
+        )
+    inner = saved.get("optimizer_state_dict", saved)
+    names = named_like(model, storage_ties(model))
+    unknown = sorted(set(frozen) - names.keys())
+    if unknown:
+        raise CheckpointError(f"{place} has no parameter {unknown[0]}: its names are {list(names)}")
+    values = {n: model["module"][n] for n in names if n not in set(frozen)}
+    if "fp32_groups_flat" in saved:
+        found = _by_flat_masters(place, saved["fp32_groups_flat"], inner, values)
+    elif "fp32_groups" in saved:
+        found = _by_masters(place, saved["fp32_groups"], inner, values)
+    else:
+        found = _by_shape(place, inner, values)
+    params = []
+    for first, all_names in names.items():
+        value = model["module"][first]
+        states, step = found.get(first, (None, 0))
+        parts = (flat(value, f"{place}: {first}"),)
+        fragments = None if states is None else {kind: (t,) for kind, t in states.items()}
+        kept = parts if states is None else ()
+        params.append(
+            SourceParam(all_names, tuple(value.shape), value.dtype, fragments, kept, step)
+        )
+    scale = loss_scale_of(saved, has_zero=False)
+    return make_source(model, params, inner["param_groups"], scale)
+
+
+def _by_shape(place: Path, inner: Mapping[str, Any], values: Mapping[str, Tensor]) -> _States:
+    """Identify parameters in fp32 by their shapes and the model's order."""
+    by_shape: dict[Any, list[str]] = {}
+    for name, value in values.items():
+        by_shape.setdefault(value.shape, []).append(name)
+    indices = [index for group in inner["param_groups"] for index in group["params"]]
+    absent = [index for index in indices if not inner["state"].get(index)]
+    shapes = {i: inner["state"][i]["exp_avg"].shape for i in indices if i not in absent}
+    if len(inner["param_groups"]) == 1 and len(indices) == len(values):
+        order = dict(zip(indices, values, strict=True))
+    else:
+        order = {}
+        for shape, names in by_shape.items():
+            alike = [index for index, found in shapes.items() if found == shape]
+            owners = [g for g in inner["param_groups"] if set(alike) & set(g["params"])]
+            if absent or len(owners) > 1 or len(alike) not in (0, len(names)):
+                raise CheckpointError(
+                    f"{place} does not say which parameters its optimizer states are of (stage 0 "
+                    f"numbers them): {names} have the shape {tuple(shape)}, as {len(alike)} "
+                    f"states in {len(owners)} groups. Name the parameters that were frozen, or "
+                    "save the checkpoint at stage 1 with DeepSpeed"
+                )
+            order |= dict(zip(alike, names, strict=False))
+    if any(len(names) > 1 for names in by_shape.values()) and order:
+        print(
+            "note: stage 0 in fp32 does not name parameters. Those of equal shapes are assumed to "
+            "have been given to the optimizer in the model's order",
+            file=sys.stderr,
+            flush=True,
+        )
+    found: _States = {}
+    for index, name in order.items():
+        state = inner["state"].get(index) or {}
+        where = f"{place}: optimizer state {index}"
+        if state and shapes[index] != values[name].shape:
+            raise CheckpointError(
+                f"{where} has the shape {tuple(shapes[index])}, {name} has "
+                f"{tuple(values[name].shape)}: name the parameters that were frozen"
+            )
+        found[name] = split_states(state, where, flat(values[name], f"{place}: {name}"))
+    return found
+
+
+def _by_masters(
+    place: Path,
+    groups: Sequence[Sequence[Tensor]],
+    inner: Mapping[str, Any],
+    values: Mapping[str, Tensor],
+) -> _States:
+    """Identify master weights by the weights that they round to."""
+    found: _States = {}
+    for number, masters in enumerate(groups):
+        indices = inner["param_groups"][number]["params"]
+        for index, master in zip(indices, masters, strict=True):
+            where = f"{place}: master weight {index}"
+            left = {n: v for n, v in values.items() if n not in found and v.shape == master.shape}
+            name = _only(where, [n for n, v in left.items() if torch.equal(master.to(v.dtype), v)])
+            state = inner["state"].get(index) or {}
+            found[name] = split_states(state, where, flat(master, where))
+    return found
+
+
+def _by_flat_masters(
+    place: Path, groups: Sequence[Tensor], inner: Mapping[str, Any], values: Mapping[str, Tensor]
+) -> _States:
+    """Identify slices of flat master weights by the weights that they round to."""
+    found: _States = {}
+    for number, group in enumerate(groups):
+        where = f"{place}: group {number}"
+        master = flat(group, where)
+        (index,) = inner["param_groups"][number]["params"]
+        whole, step = split_states(inner["state"].get(index) or {}, where, master)
+        start = 0
+        while start < master.numel():
+            rest = master[start:]
+            left = {
+                n: v for n, v in values.items() if n not in found and 0 < v.numel() <= rest.numel()
+            }
+            alike = [
+                n
+                for n, v in left.items()
+                if torch.equal(rest[: v.numel()].view(v.shape).to(v.dtype), v)
+            ]
+            name = _only(f"{where}, from element {start} on,", alike)
+            stop = start + values[name].numel()
+            found[name] = {kind: t[start:stop] for kind, t in whole.items()}, step
+            start = stop
+    return found
+
+
+def _only(where: str, names: Sequence[str]) -> str:
+    if not names:
+        raise CheckpointError(
+            f"{where} is of no parameter: the weights are not the master weights, rounded; save it "
+            "at stage 1 with DeepSpeed"
+        )
+    if len(names) > 1:
+        raise CheckpointError(
+            f"{where} rounds to the weights of {len(names)} parameters, among them {names[:5]}, "
+            "and stage 0 does not say whose it is. Name the parameters that were frozen, or save "
+            "the checkpoint at stage 1 with DeepSpeed"
+        )
+    return names[0]
