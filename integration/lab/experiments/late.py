@@ -2,7 +2,7 @@
 
 The cases are the engine at stages 0 to 3, with offload of optimizer states and parameters and with
 ZeRO++, and an offloaded optimizer in a plain loop. Ranks are threads with a device each
-(`packages/zero-core/tests/support/late_device`). A run's number determines its case, ranks and
+(`packages/zero-core/tests/support/fake_cuda`). A run's number determines its case, ranks and
 delays. Only failures are recorded.
 
 [Note: oracles]
@@ -25,8 +25,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from support import late_device
-from support.late import simulate_late
+from support import fake_cuda
+from support.fake_cuda.simulated import simulate_on_devices
 from torch import Tensor, nn, optim
 
 import zero_core
@@ -215,7 +215,6 @@ class Bits:
     """
 
     def __init__(self) -> None:
-        late_device.load()
         self._folder = tempfile.TemporaryDirectory()
         self._expected: dict[tuple[str, int], list[Result]] = {}
 
@@ -227,9 +226,9 @@ class Bits:
             self._expected[key] = simulate(
                 case.run, run.world_size, self._folder.name, ranks_per_node=case.ranks_per_node
             )
-        late_device.set_delays(seed=run.number, kernel_s=run.delay_s, copy_s=10 * run.delay_s)
+        fake_cuda.set_delays(seed=run.number, kernel_s=run.delay_s, copy_s=10 * run.delay_s)
         try:
-            found = simulate_late(
+            found = simulate_on_devices(
                 case.run,
                 run.world_size,
                 self._folder.name,
