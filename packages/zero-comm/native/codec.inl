@@ -1,5 +1,5 @@
 // Quantizes and dequantizes blocks: one source, compiled once for each instruction set. Formulas
-// and byte order are those of the notes in block_format.py; block_codes.py is the definition.
+// and byte order are those of the notes in block_format.py; torch_backend.py is the definition.
 // Plain loops, which compilers turn into vector code. Included inside an anonymous namespace.
 
 using namespace zero_comm;

@@ -1,6 +1,6 @@
 // Codes blocks of differences between two tensors: one source, compiled once for each instruction
-// set. Modes and bytes are those of [Note: the difference buffer] in difference_format.py;
-// torch_differences.py is the definition. Included inside an anonymous namespace, after codec.inl.
+// set. Modes and bytes are those of [Note: the difference buffer] in block_frame.py;
+// torch_codec.py is the definition. Included inside an anonymous namespace, after codec.inl.
 // Loops over a block are plain, so that compilers turn them into vector code. What they cannot
 // (keeping some elements, and putting them back) has a variant for AVX-512's VBMI2.
 

@@ -1,5 +1,5 @@
 // Codes blocks of values, without any loss: one source, compiled once for each instruction set.
-// Modes and bytes are those of [Note: the value buffer] in value_format.py; torch_values.py is the
+// Modes and bytes are those of [Note: the value buffer] in block_frame.py; torch_codec.py is the
 // definition. Included inside an anonymous namespace, after difference.inl.
 
 // The top byte of a number without its sign: of bfloat16 and float32 the exponent.

@@ -32,7 +32,7 @@ from support.lossless import (
 from torch import Tensor
 
 from zero_comm import CorruptMessageError, encode_difference, encode_values
-from zero_comm.lossless.expectation import expected_gradient_nbytes
+from zero_comm.footprint import expected_gradient_nbytes
 from zero_comm.lossless.message import GradientMessages, unpack
 from zero_comm.lossless.upload import UploadCodec
 from zero_comm.quantizer.checksum import checksum_of, checksums

@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
 from zero_comm.collectives.feedback import LocoSettings
-from zero_comm.collectives.slices import SliceReducer, gather_slices
-from zero_comm.collectives.two_hop import GradientFormat
+from zero_comm.collectives.two_hop import GradientFormat, SliceReducer, gather_slices
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.queues import CommQueue, open_queue

@@ -14,6 +14,16 @@ Lossless differences are phase 1 at stage 3, and secondary shards are kept. At s
 every rank keeps all weights, both phases carry them; not counted are 16 bytes per rank of lengths
 and checksums. Losslessly coded gradients replace what the engine's own reduction sends to another
 node: a slice, or a partial sum.
+
+[Note: expected bytes]
+A step of Adam moves each weight by about the learning rate ``lr``. How many bits that changes
+depends on how far apart neighbouring numbers are, which is proportional to the weight. So the bits
+of a difference are a function of ``lr * 2**p / std`` alone, where p is the precision of the dtype
+in bits (8 for bf16, 11 for fp16, 24 for fp32) and std the standard deviation of the weights.
+
+`_TYPICAL` is what differences take per weight for normal weights that move by 0.3 lr
+times a normal number. It was made by encoding 2**21 weights. The first steps of Adam, which move
+all weights by lr, take up to 2.5 times as much (recorded steps: the project's docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -22,21 +32,30 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from zero_comm.collectives.feedback import STORED
 from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
-from zero_comm.lossless.expectation import (
-    expected_difference_bits,
-    expected_difference_nbytes,
-    expected_gradient_nbytes,
+from zero_comm.lossless.block_frame import BLOCK_NUMEL, descriptors_nbytes, fixed_nbytes, num_blocks
+from zero_comm.lossless.message import (
+    HEADER_NBYTES,
+    GradientMessages,
+    is_worthwhile,
+    max_message_nbytes,
+    message_nbytes,
 )
-from zero_comm.lossless.message import GradientMessages, is_worthwhile, max_message_nbytes
 from zero_comm.quantizer.message import Packing
 
 _FP32_NBYTES = torch.float32.itemsize
+_STD: Final = 0.02  # of initial weights in most transformers
+_FIRST_POWER, _POWER_STEP = -10, 2
+# fmt: off
+_TYPICAL: Final = (
+    0.09, 0.14, 0.26, 0.59, 1.43, 2.21, 3.97, 6.53, 9.2, 12.3, 16.1, 16.5, 18.2, 24.3,
+)
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +83,33 @@ class ReduceFootprint:
     across_nbytes: int
 
 
+def expected_difference_bits(dtype: torch.dtype, learning_rate: float) -> float:
+    """Return the bits per weight, fp32, bf16 or fp16, that a step's difference should take."""
+    if learning_rate <= 0.0:
+        return 0.0625  # a descriptor of 16 bits per block
+    precision = 1 - math.log2(torch.finfo(dtype).eps)
+    power = math.log2(learning_rate / _STD) + precision
+    place = min(max((power - _FIRST_POWER) / _POWER_STEP, 0.0), len(_TYPICAL) - 1.0)
+    low = min(int(place), len(_TYPICAL) - 2)
+    expected = _TYPICAL[low] + (place - low) * (_TYPICAL[low + 1] - _TYPICAL[low])
+    return min(8.0 * dtype.itemsize, expected)
+
+
+def expected_difference_nbytes(numel: int, dtype: torch.dtype, learning_rate: float) -> int:
+    """Return the expected bytes of a message of differences of weights."""
+    return HEADER_NBYTES + math.ceil(numel * expected_difference_bits(dtype, learning_rate) / 8)
+
+
+def expected_gradient_nbytes(numel: int, itemsize: int) -> int:
+    """Return the bytes of a message of bfloat16 or float32 gradients of a normal distribution.
+
+    Of 256 of them the largest is between 2 and 4 standard deviations, so a code of 7 or more stands
+    for less than 1/32 of one: 1 element in 40.
+    """
+    coded = fixed_nbytes(3, itemsize) + BLOCK_NUMEL // 40
+    return message_nbytes(descriptors_nbytes(numel) + num_blocks(numel) * coded)
+
+
 def comm_footprint(
     *,
     config: Mapping[str, Any],
@@ -78,7 +124,7 @@ def comm_footprint(
         world_size: number of ranks.
         ranks_per_node: ranks of a node, which are consecutive; divides ``world_size``.
         learning_rate: of the optimizer, on which lossless differences depend: see
-            `zero_comm.lossless.expectation`. None counts the most that they and coded gradients
+            [Note: expected bytes]. None counts the most that they and coded gradients
             may take.
 
     Raises:
@@ -118,8 +164,8 @@ class CommFootprint:
         world_size: int,
         ranks_per_node: int,
         *,
-        is_gathered: bool = True,
-        learning_rate: float | None = None,
+        is_gathered: bool,
+        learning_rate: float | None,
     ) -> None:
         """Prepare. ``is_gathered``: stage 3, whose weights are not kept whole."""
         self._settings = settings

@@ -23,6 +23,7 @@ beforehand, see [Note: one order] in `zero_comm.transport.torch_collectives`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -34,8 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zero_comm.collectives.feedback import LocoSettings
-from zero_comm.collectives.slices import SliceReducer
-from zero_comm.collectives.two_hop import GradientFormat
+from zero_comm.collectives.two_hop import GradientFormat, SliceReducer
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.torch_collectives import TorchCollectives
@@ -123,11 +123,11 @@ class _Comm:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
+@dataclass(eq=False)
 class _Gather(_Comm):
     """Gathers messages (see [Note: FSDP2's buffers]), or without a packing the exact shards."""
 
-    def __init__(self, packing: Packing | None) -> None:
-        self._packing = packing
+    packing: Packing | None
 
     def __call__(
         self,
@@ -136,7 +136,7 @@ class _Gather(_Comm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        packing, numel = self._packing, input_tensor.numel()
+        packing, numel = self.packing, input_tensor.numel()
         if packing is None or not packing.shortens(input_tensor.dtype, numel):
             return all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
         nbytes = packing.nbytes(numel)
@@ -178,23 +178,17 @@ class _Arrival(dist.Work):
         return True
 
 
+@dataclass(eq=False)
 class _ReduceScatter(_Comm):
     """Reduces messages (see [Note: FSDP2's buffers]), or without a format exact gradients.
 
     ``reducers`` are those of each process group and stream, shared by the modules of one `apply`.
     """
 
-    def __init__(
-        self,
-        fmt: GradientFormat | None,
-        ranks_per_node: int | DeviceMesh | None,
-        reducers: dict[tuple[dist.ProcessGroup, object], SliceReducer],
-        index: int,
-    ) -> None:
-        self._format = fmt
-        self._ranks_per_node = ranks_per_node
-        self._reducers = reducers
-        self._index = index
+    fmt: GradientFormat | None
+    ranks_per_node: int | DeviceMesh | None
+    reducers: dict[tuple[dist.ProcessGroup, object], SliceReducer]
+    index: int
 
     def __call__(
         self,
@@ -204,7 +198,7 @@ class _ReduceScatter(_Comm):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if self._format is None:
+        if self.fmt is None:
             return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op)
         if async_op:
             raise ValueError(
@@ -213,13 +207,12 @@ class _ReduceScatter(_Comm):
             )
         scale, on_host = _scale_of(op, group.size()), input_tensor.device.type == "cpu"
         stream = None if on_host else torch.accelerator.current_stream(input_tensor.device)
-        reducer = self._reducers.get((group, stream))
+        reducer = self.reducers.get((group, stream))
         if reducer is None:
-            reducer = SliceReducer(
-                TorchCollectives(group), self._format, ranks_per_node=self._ranks_per_node
-            )
-            self._reducers[group, stream] = reducer
-        reducer.reduce(output_tensor, input_tensor, scale=scale, key=self._index)
+            collectives = TorchCollectives(group)
+            reducer = SliceReducer(collectives, self.fmt, ranks_per_node=self.ranks_per_node)
+            self.reducers[group, stream] = reducer
+        reducer.reduce(output_tensor, input_tensor, scale=scale, key=self.index)
         return None
 
 

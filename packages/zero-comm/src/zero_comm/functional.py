@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_comm.collectives.slices import SliceReducer, gather_slices
-from zero_comm.collectives.two_hop import GradientFormat
+from zero_comm.collectives.two_hop import GradientFormat, SliceReducer, gather_slices
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
 from zero_comm.quantizer.quantize import check_float

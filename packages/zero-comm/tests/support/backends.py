@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_comm.quantizer.backend import find_backend_name
+from zero_comm.quantizer.backend import backend as find_backend_name
 
 CPU = torch.device("cpu")
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -15,8 +15,7 @@ from zero_comm import apply_difference, decode_values, encode_difference, encode
 from zero_comm.lossless.block_frame import Coding, descriptors_nbytes, max_buffer_nbytes
 from zero_comm.lossless.codec import find_codec
 from zero_comm.lossless.message import GradientMessages, max_message_nbytes, pack, unpack
-from zero_comm.lossless.torch_differences import TorchDifferences
-from zero_comm.lossless.torch_values import TorchValues
+from zero_comm.lossless.torch_codec import TorchDifferences, TorchValues
 
 DTYPES = (torch.bfloat16, torch.float16, torch.int16, torch.float32, torch.int32)
 GAP = 16  # bytes, or elements, that belong to someone else

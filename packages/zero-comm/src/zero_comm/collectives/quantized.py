@@ -16,15 +16,22 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from zero_comm.collectives.lossless_gathers import LosslessSecondaryGather, PublishedGather
 from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
 from zero_comm.collectives.two_hop import TwoHopReduce
-from zero_comm.collectives.weight_gathers import Grid, MessageGather, SecondaryGather, WeightGather
+from zero_comm.collectives.weight_gathers import (
+    Grid,
+    LosslessSecondaryGather,
+    MessageGather,
+    PublishedGather,
+    SecondaryGather,
+    WeightGather,
+)
 from zero_comm.lossless.message import GradientMessages, is_worthwhile
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import (
@@ -115,7 +122,7 @@ class QuantizedCollectives:
         settings: CommSettings,
         *,
         ranks_per_node: int,
-        frozen: Collection[int] = frozenset(),
+        frozen: Collection[int],
     ) -> None:
         self._transport = transport
         self._settings = settings
@@ -229,9 +236,7 @@ class QuantizedCollectives:
         storages may be emptied, if they are filled again with the same bytes (for buffers: any).
         """
         found = {
-            "parameters": [
-                tensor for gather in self._gathers.values() for tensor in gather.tensors
-            ],
+            "parameters": [kept for gather in self._gathers.values() for kept in gather.tensors],
             "buffers": self._scratch.tensors,
         }
         if self._reduction is not None:
@@ -281,36 +286,25 @@ class QuantizedCollectives:
 class ExactGradients(QuantizedCollectives):
     """`QuantizedCollectives` that send and add gradients as the transport does."""
 
-    def __init__(
-        self,
-        transport: AddingCollectives,
-        settings: CommSettings,
-        *,
-        ranks_per_node: int,
-        frozen: Collection[int] = frozenset(),
-    ) -> None:
-        assert settings.gradients is None
-        super().__init__(transport, settings, ranks_per_node=ranks_per_node, frozen=frozen)
-        self._adding = transport
+    _transport: AddingCollectives
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to add this rank's slice of every rank's ``full`` to ``out``, in rank order."""
-        return self._adding.reduce_add(out, full, unit=unit)
+        return self._transport.reduce_add(out, full, unit=unit)
 
 
+@dataclass(slots=True)
 class _Exchange:
     """Work of an exchange. A reduction's ``full`` may be reused after ``wait``."""
 
-    contributions = ()
-
-    def __init__(self, work: Work, packings: Collection[Packing]) -> None:
-        self._work = work
-        self._packings = packings
+    work: Work
+    packings: Collection[Packing]
+    contributions: tuple[()] = ()
 
     def wait(self) -> None:
         """Block until ``out`` is filled (on CUDA: for the caller's current stream)."""
-        self._work.wait()
-        for packing in self._packings:
+        self.work.wait()
+        for packing in self.packings:
             packing.check_deferred()
 
     def acknowledge(self) -> Work:

@@ -6,7 +6,6 @@ See [Note: the block frame] in `zero_comm.lossless.block_frame`. Backends are th
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from typing import Protocol
 
@@ -14,9 +13,7 @@ import torch
 from torch import Tensor
 
 from zero_comm.lossless.block_frame import ITEMSIZES, Coding, max_buffer_nbytes
-from zero_comm.lossless.torch_differences import TorchDifferences
-from zero_comm.lossless.torch_values import TorchValues
-from zero_comm.quantizer.backend import find_backend_name
+from zero_comm.quantizer.backend import backend
 
 
 class Codec(Protocol):
@@ -49,15 +46,9 @@ class Codec(Protocol):
 
 def find_codec(coding: Coding, device: torch.device) -> Codec:
     """Return the codec for tensors on ``device``. Raises the errors of `zero_comm.backend`."""
-    return _load(coding, find_backend_name(device))
-
-
-@cache
-def _load(coding: Coding, backend: str) -> Codec:
-    if backend == "torch":
-        return TorchDifferences() if coding == "differences" else TorchValues()
-    loaded: Codec = import_module(f"zero_comm.lossless.{backend}_codec").CODECS[coding]
-    return loaded
+    module = import_module(f"zero_comm.lossless.{backend(device)}_codec")
+    found: Codec = module.CODECS[coding]
+    return found
 
 
 def encode_difference(old: Tensor, new: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
-"""The block frame in plain torch operations, on every device: the definition of others' results.
+"""Lossless codecs in plain torch operations, on every device: the definition of others' results.
 
-See [Note: the block frame] in `zero_comm.lossless.block_frame`. The codings are in
-`torch_differences` and `torch_values`.
+See the notes of `zero_comm.lossless.block_frame`. A **ragged** list has n[r] integers for row r,
+one row after another; ``rows`` names the row of each.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,32 +15,40 @@ import torch
 from torch import Tensor
 
 from zero_comm.lossless.block_frame import (
+    BITMAP,
+    BITMAP_NBYTES,
     BLOCK_NUMEL,
+    CODED,
+    DENSE,
     EMPTY,
+    LIST,
+    MAX_WIDTH,
     MODE_SHIFT,
+    NBYTES_MASK,
     RAW,
     descriptors_nbytes,
+    fixed_nbytes,
     num_blocks,
+    num_starts,
 )
 
 _CHUNK_BLOCKS: Final = 4096  # bounds the workspace: integers of 64 bits
-IMPOSSIBLE: Final = 1 << 20  # bytes
-_NBYTES_MASK: Final = (1 << MODE_SHIFT) - 1
+_IMPOSSIBLE: Final = 1 << 20  # bytes
 INTEGERS: Final = {2: torch.int16, 4: torch.int32}
 
 
-class NotBlocksError(ValueError):
+class _NotBlocksError(ValueError):
     """Bytes are not those of blocks."""
 
 
-def require(holds: Tensor) -> None:
-    """Raise `NotBlocksError` unless all of ``holds`` are true."""
+def _require(holds: Tensor) -> None:
+    """Raise `_NotBlocksError` unless all of ``holds`` are true."""
     if not bool(holds.all()):
-        raise NotBlocksError
+        raise _NotBlocksError
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class _Blocks:
     """Mode, bytes, begin in the codes, and elements of some blocks: int64, a number per block."""
 
     mode: Tensor
@@ -52,7 +61,8 @@ class Blocks:
 class TorchCodec(ABC):
     """`zero_comm.lossless.codec.Codec` in torch operations.
 
-    Bits of elements are int64, [blocks, 256], and not negative. Codes are int64, a byte each.
+    Bits of elements are int64, [blocks, 256], and not negative. Codes are written as int64, a
+    byte each, and read as uint8.
     """
 
     name = "torch"
@@ -63,16 +73,16 @@ class TorchCodec(ABC):
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
         """Return what is coded, whether each block is empty, and its bytes in every further mode.
 
-        A mode that a block cannot have takes ``IMPOSSIBLE`` bytes.
+        A mode that a block cannot have takes ``_IMPOSSIBLE`` bytes.
         """
 
     @abstractmethod
-    def _write(self, out: Tensor, coded: Tensor, blocks: Blocks) -> None:
+    def _write(self, out: Tensor, coded: Tensor, blocks: _Blocks) -> None:
         """Write the blocks of further modes into ``out``, which holds zeros there."""
 
     @abstractmethod
-    def _read(self, codes: Tensor, bits: Tensor, blocks: Blocks) -> Tensor:
-        """Return the new bits of all but raw blocks. ``bits`` are the old ones."""
+    def _read(self, codes: Tensor, old: Tensor, blocks: _Blocks) -> Tensor:
+        """Return the new bits of all but raw blocks. ``old`` are the elements so far."""
 
     def encode(self, *operands: Tensor, out: Tensor, num_threads: int | None = None) -> Tensor:
         numel, end = operands[0].numel(), descriptors_nbytes(operands[0].numel())
@@ -103,27 +113,27 @@ class TorchCodec(ABC):
         padded = torch.nn.functional.pad(
             new.view(torch.uint8), (0, -numel % BLOCK_NUMEL * itemsize)
         )
-        rows, places = ragged(nbytes[raw])
+        rows, places = _ragged(nbytes[raw])
         out[offsets[raw][rows] + places] = padded.view(len(mode), -1)[raw[rows], places].long()
-        self._write(out, coded, Blocks(mode, nbytes, offsets, present, itemsize))
+        self._write(out, coded, _Blocks(mode, nbytes, offsets, present, itemsize))
         descriptors = mode * (1 << MODE_SHIFT) + nbytes
         return descriptors.to(torch.int32).to(torch.int16), out.to(torch.uint8)
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
         try:
             self._decode(buffer, values)
-        except NotBlocksError:
+        except _NotBlocksError:
             return torch.tensor(False, device=values.device)
         return torch.tensor(True, device=values.device)
 
     def _decode(self, buffer: Tensor, values: Tensor) -> None:
         start = descriptors_nbytes(values.numel())
         if buffer.numel() < start:
-            raise NotBlocksError
+            raise _NotBlocksError
         descriptors = buffer[:start].view(torch.int16).to(torch.int64) & 0xFFFF
-        codes, nbytes = buffer[start:], descriptors & _NBYTES_MASK
+        codes, nbytes = buffer[start:], descriptors & NBYTES_MASK
         if int(nbytes.sum()) != codes.numel():
-            raise NotBlocksError
+            raise _NotBlocksError
         offsets = nbytes.cumsum(0) - nbytes
         for first in range(0, len(descriptors), _CHUNK_BLOCKS):
             chunk = slice(first, first + _CHUNK_BLOCKS)
@@ -135,20 +145,19 @@ class TorchCodec(ABC):
     def _decode_chunk(
         self, codes: Tensor, descriptors: Tensor, offsets: Tensor, values: Tensor
     ) -> None:
-        itemsize, codes = values.element_size(), codes.to(torch.int64)
-        mode, nbytes = descriptors >> MODE_SHIFT, descriptors & _NBYTES_MASK
+        itemsize = values.element_size()
+        mode, nbytes = descriptors >> MODE_SHIFT, descriptors & NBYTES_MASK
         present = _present_in(len(mode), values)
-        require((mode != EMPTY) | (nbytes == 0))
-        require((mode != RAW) | (nbytes == present * itemsize))
-        blocks = Blocks(mode, nbytes, offsets, present, itemsize)
-        new = self._read(codes, _bits(values), blocks)
-        new = new.flatten()[: values.numel()]
+        _require((mode != EMPTY) | (nbytes == 0))
+        _require((mode != RAW) | (nbytes == present * itemsize))
+        blocks = _Blocks(mode, nbytes, offsets, present, itemsize)
+        new = self._read(codes, values, blocks).flatten()[: values.numel()]
         # Through 64 bits: a narrower integer would refuse the upper half of the patterns.
         signed = new - ((new >> (8 * itemsize - 1)) << 8 * itemsize)
         values.view(INTEGERS[itemsize]).copy_(signed)
         raw = torch.nonzero(mode == RAW)[:, 0]
-        rows, places = ragged(nbytes[raw])
-        taken = codes[offsets[raw][rows] + places].to(torch.uint8)
+        rows, places = _ragged(nbytes[raw])
+        taken = codes[offsets[raw][rows] + places]
         values.view(torch.uint8)[raw[rows] * BLOCK_NUMEL * itemsize + places] = taken
 
 
@@ -165,9 +174,266 @@ def _present_in(num: int, values: Tensor) -> Tensor:
     return (values.numel() - first).clamp(max=BLOCK_NUMEL)
 
 
-def ragged(counts: Tensor) -> tuple[Tensor, Tensor]:
+def _ragged(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Return the row of each element of a ragged list, and its number within the row."""
     index = torch.arange(len(counts), device=counts.device)
     rows = index.repeat_interleave(counts)
     starts = counts.cumsum(0) - counts
     return rows, torch.arange(len(rows), device=counts.device) - starts[rows]
+
+
+class TorchDifferences(TorchCodec):
+    """Codes ``z`` of the elements."""
+
+    def _measure(
+        self, bits: list[Tensor], present: Tensor, itemsize: int
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        old, new = bits
+        num_bits, top, mask = 8 * itemsize, 1 << (8 * itemsize - 1), (1 << 8 * itemsize) - 1
+        moved = _ordered(new, itemsize) - _ordered(old, itemsize)
+        signed = ((moved + top) & mask) - top
+        z = torch.where(signed < 0, -2 * signed - 1, 2 * signed)
+        changed = (z > 0).sum(1)
+        whole = torch.full_like(changed, BLOCK_NUMEL)
+        candidates = {}
+        for start in range(num_starts(itemsize)):
+            width = 2 << start
+            of_changed = _levels_nbytes(z - 1, changed, width, num_bits)
+            listed = torch.where(changed < BLOCK_NUMEL, 1 + changed + of_changed, _IMPOSSIBLE)
+            candidates[LIST + start] = listed
+            candidates[BITMAP + start] = BITMAP_NBYTES + of_changed
+            candidates[DENSE + start] = _levels_nbytes(z, whole, width, num_bits)
+        return z, changed == 0, candidates
+
+    def _write(self, out: Tensor, coded: Tensor, blocks: _Blocks) -> None:
+        for start in range(num_starts(blocks.itemsize)):
+            width = 2 << start
+            of_mode = torch.nonzero(blocks.mode == DENSE + start)[:, 0]
+            rows = torch.arange(len(of_mode), device=out.device).repeat_interleave(BLOCK_NUMEL)
+            offsets, values = blocks.offsets[of_mode], coded[of_mode].flatten()
+            _write_levels(out, offsets, rows, values, width, blocks.itemsize)
+            of_mode = torch.nonzero(blocks.mode == BITMAP + start)[:, 0]
+            offsets, (rows, at, values) = blocks.offsets[of_mode], _changed(coded[of_mode])
+            out.index_add_(0, offsets[rows] + at // 8, 1 << at % 8)
+            _write_levels(out, offsets + BITMAP_NBYTES, rows, values, width, blocks.itemsize)
+            of_mode = torch.nonzero(blocks.mode == LIST + start)[:, 0]
+            offsets, (rows, at, values) = blocks.offsets[of_mode], _changed(coded[of_mode])
+            counts = torch.bincount(rows, minlength=len(of_mode))
+            out[offsets] = counts
+            out[offsets[rows] + 1 + _ragged(counts)[1]] = at
+            _write_levels(out, offsets + 1 + counts, rows, values, width, blocks.itemsize)
+
+    def _read(self, codes: Tensor, old: Tensor, blocks: _Blocks) -> Tensor:
+        codes, bits = codes.to(torch.int64), _bits(old)
+        z = torch.zeros_like(bits)
+        is_known = (blocks.mode == EMPTY) | (blocks.mode == RAW)
+        for start in range(num_starts(blocks.itemsize)):
+            for layout, read in ((DENSE, _read_dense), (BITMAP, _read_bitmap), (LIST, _read_list)):
+                is_here = blocks.mode == layout + start
+                is_known |= is_here
+                of_mode = torch.nonzero(is_here)[:, 0]
+                if len(of_mode):
+                    begin = blocks.offsets[of_mode]
+                    end = begin + blocks.nbytes[of_mode]
+                    z[of_mode] = read(codes, begin, end, 2 << start, blocks.itemsize)
+        _require(is_known)
+        mask = (1 << 8 * blocks.itemsize) - 1
+        z &= mask
+        moved = torch.where(z % 2 == 1, -(z + 1) // 2, z // 2)
+        return _from_ordered((_ordered(bits, blocks.itemsize) + moved) & mask, blocks.itemsize)
+
+
+def _ordered(bits: Tensor, itemsize: int) -> Tensor:
+    """Return ordered integers. The same maps them back, with the meaning of the top bit turned."""
+    top, mask = 1 << (8 * itemsize - 1), (1 << 8 * itemsize) - 1
+    return torch.where(bits >= top, mask - bits, bits + top)
+
+
+def _from_ordered(integers: Tensor, itemsize: int) -> Tensor:
+    top, mask = 1 << (8 * itemsize - 1), (1 << 8 * itemsize) - 1
+    return torch.where(integers >= top, integers - top, mask - integers)
+
+
+def _level_nbytes(numel: Tensor, width: int) -> Tensor:
+    return (numel * width + 7) // 8
+
+
+def _levels_nbytes(values: Tensor, counts: Tensor, width: int, bits: int) -> Tensor:
+    """Return the bytes of the levels of those of ``values``, [blocks, 256], that count.
+
+    Those that do not count are negative.
+    """
+    nbytes, bound = _level_nbytes(counts, width), 0
+    while width < bits:
+        bound, width = bound + (1 << width) - 1, 2 * width
+        nbytes = nbytes + _level_nbytes((values >= bound).sum(1), width)
+    return nbytes
+
+
+def _changed(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the row, the position and ``z - 1`` of what is not zero, as ragged lists."""
+    rows, at = torch.nonzero(z, as_tuple=True)
+    return rows, at, z[rows, at] - 1
+
+
+def _code_places(places: Tensor, q: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield byte, shift within it, and the first bit there, of each part of codes of ``width``.
+
+    ``places`` are numbers of codes within their row, ``q`` the bytes of the row's level, for each.
+    """
+    if width < 8:
+        part = (places >= q).long()  # a sum of comparisons: faster than a division
+        for number in range(2, 8 // width):
+            part += places >= number * q
+        yield places - part * q, part * width, 0
+        return
+    for byte in range(width // 8):
+        yield places * (width // 8) + byte, torch.zeros_like(places), 8 * byte
+
+
+def _write_levels(
+    out: Tensor, offsets: Tensor, rows: Tensor, values: Tensor, width: int, itemsize: int
+) -> None:
+    """Write the levels of a ragged list. Those of row r begin at byte ``offsets[r]``."""
+    while len(rows):
+        counts = torch.bincount(rows, minlength=len(offsets))
+        largest = (1 << width) - 1
+        codes, q = values.clamp(max=largest), _level_nbytes(counts, width)
+        for byte, shift, low in _code_places(_ragged(counts)[1], q[rows], width):
+            part = (codes >> low) & 0xFF
+            out.index_add_(0, offsets[rows] + byte, part << shift)
+        if width == 8 * itemsize:
+            return
+        is_longer = values >= largest
+        rows, values = rows[is_longer], values[is_longer] - largest
+        offsets, width = offsets + q, 2 * width
+
+
+def _read_dense(codes: Tensor, begin: Tensor, end: Tensor, width: int, itemsize: int) -> Tensor:
+    """Return ``z`` of dense blocks."""
+    counts = torch.full_like(begin, BLOCK_NUMEL)
+    return _read_levels(codes, begin, end, counts, width, itemsize).view(-1, BLOCK_NUMEL)
+
+
+def _read_bitmap(codes: Tensor, begin: Tensor, end: Tensor, width: int, itemsize: int) -> Tensor:
+    _require(end - begin >= BITMAP_NBYTES)
+    at = torch.arange(BLOCK_NUMEL, device=codes.device)
+    bitmap = codes[begin[:, None] + at // 8] >> at % 8 & 1
+    return _spread(codes, bitmap, begin + BITMAP_NBYTES, end, width, itemsize)
+
+
+def _read_list(codes: Tensor, begin: Tensor, end: Tensor, width: int, itemsize: int) -> Tensor:
+    _require(end > begin)
+    counts = codes[begin]
+    _require(end - begin > counts)
+    rows, places = _ragged(counts)
+    at = codes[begin[rows] + 1 + places]
+    _require((at[1:] > at[:-1]) | (rows[1:] != rows[:-1]))
+    bitmap = torch.zeros(len(begin), BLOCK_NUMEL, dtype=torch.int64, device=codes.device)
+    bitmap[rows, at] = 1
+    return _spread(codes, bitmap, begin + 1 + counts, end, width, itemsize)
+
+
+def _spread(
+    codes: Tensor, bitmap: Tensor, offsets: Tensor, end: Tensor, width: int, itemsize: int
+) -> Tensor:
+    """Return ``z`` where ``bitmap``, [blocks, 256], is set: one more than the levels there hold."""
+    counts = bitmap.sum(1)
+    _require(counts > 0)
+    z = torch.zeros_like(bitmap)
+    z[bitmap > 0] = _read_levels(codes, offsets, end, counts, width, itemsize) + 1
+    return z
+
+
+def _read_levels(
+    codes: Tensor, offsets: Tensor, ends: Tensor, counts: Tensor, width: int, itemsize: int
+) -> Tensor:
+    """Return the integers of a ragged list with levels at bytes ``offsets`` to ``ends``."""
+    q = _level_nbytes(counts, width)
+    _require(offsets + q <= ends)
+    rows, places = _ragged(counts)
+    values = torch.zeros_like(rows)
+    for byte, shift, low in _code_places(places, q[rows], width):
+        part = codes[offsets[rows] + byte] >> shift
+        values += (part & min((1 << width) - 1, 0xFF)) << low
+    offsets = offsets + q
+    is_longer = values == (1 << width) - 1
+    if width == 8 * itemsize:
+        is_longer = torch.zeros_like(is_longer)
+    counts = torch.bincount(rows[is_longer], minlength=len(offsets))
+    is_last = counts == 0
+    _require(offsets[is_last] == ends[is_last])
+    others = torch.nonzero(~is_last)[:, 0]
+    if len(others):
+        rest = offsets[others], ends[others], counts[others]
+        values[is_longer] += _read_levels(codes, *rest, 2 * width, itemsize)
+    return values
+
+
+class TorchValues(TorchCodec):
+    """Codes the rotated bits, split into bytes: [blocks, itemsize, 256]."""
+
+    def _measure(
+        self, bits: list[Tensor], present: Tensor, itemsize: int
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        (values,) = bits
+        rotated = (values << 1) | (values >> (8 * itemsize - 1))
+        shifts = 8 * torch.arange(itemsize, device=values.device)[:, None]
+        coded = (rotated[:, None] >> shifts) & 0xFF
+        codes = coded[:, -1].amax(1, keepdim=True) - coded[:, -1]
+        is_whole, candidates = present == BLOCK_NUMEL, {}
+        for width in range(MAX_WIDTH + 1):
+            escaped = (codes >= (1 << width) - 1).sum(1) if width else torch.zeros_like(present)
+            is_allowed = is_whole if width else is_whole & (codes.amax(1) == 0)
+            nbytes = fixed_nbytes(width, itemsize) + escaped
+            candidates[CODED + width] = torch.where(is_allowed, nbytes, _IMPOSSIBLE)
+        return coded, (values == 0).all(1), candidates
+
+    def _write(self, out: Tensor, coded: Tensor, blocks: _Blocks) -> None:
+        for width in range(MAX_WIDTH + 1):
+            rows = torch.nonzero(blocks.mode == CODED + width)[:, 0]
+            if not len(rows):
+                continue
+            largest, tops = (1 << width) - 1, coded[rows, -1]
+            base = tops.amax(1, keepdim=True)
+            codes = (base - tops).clamp(max=largest)
+            planes = (codes[:, None] >> torch.arange(width, device=out.device)[:, None]) & 1
+            packed = planes.view(len(rows), -1, 8) << torch.arange(8, device=out.device)
+            fixed = torch.cat([base, coded[rows, :-1].flatten(1), packed.sum(2)], 1)
+            at = blocks.offsets[rows, None]
+            out[at + torch.arange(fixed.shape[1], device=out.device)] = fixed
+            if width:
+                is_escape = codes == largest
+                target = at + fixed.shape[1] + is_escape.cumsum(1) - 1
+                out[target[is_escape]] = tops[is_escape]
+
+    def _read(self, codes: Tensor, old: Tensor, blocks: _Blocks) -> Tensor:
+        itemsize, width = blocks.itemsize, blocks.mode - CODED
+        escapes = blocks.nbytes - fixed_nbytes(0, itemsize) - width * BITMAP_NBYTES
+        is_coded = (width >= 0) & (width <= MAX_WIDTH) & (blocks.present == BLOCK_NUMEL)
+        _require((blocks.mode == EMPTY) | (blocks.mode == RAW) | (is_coded & (escapes >= 0)))
+        device = codes.device
+        filled = torch.zeros(len(width), BLOCK_NUMEL, dtype=torch.int64, device=device)
+        for number in range(MAX_WIDTH + 1):
+            rows = torch.nonzero(width == number)[:, 0]
+            if not len(rows):
+                continue
+            at, low_nbytes = blocks.offsets[rows, None], (itemsize - 1) * BLOCK_NUMEL
+            size = fixed_nbytes(number, itemsize)
+            own = codes[at + torch.arange(size, device=device)].to(torch.int64)
+            low = own[:, 1 : 1 + low_nbytes].view(len(rows), itemsize - 1, BLOCK_NUMEL)
+            planes = own[:, 1 + low_nbytes :].view(len(rows), number, BITMAP_NBYTES, 1)
+            each = ((planes >> torch.arange(8, device=device)) & 1).flatten(2)
+            less = (each << torch.arange(number, device=device)[:, None]).sum(1)
+            tops = (own[:, :1] - less) & 0xFF
+            is_escape = less == (1 << number) - 1 if number else torch.zeros_like(less).bool()
+            _require(is_escape.sum(1) == escapes[rows])
+            tops[is_escape] = codes[(at + size + is_escape.cumsum(1) - 1)[is_escape]].long()
+            rotated = tops << 8 * (itemsize - 1)
+            for k in range(itemsize - 1):
+                rotated |= low[:, k] << 8 * k
+            filled[rows] = (rotated >> 1) | ((rotated & 1) << (8 * itemsize - 1))
+        return filled
+
+
+CODECS: Final = {"differences": TorchDifferences(), "values": TorchValues()}

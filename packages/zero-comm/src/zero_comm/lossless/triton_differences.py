@@ -1,6 +1,6 @@
 """Triton kernels of lossless differences, each of which handles one tile of consecutive blocks.
 
-[Note: the difference buffer] in `difference_format` has the modes and bytes, `triton_frame` what
+[Note: the difference buffer] in `block_frame` has the modes and bytes, `triton_frame` what
 both codings have. A block's **members** are the elements whose integers its levels hold; a member's
 **rank** is its number among them. Blocks of a tile have modes and widths of their own: every width
 is a step that all take, masked.
@@ -10,27 +10,8 @@ is a step that all take, masked.
 import triton
 import triton.language as tl
 
-from zero_comm.lossless import difference_format
-from zero_comm.lossless.triton_frame import (
-    BLOCK,
-    EMPTY,
-    RAW,
-    blocks_of_tile,
-    load_tile,
-    load_wide,
-    place_of,
-    present_in,
-    report_bad,
-    store_descriptors,
-    store_wide,
-    total_of,
-    unsigned,
-)
-
-BITMAP_NBYTES = tl.constexpr(difference_format.BITMAP_NBYTES)
-LIST = tl.constexpr(difference_format.LIST)
-BITMAP = tl.constexpr(difference_format.BITMAP)
-DENSE = tl.constexpr(difference_format.DENSE)
+from zero_comm.lossless import triton_frame as frame
+from zero_comm.lossless.triton_frame import BITMAP, BITMAP_NBYTES, BLOCK, DENSE, EMPTY, LIST, RAW
 
 
 @triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["descriptors_ptr"])
@@ -44,11 +25,9 @@ def choose_kernel(
 ) -> None:
     """Store the descriptors of a tile, int16."""
     NUM_STARTS: tl.constexpr = 3 if BITS == 16 else 4
-    block = blocks_of_tile(BLOCKS)
-    present = present_in(block, numel)
-    z = _differences(
-        load_tile(old_ptr, numel, BITS, BLOCKS), load_tile(new_ptr, numel, BITS, BLOCKS), BITS
-    )
+    block, present = frame.blocks_of_tile(numel, BLOCKS)
+    new = frame.load_tile(new_ptr, numel, BITS, BLOCKS)
+    z = _differences(frame.load_tile(old_ptr, numel, BITS, BLOCKS), new, BITS)
     changed = tl.sum((z > 0).to(tl.int32), 1)
     # The mode in the lowest bits: of the fewest bytes the lowest.
     best = present * (BITS // 8) * 16 + RAW
@@ -58,7 +37,7 @@ def choose_kernel(
         best = tl.minimum(best, listed * 16 + (LIST + START))
         best = tl.minimum(best, (of_changed + BITMAP_NBYTES) * 16 + (BITMAP + START))
         best = tl.minimum(best, of_all * 16 + (DENSE + START))
-    store_descriptors(descriptors_ptr, block, present, best, changed == 0)
+    frame.store_descriptors(descriptors_ptr, block, present, best, changed == 0)
 
 
 @triton.jit(
@@ -76,20 +55,19 @@ def encode_kernel(
 ) -> None:
     """Write the codes of a tile. ``ends``, int64, are those of the blocks in ``codes``."""
     NUM_STARTS: tl.constexpr = 3 if BITS == 16 else 4
-    block = blocks_of_tile(BLOCKS)
-    present = present_in(block, numel)
-    mode, nbytes, end = place_of(descriptors_ptr, ends_ptr, block, present)
+    block, present = frame.blocks_of_tile(numel, BLOCKS)
+    mode, nbytes, end = frame.place_of(descriptors_ptr, ends_ptr, block, present)
     is_list, is_bitmap, is_dense, start = _layout(mode, NUM_STARTS)
     lane = tl.arange(0, BLOCK)[None, :]
-    new = load_tile(new_ptr, numel, BITS, BLOCKS)
-    z = _differences(load_tile(old_ptr, numel, BITS, BLOCKS), new, BITS)
+    new = frame.load_tile(new_ptr, numel, BITS, BLOCKS)
+    z = _differences(frame.load_tile(old_ptr, numel, BITS, BLOCKS), new, BITS)
     begin_ptr = codes_ptr + (end - nbytes)
     row_ptr = begin_ptr[:, None]
 
     is_raw = mode == RAW
     if tl.max(is_raw.to(tl.int32), 0) > 0:
         is_element = is_raw[:, None] & (lane < present[:, None])
-        store_wide(row_ptr + lane * (BITS // 8), new, is_element, BITS)
+        frame.store_wide(row_ptr + lane * (BITS // 8), new, is_element, BITS)
 
     is_member = ((z > 0) & (is_list | is_bitmap)[:, None]) | is_dense[:, None]
     count = tl.sum(is_member.to(tl.int32), 1)
@@ -139,9 +117,8 @@ def decode_kernel(
     they don't have ``codes_nbytes`` together. A block reads its own bytes alone, whatever they are.
     """
     NUM_STARTS: tl.constexpr = 3 if BITS == 16 else 4
-    block = blocks_of_tile(BLOCKS)
-    present = present_in(block, numel)
-    mode, nbytes, end = place_of(descriptors_ptr, ends_ptr, block, present)
+    block, present = frame.blocks_of_tile(numel, BLOCKS)
+    mode, nbytes, end = frame.place_of(descriptors_ptr, ends_ptr, block, present)
     is_list, is_bitmap, is_dense, start = _layout(mode, NUM_STARTS)
     has_levels = is_list | is_bitmap | is_dense
     is_raw = mode == RAW
@@ -149,7 +126,7 @@ def decode_kernel(
     begin_ptr = codes_ptr + (end - nbytes)
     row_ptr = begin_ptr[:, None]
 
-    is_good = (total_of(ends_ptr, numel, block) == codes_nbytes) & (
+    is_good = (frame.total_of(ends_ptr, numel, block) == codes_nbytes) & (
         has_levels | is_raw | ((mode == EMPTY) & (nbytes == 0))
     )
     is_good = is_good & ((is_raw == 0) | (nbytes == present * (BITS // 8)))
@@ -198,14 +175,14 @@ def decode_kernel(
     first_ptr = values_ptr + tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
     element_ptr = first_ptr + (tl.arange(0, BLOCKS)[:, None] * BLOCK + place)
     old = tl.load(element_ptr, mask=is_changed, other=0)
-    new = _moved(unsigned(old, BITS), z, BITS)
+    new = _moved(frame.unsigned(old, BITS), z, BITS)
     if tl.max(is_raw.to(tl.int32), 0) > 0:
         is_element = is_inside & is_raw[:, None]
-        raw = load_wide(row_ptr + lane * (BITS // 8), is_element, BITS)
+        raw = frame.load_wide(row_ptr + lane * (BITS // 8), is_element, BITS)
         new = tl.where(is_raw[:, None], raw, new)
         is_changed = is_changed | is_element
     tl.store(element_ptr, new.to(old.dtype), mask=is_changed)
-    report_bad(is_bad_ptr, present, is_good)
+    frame.report_bad(is_bad_ptr, present, is_good)
 
 
 @triton.jit
@@ -273,15 +250,6 @@ def _ranks(is_member: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _part(rank: tl.tensor, q: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Return the place within its byte of each code of 2 or 4 bits, in a level of ``q`` bytes."""
-    part = (rank >= q).to(tl.int32)
-    if WIDTH == 2:
-        part += (rank >= 2 * q).to(tl.int32) + (rank >= 3 * q).to(tl.int32)
-    return part
-
-
-@triton.jit
 def _write_level(
     level_ptr: tl.tensor, rest: tl.tensor, is_here: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr
 ) -> None:
@@ -289,7 +257,7 @@ def _write_level(
     codes = tl.minimum(rest, (1 << WIDTH) - 1)
     rank = _ranks(is_here)
     if WIDTH >= 8:
-        store_wide(level_ptr + rank * (WIDTH // 8), codes, is_here, WIDTH)
+        frame.store_wide(level_ptr + rank * (WIDTH // 8), codes, is_here, WIDTH)
     else:
         q = _level_nbytes(count, WIDTH)
         packed = _packed(codes, rank, count, q, WIDTH)
@@ -329,10 +297,12 @@ def _read_level(
     """Return the codes of one level as uint32, zeros for what has none."""
     rank = _ranks(is_here)
     if WIDTH >= 8:
-        codes = load_wide(level_ptr + rank * (WIDTH // 8), is_here, WIDTH)
+        codes = frame.load_wide(level_ptr + rank * (WIDTH // 8), is_here, WIDTH)
     else:
         q = _level_nbytes(count, WIDTH)
-        part = _part(rank, q, WIDTH)
+        part = (rank >= q).to(tl.int32)  # of the byte, which holds codes q apart
+        if WIDTH == 2:
+            part += (rank >= 2 * q).to(tl.int32) + (rank >= 3 * q).to(tl.int32)
         byte = tl.load(level_ptr + (rank - part * q), mask=is_here, other=0).to(tl.uint32)
         codes = (byte >> (part * WIDTH).to(tl.uint32)) & ((1 << WIDTH) - 1)
     return codes

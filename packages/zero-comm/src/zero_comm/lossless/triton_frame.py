@@ -13,21 +13,22 @@ from zero_comm.lossless import block_frame
 
 BLOCK = tl.constexpr(block_frame.BLOCK_NUMEL)
 MODE_SHIFT = tl.constexpr(block_frame.MODE_SHIFT)
-NBYTES_MASK = tl.constexpr((1 << block_frame.MODE_SHIFT) - 1)
+NBYTES_MASK = tl.constexpr(block_frame.NBYTES_MASK)
 EMPTY = tl.constexpr(block_frame.EMPTY)
 RAW = tl.constexpr(block_frame.RAW)
+LIST = tl.constexpr(block_frame.LIST)
+BITMAP = tl.constexpr(block_frame.BITMAP)
+DENSE = tl.constexpr(block_frame.DENSE)
+CODED = tl.constexpr(block_frame.CODED)
+MAX_WIDTH = tl.constexpr(block_frame.MAX_WIDTH)
+BITMAP_NBYTES = tl.constexpr(block_frame.BITMAP_NBYTES)
 
 
 @triton.jit
-def blocks_of_tile(BLOCKS: tl.constexpr) -> tl.tensor:
-    """Return the numbers of the blocks of this program's tile, as int64."""
-    return tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-
-
-@triton.jit
-def present_in(block: tl.tensor, numel: tl.tensor) -> tl.tensor:
-    """Return how many elements of each block there are, none of one past the last."""
-    return tl.minimum(tl.maximum(numel - block * BLOCK, 0), BLOCK).to(tl.int32)
+def blocks_of_tile(numel: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
+    """Return the int64 numbers of the tile's blocks, and how many elements each has, 0 to 256."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    return block, tl.minimum(tl.maximum(numel - block * BLOCK, 0), BLOCK).to(tl.int32)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Triton kernels of coded values, each of which handles one tile of consecutive blocks.
 
-[Note: the value buffer] in `value_format` has the modes and bytes, `triton_frame` what both codings
+[Note: the value buffer] in `block_frame` has the modes and bytes, `triton_frame` what both codings
 have. Blocks of a tile have widths of their own: every plane is a step that all take, masked.
 """
 
@@ -8,25 +8,8 @@ have. Blocks of a tile have widths of their own: every plane is a step that all 
 import triton
 import triton.language as tl
 
-from zero_comm.lossless import value_format
-from zero_comm.lossless.triton_frame import (
-    BLOCK,
-    EMPTY,
-    RAW,
-    blocks_of_tile,
-    load_tile,
-    load_wide,
-    place_of,
-    present_in,
-    report_bad,
-    store_descriptors,
-    store_wide,
-    total_of,
-)
-
-CODED = tl.constexpr(value_format.CODED)
-MAX_WIDTH = tl.constexpr(value_format.MAX_WIDTH)
-PLANE_NBYTES = tl.constexpr(value_format.PLANE_NBYTES)
+from zero_comm.lossless import triton_frame as frame
+from zero_comm.lossless.triton_frame import BITMAP_NBYTES, BLOCK, CODED, EMPTY, MAX_WIDTH, RAW
 
 
 @triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["descriptors_ptr"])
@@ -38,9 +21,8 @@ def choose_kernel(
     BLOCKS: tl.constexpr,
 ) -> None:
     """Store the descriptors of a tile, int16."""
-    block = blocks_of_tile(BLOCKS)
-    present = present_in(block, numel)
-    bits = load_tile(values_ptr, numel, BITS, BLOCKS)
+    block, present = frame.blocks_of_tile(numel, BLOCKS)
+    bits = frame.load_tile(values_ptr, numel, BITS, BLOCKS)
     top = _rotated(bits, BITS) >> (BITS - 8)
     code = tl.max(top, 1)[:, None] - top
     is_whole = present == BLOCK
@@ -52,7 +34,7 @@ def choose_kernel(
         escaped = tl.sum((code >= (1 << WIDTH) - 1).to(tl.int32), 1)
         found = (_fixed_nbytes(WIDTH, BITS) + escaped) * 16 + (CODED + WIDTH)
         best = tl.where(is_whole, tl.minimum(best, found), best)
-    store_descriptors(descriptors_ptr, block, present, best, tl.max(bits, 1) == 0)
+    frame.store_descriptors(descriptors_ptr, block, present, best, tl.max(bits, 1) == 0)
 
 
 @triton.jit(
@@ -68,14 +50,13 @@ def encode_kernel(
     BLOCKS: tl.constexpr,
 ) -> None:
     """Write the codes of a tile. ``ends``, int64, are those of the blocks in ``codes``."""
-    block = blocks_of_tile(BLOCKS)
-    present = present_in(block, numel)
-    mode, nbytes, end = place_of(descriptors_ptr, ends_ptr, block, present)
+    block, present = frame.blocks_of_tile(numel, BLOCKS)
+    mode, nbytes, end = frame.place_of(descriptors_ptr, ends_ptr, block, present)
     lane = tl.arange(0, BLOCK)[None, :]
-    bits = load_tile(values_ptr, numel, BITS, BLOCKS)
+    bits = frame.load_tile(values_ptr, numel, BITS, BLOCKS)
     row_ptr = codes_ptr + (end - nbytes)[:, None]
     is_raw = (mode == RAW)[:, None] & (lane < present[:, None])
-    store_wide(row_ptr + lane * (BITS // 8), bits, is_raw, BITS)
+    frame.store_wide(row_ptr + lane * (BITS // 8), bits, is_raw, BITS)
 
     is_coded = mode >= CODED
     width = (mode - CODED)[:, None]
@@ -89,9 +70,9 @@ def encode_kernel(
     largest = _largest(width)
     code = tl.minimum(base[:, None] - top, largest.to(tl.uint32))
     for PLANE in tl.static_range(MAX_WIDTH):
-        eights = tl.reshape((code >> PLANE) & 1, [BLOCKS, PLANE_NBYTES, 8])
+        eights = tl.reshape((code >> PLANE) & 1, [BLOCKS, BITMAP_NBYTES, 8])
         packed = tl.sum(eights << tl.arange(0, 8).to(tl.uint32)[None, None, :], 2)
-        byte = _fixed_nbytes(PLANE, BITS) + tl.arange(0, PLANE_NBYTES)[None, :]
+        byte = _fixed_nbytes(PLANE, BITS) + tl.arange(0, BITMAP_NBYTES)[None, :]
         tl.store(row_ptr + byte, packed.to(tl.uint8), mask=width > PLANE)
     is_escape = (width > 0) & (code == largest.to(tl.uint32))
     rank = tl.cumsum(is_escape.to(tl.int32), 1) - 1
@@ -118,9 +99,8 @@ def decode_kernel(
     A block that no encoder wrote stays as it was and sets ``is_bad``, int32; so do all of them if
     they don't have ``codes_nbytes`` together. A block reads its own bytes alone, whatever they are.
     """
-    block = blocks_of_tile(BLOCKS)
-    present = present_in(block, numel)
-    mode, nbytes, end = place_of(descriptors_ptr, ends_ptr, block, present)
+    block, present = frame.blocks_of_tile(numel, BLOCKS)
+    mode, nbytes, end = frame.place_of(descriptors_ptr, ends_ptr, block, present)
     lane = tl.arange(0, BLOCK)[None, :]
     row_ptr = codes_ptr + (end - nbytes)[:, None]
     width = (mode - CODED)[:, None]
@@ -129,7 +109,7 @@ def decode_kernel(
     is_coded = (mode >= CODED) & (mode <= CODED + MAX_WIDTH) & (present == BLOCK)
     is_coded = is_coded & (num_escapes >= 0)
     is_good = is_raw | is_coded | ((mode == EMPTY) & (nbytes == 0))
-    is_good = is_good & (total_of(ends_ptr, numel, block) == codes_nbytes)
+    is_good = is_good & (frame.total_of(ends_ptr, numel, block) == codes_nbytes)
     is_coded = is_coded & is_good
     is_raw = is_raw & is_good
 
@@ -152,13 +132,13 @@ def decode_kernel(
         rotated = rotated | (low.to(tl.uint32) << (8 * BYTE))
     bits = (rotated >> 1) | ((rotated & 1) << (BITS - 1))
     is_element = is_raw[:, None] & (lane < present[:, None])
-    raw = load_wide(row_ptr + lane * (BITS // 8), is_element, BITS)
+    raw = frame.load_wide(row_ptr + lane * (BITS // 8), is_element, BITS)
     bits = tl.where(is_raw[:, None], raw, tl.where((mode == EMPTY)[:, None], 0, bits))
     is_filled = is_good[:, None] & (lane < present[:, None])
     first_ptr = values_ptr + tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
     element_ptr = first_ptr + (tl.arange(0, BLOCKS)[:, None] * BLOCK + lane)
     tl.store(element_ptr, bits.to(values_ptr.dtype.element_ty), mask=is_filled)
-    report_bad(is_bad_ptr, present, is_good)
+    frame.report_bad(is_bad_ptr, present, is_good)
 
 
 @triton.jit
@@ -169,12 +149,12 @@ def _rotated(bits: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _fixed_nbytes(WIDTH: tl.constexpr, BITS: tl.constexpr) -> tl.constexpr:
-    return 1 + (BITS // 8 - 1) * BLOCK + WIDTH * PLANE_NBYTES
+    return 1 + (BITS // 8 - 1) * BLOCK + WIDTH * BITMAP_NBYTES
 
 
 @triton.jit
 def _coded_nbytes(width: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    return width * PLANE_NBYTES + (1 + (BITS // 8 - 1) * BLOCK)
+    return width * BITMAP_NBYTES + (1 + (BITS // 8 - 1) * BLOCK)
 
 
 @triton.jit

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from zero_comm.quantizer.block_format import BlockFormat
-from zero_comm.quantizer.torch_backend import BACKEND
 
 _log = logging.getLogger(__name__)
 _VARIABLE: Final = "ZERO_COMM_BACKEND"
@@ -67,20 +66,9 @@ def backend(device: torch.device | str = "cpu") -> str:
     Raises:
         ValueError: ``ZERO_COMM_BACKEND`` names one that doesn't exist or isn't available.
     """
-    return find_backend_name(torch.device(device))
-
-
-def find_backend(device: torch.device) -> Backend:
-    """Return the backend for tensors on ``device``. Raises the errors of `backend`."""
-    name = find_backend_name(device)
-    return BACKEND if name == "torch" else _load(name)
-
-
-def find_backend_name(device: torch.device) -> str:
-    """Return the name of the backend for ``device``. Raises the errors of `backend`."""
     forced = os.environ.get(_VARIABLE, "").strip().lower()
     if not forced:
-        fastest = _FASTEST.get(device.type, "torch")
+        fastest = _FASTEST.get(torch.device(device).type, "torch")
         return fastest if _is_available(fastest) else "torch"
     if forced not in _BACKENDS:
         raise ValueError(f"{_VARIABLE} must be one of {', '.join(_BACKENDS)}, got {forced!r}")
@@ -88,6 +76,12 @@ def find_backend_name(device: torch.device) -> str:
         problem = _BACKENDS[forced][1]
         raise ValueError(f"{_VARIABLE} is {forced!r}, but {problem}; unset it, or set 'torch'")
     return forced
+
+
+def find_backend(device: torch.device) -> Backend:
+    """Return the backend for tensors on ``device``. Raises the errors of `backend`."""
+    found: Backend = import_module(f"zero_comm.quantizer.{backend(device)}_backend").BACKEND
+    return found
 
 
 def warn_without_kernels() -> None:
@@ -117,9 +111,3 @@ _BACKENDS: Final = {
 @cache
 def _is_available(name: str) -> bool:
     return find_spec(_BACKENDS[name][0]) is not None
-
-
-@cache
-def _load(name: str) -> Backend:
-    loaded: Backend = import_module(f"zero_comm.quantizer.{name}_backend").BACKEND
-    return loaded

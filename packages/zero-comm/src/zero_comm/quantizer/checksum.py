@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zero_comm.quantizer.backend import find_backend_name
+from zero_comm.quantizer.backend import backend
 
 # Numbers that every backend has.
 WORDS_PER_TURN: Final = 1024
@@ -35,11 +35,18 @@ def checksums(rows: Tensor) -> Tensor:
     Rows are contiguous, at multiples of 8 bytes, and a multiple of 8 long.
     """
     words = rows.view(torch.int64)
-    name = find_backend_name(rows.device)
-    if name != "torch":
-        return _sums_of_rows(words, name)
+    name, odd = backend(words.device), _odd_numbers(words.device)
+    groups = words[(None,) * (3 - words.dim())]  # kernels take one row, or a matrix of rows
+    if name == "native":
+        native = import_module("zero_comm.quantizer.native_backend")
+        sums = [native.sum_words(row, odd) for group in groups for row in group]
+        return torch.tensor(sums, dtype=torch.int64).view(words.shape[:-1])
     total = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
-    odd = _odd_numbers(words.device)
+    if name == "triton":
+        kernel = import_module("zero_comm.quantizer.triton_checksum")
+        for sums_of_group, group in zip(total.view(groups.shape[:2]), groups, strict=True):
+            sums_of_group.copy_(kernel.sum_words(group))
+        return total
     size = WORDS_PER_TURN * _TURNS_AT_ONCE
     for chunk, part in enumerate(torch.split(words, size, -1)):
         turns = torch.arange(_TURNS_AT_ONCE, device=words.device) + chunk * _TURNS_AT_ONCE
@@ -65,22 +72,6 @@ def checksum_of(values: Tensor) -> Tensor:
 def _mixed(words: Tensor) -> Tensor:
     words = (words ^ ((words >> 32) & LOW_HALF)) * MIX
     return words ^ ((words >> 32) & LOW_HALF)
-
-
-def _sums_of_rows(words: Tensor, backend: str) -> Tensor:
-    """Return what `checksums` does, by a kernel of the backend."""
-    if words.dim() > 2:
-        sums = [_sums_of_rows(rows, backend) for rows in words]
-        return torch.stack(sums) if sums else words.new_zeros(words.shape[:-1])
-    if words.dim() == 1:
-        return _sums_of_rows(words[None], backend)[0]
-    if backend == "triton":
-        kernel = import_module("zero_comm.quantizer.triton_checksum")
-        found: Tensor = kernel.sum_words(words)
-        return found
-    native, odd = import_module("zero_comm.quantizer.native_backend"), _odd_numbers(words.device)
-    sums_of_rows = [native.sum_words(row, odd) for row in words]
-    return torch.tensor(sums_of_rows, dtype=torch.int64)
 
 
 @cache

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zero_comm import _kernels
-from zero_comm.quantizer.block_codes import in_groups
 from zero_comm.quantizer.block_format import BlockFormat, seed_of_group
+from zero_comm.quantizer.torch_backend import in_groups
 
 _VARIABLE: Final = "ZERO_COMM_ISA"
 # As the enumerations in native/kernels.h.
@@ -38,10 +38,9 @@ class NativeBackend:
         groups = in_groups(rows)
         has_nan = False
         for number, (values, group) in enumerate(zip(_split(x, groups), groups, strict=True)):
-            first = seed_of_group(seed, number)
-            place = _place(group)
+            own_seed, place = seed_of_group(seed, number), _place(group)
             has_nan |= _kernels.encode(
-                active_isa(), shape, values.data_ptr(), *place, first, threads
+                active_isa(), shape, values.data_ptr(), *place, own_seed, threads
             )
         return has_nan
 

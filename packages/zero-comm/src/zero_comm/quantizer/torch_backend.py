@@ -14,13 +14,22 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zero_comm.quantizer.block_codes import decode_blocks, encode_blocks, in_groups, uniform
-from zero_comm.quantizer.block_format import BlockFormat, seed_of_group
+from zero_comm.quantizer.block_format import ROTATION_SIZE, BlockFormat, seed_of_group
 
 # 1 MiB of fp32: the best of 2**14 to 2**19 when measured; below it, the cost of a call shows.
 _CPU_CHUNK_NUMEL: Final = 1 << 18
 _DEVICE_CHUNK_NUMEL: Final = 1 << 25  # bounds the workspace to 128 MiB
 _SEED_STEP: Final = 0x9E3779B9  # between the seeds of two rows
+# Maxima are kept above zero, so that a block of zeros needs no special case, and far enough from
+# the ends that no step or reciprocal is subnormal.
+_SMALLEST_MAX: Final = 2.0**-100
+_SMALLEST_STEP: Final = 2.0**-107
+_BFLOAT16_MAX: Final = torch.finfo(torch.bfloat16).max
+# The largest bfloat16 that float16 can hold: 65504 would round up to Inf.
+_FLOAT16_MAX: Final = 65280.0
+# Smallest normal exponent and mantissa bits of the fp8 types.
+_FLOAT8: Final = {"e4m3": (-6, 3, torch.float8_e4m3fn), "e5m2": (-14, 2, torch.float8_e5m2)}
+_EXPONENT_BITS: Final = 0x7F800000
 
 
 class TorchBackend:
@@ -38,10 +47,9 @@ class TorchBackend:
         return any(map(bool, bad)) if x.device.type == "cpu" else None
 
     def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-        remaining = iter(out)
-        for group in in_groups(rows):
-            for row in group:
-                _sum_rows(row.unsqueeze(0), next(remaining), fmt)
+        every_row = (row for group in in_groups(rows) for row in group)
+        for row, values in zip(every_row, out, strict=True):
+            _sum_rows(row.unsqueeze(0), values, fmt)
 
     def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
         groups = in_groups(rows)
@@ -68,11 +76,14 @@ def _encode_row(x: Tensor, row: Tensor, fmt: BlockFormat, seed: int | None) -> T
     work: Tensor | None = None
     for blocks in _chunks(numel, fmt, x.device):
         start, stop = blocks.start * fmt.block_size, blocks.stop * fmt.block_size
-        values, num_valid = _whole_blocks(x[start:stop], fmt)
+        values = x[start:stop]
+        if values.numel() % fmt.block_size:  # the last block, which is a chunk of its own
+            values = torch.nn.functional.pad(values, (0, -values.numel() % fmt.block_size))
+        values = values.view(-1, fmt.block_size)
         if work is None or len(work) < len(values):
             work = torch.empty(values.shape, dtype=torch.float32, device=x.device)
         space = work[: len(values)]
-        encode_blocks(
+        _encode_blocks(
             # 16-bit and fp64 input becomes fp32 once, and not in each of several passes.
             values if values.dtype == torch.float32 else space.copy_(values),
             codes[blocks],
@@ -80,8 +91,8 @@ def _encode_row(x: Tensor, row: Tensor, fmt: BlockFormat, seed: int | None) -> T
             space,
             fmt,
             dtype=x.dtype,
-            num_valid=num_valid,
-            noise=None if seed is None else uniform(seed, start, values.shape, x.device),
+            num_valid=min(fmt.block_size, numel - start),
+            noise=None if seed is None else _uniform(seed, start, values.shape, x.device),
         )
     is_bad = scales.isnan()
     scales.masked_fill_(is_bad, float("nan"))  # one bit pattern, whatever the device made
@@ -89,16 +100,6 @@ def _encode_row(x: Tensor, row: Tensor, fmt: BlockFormat, seed: int | None) -> T
     row[start:stop].copy_(scales.view(torch.uint8).view(-1))
     row[stop:].zero_()
     return is_bad.any()
-
-
-def _whole_blocks(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, int]:
-    """Return ``x`` as blocks padded with zeros, and the number of columns without padding."""
-    if x.numel() % fmt.block_size == 0:
-        return x.view(-1, fmt.block_size), fmt.block_size
-    assert x.numel() < fmt.block_size, "the block that isn't whole is a chunk of its own"
-    padded = x.new_zeros(1, fmt.block_size)
-    padded[0, : x.numel()] = x
-    return padded, x.numel()
 
 
 def _decode_chunk(
@@ -110,10 +111,10 @@ def _decode_chunk(
     shape = (len(codes), fmt.block_size)
     is_whole = target.numel() % fmt.block_size == 0
     if is_whole and out.dtype == torch.float32 and not is_added:
-        decode_blocks(codes, scales[blocks], target.view(shape), fmt)  # the output is workspace
+        _decode_blocks(codes, scales[blocks], target.view(shape), fmt)  # the output is workspace
         return
     work = torch.empty(shape, dtype=torch.float32, device=out.device)
-    decode_blocks(codes, scales[blocks], work, fmt)
+    _decode_blocks(codes, scales[blocks], work, fmt)
     values = work.view(-1)[: target.numel()]
     if is_added:
         target.add_(values)
@@ -145,6 +146,216 @@ def read_scales(row: Tensor, numel: int, fmt: BlockFormat) -> Tensor:
     if fmt.is_symmetric:
         return data.view(torch.bfloat16).view(-1, 1)
     return data.view(torch.float32).view(-1, 2)
+
+
+def _encode_blocks(
+    source: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    work: Tensor,
+    fmt: BlockFormat,
+    *,
+    dtype: torch.dtype,
+    num_valid: int,
+    noise: Tensor | None,
+) -> None:
+    """Encode whole blocks.
+
+    Args:
+        source: fp32 blocks, changed by a rotation; may be ``work``.
+        codes: receives the codes; int8, ``block_nbytes`` columns.
+        scales: receives the scales; bf16 with one column, or fp32 with two (asymmetric).
+        work: fp32, overwritten, shaped like ``source``.
+        fmt: the format.
+        dtype: what the tensor's elements were before they became fp32.
+        num_valid: columns that aren't padding.
+        noise: ``u`` of stochastic rounding, shaped like ``source``; None to round to the nearest.
+    """
+    if fmt.has_rotation:
+        source = _rotate(work if source is work else work.copy_(source))
+        dtype, num_valid = torch.float32, fmt.block_size
+    if fmt.is_symmetric:
+        levels = _encode_symmetric(source, scales, work, fmt, dtype, noise)
+    else:
+        levels = _encode_asymmetric(source[:, :num_valid], source, scales, fmt, dtype, noise)
+    is_bad = scales[:, :1].isnan()
+    # On a CPU the pass is skipped where no block needs it. Elsewhere asking would synchronize.
+    if levels.device.type != "cpu" or bool(is_bad.any()):
+        levels.masked_fill_(is_bad, 0)
+    _pack(levels, codes, fmt)
+
+
+def _decode_blocks(codes: Tensor, scales: Tensor, out: Tensor, fmt: BlockFormat) -> None:
+    """Decode whole blocks into contiguous fp32 ``out``. Arguments are those of `_encode_blocks`."""
+    _unpack(codes, out, fmt)
+    if fmt.is_symmetric:
+        out.mul_(_divide(scales.to(torch.float32), fmt.top_level))
+    else:
+        grid = _AsymmetricGrid(scales, fmt)
+        is_zero = out == 0
+        grid.values_of(out.sub_(1), out=out)
+        torch.where(is_zero, grid.lo - grid.lo, out, out=out)  # zero, or NaN
+    if fmt.has_rotation:
+        _rotate(out)
+
+
+def _rotate(x: Tensor) -> Tensor:
+    """Multiply contiguous groups of 64 by the Hadamard matrix, in place. See [Note: rotation]."""
+    x.mul_(0.125)
+    source, target = x, torch.empty_like(x)
+    h = 1
+    while h < ROTATION_SIZE:
+        a, b = source.view(-1, 2, h).unbind(1)
+        sums, differences = target.view(-1, 2, h).unbind(1)
+        torch.add(a, b, out=sums)
+        torch.sub(a, b, out=differences)
+        source, target = target, source
+        h *= 2
+    assert source is x, "an even number of passes ends where it began"
+    return x
+
+
+def _uniform(seed: int, start: int, shape: torch.Size, device: torch.device) -> Tensor:
+    """Return fp32 ``u`` of [Note: stochastic rounding] for elements from ``start`` on."""
+    index = torch.arange(start, start + shape.numel(), dtype=torch.int64, device=device)
+    mixed = _mix(torch.tensor([seed], dtype=torch.int64, device=device))
+    index = _mix(index.add_(mixed).bitwise_and_(0xFFFFFFFF))
+    return index.bitwise_right_shift_(8).to(torch.float32).mul_(2.0**-24).view(shape)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Compute lowbias32 of int64 numbers below 2**32, in place."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x.bitwise_xor_(x >> shift).mul_(factor).bitwise_and_(0xFFFFFFFF)
+    return x.bitwise_xor_(x >> 16)
+
+
+def _round(x: Tensor, noise: Tensor | None) -> Tensor:
+    return x.round_() if noise is None else x.add_(noise).floor_()
+
+
+def _divide(x: Tensor, divisor: float) -> Tensor:
+    """Divide in place."""
+    # By a tensor: CUDA multiplies by the rounded reciprocal of a number.
+    return x.div_(torch.full((), divisor, dtype=x.dtype, device=x.device))
+
+
+def _encode_symmetric(
+    source: Tensor,
+    scales: Tensor,
+    work: Tensor,
+    fmt: BlockFormat,
+    dtype: torch.dtype,
+    noise: Tensor | None,
+) -> Tensor:
+    """Fill ``scales``, and return the levels in ``work``."""
+    # Two reductions are several times faster than one `aminmax` or `abs`.
+    largest = source.amax(1, keepdim=True)
+    largest = torch.maximum(largest, source.amin(1, keepdim=True).neg_(), out=largest)
+    poison = largest - largest  # 0, or NaN where the block holds NaN or Inf
+    ceiling = _FLOAT16_MAX if dtype == torch.float16 else _BFLOAT16_MAX
+    largest.clamp_(_SMALLEST_MAX, ceiling).add_(poison)
+    scales.copy_(largest)
+    # From the rounded maximum, by the same operations as in decoding: one grid for both.
+    steps = _divide(largest.copy_(scales), fmt.top_level)
+    torch.mul(source, steps.reciprocal_(), out=work)
+    if fmt.is_float:
+        return _round_to_float8(work, fmt, noise)
+    _round(work, noise)
+    return work if noise is None else work.clamp_(-fmt.top_level, fmt.top_level)
+
+
+def _round_to_float8(v: Tensor, fmt: BlockFormat, noise: Tensor | None) -> Tensor:
+    """Put ``v`` on the fp8 grid, in place."""
+    smallest_exponent, mantissa_bits, _ = _FLOAT8[fmt.kind]
+    v.clamp_(-fmt.top_level, fmt.top_level)
+    unit = v.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
+    unit.clamp_(min=2.0**smallest_exponent).mul_(2.0**-mantissa_bits)
+    if noise is None:
+        v.div_(unit).round_().mul_(unit)
+    else:
+        magnitude = _round(v.abs().div_(unit), noise).mul_(unit)
+        torch.copysign(magnitude.clamp_(max=fmt.top_level), v, out=v)
+    return v.add_(0.0)  # -0 becomes +0
+
+
+def _encode_asymmetric(
+    valid: Tensor,
+    source: Tensor,
+    scales: Tensor,
+    fmt: BlockFormat,
+    dtype: torch.dtype,
+    noise: Tensor | None,
+) -> Tensor:
+    """Fill ``scales`` from the ``valid`` columns, and return the codes of all columns in fp32."""
+    torch.amin(valid, 1, keepdim=True, out=scales[:, :1])
+    torch.amax(valid, 1, keepdim=True, out=scales[:, 1:])
+    scales.add_((scales - scales).sum(1, keepdim=True))  # 0, or NaN; and -0 + 0 is +0
+    grid = _AsymmetricGrid(scales, fmt)
+    k = (source * 0.5).sub_(grid.lo * 0.5).mul_(grid.step.reciprocal().mul_(2.0))
+    _round(k, noise).clamp_(0, fmt.top_index)
+    if noise is None and not fmt.has_rotation:
+        # To the neighbour that gives ``source`` back exactly, where ``k`` does not.
+        is_wrong = grid.values_of(k).to(dtype) != source
+        for neighbour in ((k + 1).clamp_(max=fmt.top_index), (k - 1).clamp_(min=0)):
+            is_exact = grid.values_of(neighbour).to(dtype) == source
+            k = torch.where(is_wrong & is_exact, neighbour, k)
+    return k.add_(1).masked_fill_(source == 0, 0)
+
+
+class _AsymmetricGrid:
+    """Values of asymmetric blocks, from the smallest element to the largest: ``[blocks, 1]``."""
+
+    def __init__(self, scales: Tensor, fmt: BlockFormat) -> None:
+        self._top_index = fmt.top_index
+        self.lo, self.hi = scales[:, :1], scales[:, 1:]
+        half_range = (self.hi * 0.5).sub_(self.lo * 0.5)
+        self.step = _divide(half_range, fmt.top_index / 2).clamp_(min=_SMALLEST_STEP)
+
+    def values_of(self, k: Tensor, out: Tensor | None = None) -> Tensor:
+        is_bottom, is_top = k == 0, k == self._top_index
+        values = torch.mul(k, self.step * 0.5, out=out).add_(self.lo * 0.5).mul_(2.0)
+        torch.where(is_bottom, self.lo, values, out=values)
+        return torch.where(is_top, self.hi, values, out=values)
+
+
+def _pack(levels: Tensor, codes: Tensor, fmt: BlockFormat) -> None:
+    """Write fp32 ``levels`` as ``codes``. Overwrites ``levels``."""
+    if fmt.is_float:
+        codes.copy_(levels.to(_FLOAT8[fmt.kind][2]).view(torch.int8))
+        return
+    if fmt.bits == 4:
+        half = fmt.block_size // 2
+        levels = levels[:, :half].add_(levels[:, half:], alpha=16)
+    if fmt.is_symmetric:
+        codes.copy_(levels)  # through int8: torch doesn't vectorize the conversion to uint8
+    else:
+        codes.view(torch.uint8).copy_(levels)
+
+
+def _unpack(codes: Tensor, out: Tensor, fmt: BlockFormat) -> None:
+    """Read ``codes`` into fp32 ``out``."""
+    half = fmt.block_size // 2
+    if fmt.is_float:
+        out.copy_(codes.view(_FLOAT8[fmt.kind][2]))
+    elif not fmt.is_symmetric:
+        unsigned = codes.view(torch.uint8)
+        if fmt.bits == 8:
+            out.copy_(unsigned)
+        else:
+            out[:, :half].copy_(unsigned.bitwise_and(15))
+            out[:, half:].copy_(unsigned.bitwise_right_shift(4))
+    elif fmt.bits == 4:
+        hi = codes.add(8).bitwise_right_shift_(4)
+        out[:, :half].copy_(codes.sub(hi, alpha=16))
+        out[:, half:].copy_(hi)
+    else:
+        out.copy_(codes)
+
+
+def in_groups(rows: Tensor) -> Tensor:
+    """View ``rows`` as [groups, rows of a group, bytes]."""
+    return rows if rows.dim() == 3 else rows.unsqueeze(0)
 
 
 BACKEND: Final = TorchBackend()

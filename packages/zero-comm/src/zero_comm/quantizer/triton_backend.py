@@ -15,8 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-from zero_comm.quantizer.block_codes import in_groups
 from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.quantizer.torch_backend import in_groups
 from zero_comm.quantizer.triton_tiles import decode_kernel, decode_sum_kernel, encode_kernel
 
 LARGEST_BLOCK_SIZE: Final = 1 << 15  # elements: 64 per thread of the largest program

@@ -127,13 +127,9 @@ def decode_kernel(
     values = _decode_tile(
         row_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION, WIDTH
     )
-    out_row = out_ptr + row * out_stride
     if DTYPE == "bf16":
-        _store_tile(
-            out_row, bfloat16_bits(values).to(tl.int16), numel, tile, BLOCK, BLOCKS, COLUMNS
-        )
-    else:
-        _store_tile(out_row, values, numel, tile, BLOCK, BLOCKS, COLUMNS)
+        values = bfloat16_bits(values).to(tl.int16)
+    _store_tile(out_ptr + row * out_stride, values, numel, tile, BLOCK, BLOCKS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["numel", "num_rows"])
@@ -251,10 +247,7 @@ def _decode_tile(
     else:
         lo = _load_bytes(scales_ptr + block * 8, is_block, 4).to(tl.float32, bitcast=True)
         hi = _load_bytes(scales_ptr + block * 8 + 4, is_block, 4).to(tl.float32, bitcast=True)
-        if IS_INT4:
-            codes = tl.where(is_second, byte >> 4, byte & 15)
-        else:
-            codes = byte
+        codes = tl.where(is_second, byte >> 4, byte & 15) if IS_INT4 else byte
         TOP_INDEX: tl.constexpr = 14 if IS_INT4 else 254
         values = asymmetric_values(codes, lo, hi, TOP_INDEX)
     if HAS_ROTATION:

@@ -28,14 +28,13 @@ class Scratch:
             outgrown = self._buffers.pop(key, None)
             if outgrown is not None and self._transport is not None:
                 self._outgrown_nbytes += outgrown.nbytes
-            buffer = self._buffers[key] = self._allocate(numel, dtype, device)
+            if self._transport is not None:
+                buffer = self._transport.zeros(numel, dtype, device)
+            else:
+                with torch.inference_mode(False):  # or training could not use it after evaluation
+                    buffer = torch.empty(numel, dtype=dtype, device=device)
+            self._buffers[key] = buffer
         return buffer[:numel]
-
-    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._transport is not None:
-            return self._transport.zeros(numel, dtype, device)
-        with torch.inference_mode(False):  # a buffer first used in evaluation serves training too
-            return torch.empty(numel, dtype=dtype, device=device)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -33,23 +34,23 @@ class DoneWork:
         """Return at once."""
 
 
+@dataclass(slots=True)
 class _SumWork:
     """Work of a reduction: the first ``wait`` sums the received rows into ``out``."""
 
-    def __init__(self, work: Work, out: Tensor, rows: Tensor) -> None:
-        self._work = work
-        self._out = out
-        self._rows: Tensor | None = rows
+    work: Work
+    out: Tensor
+    rows: Tensor | None
 
     def wait(self) -> None:
         """Wait for the bytes, then sum them in rank order."""
-        self._work.wait()
-        if (rows := self._rows) is not None:
+        self.work.wait()
+        if (rows := self.rows) is not None:
             total = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
             for row in rows[1:]:
                 total.add_(row)
-            self._out.copy_(total)
-            self._rows = None  # not before: a wait after one that failed must not return
+            self.out.copy_(total)
+            self.rows = None  # not before: a wait after one that failed must not return
 
 
 class TorchCollectives:
