@@ -24,8 +24,8 @@ from torch import Tensor
 
 WORLD_SIZE, PER_NODE, NUMEL, NUM_UNITS, NUM_STEPS = 4, 2, 301, 5, 6
 CPU = torch.device("cpu")
+# Scale of the weights. Weights of another version differ by about a seventh of the scale.
 LARGEST = 1e5 * NUM_STEPS + 1e5
-"""The scale of the weights. Those of another version are off by a seventh of it."""
 
 
 class _Job:

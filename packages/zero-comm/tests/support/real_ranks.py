@@ -23,11 +23,10 @@ from torch import Tensor
 from zero_comm import quantized_nbytes
 
 Outcomes = dict[str, Any]
+# A scenario gets the rank and the number of ranks, and returns tensors and builtins.
 Scenario = Callable[[int, int], Outcomes]
-"""A function of the rank and the number of ranks; returns tensors and builtins."""
-
+# Modules that the forkserver imports. It cannot import modules of this folder.
 PRELOADED = ["hypothesis", "pytest", "torch._dynamo", "torch.distributed.fsdp", "zero_comm"]
-"""Imports of the server that ranks are forked from. It does not find modules of this folder."""
 SHAPES = ((1, 1), (2, 2), (3, 1), (4, 2))  # ranks, ranks per node
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

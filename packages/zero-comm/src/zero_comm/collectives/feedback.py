@@ -17,8 +17,7 @@ from torch import Tensor
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.quantize import dequantize, quantize
 
-STORED = BlockFormat.make("int8")
-"""Format of kept errors."""
+STORED = BlockFormat.make("int8")  # format of the kept errors
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,7 @@ class _Hop:
     name: str
     transport: TransportCollectives
     packing: Packing
-    senders: Sequence[int]
-    """Ranks of the whole group, for error messages."""
+    senders: Sequence[int]  # ranks of the whole group, for error messages
 
 
 class TwoHopReduce:

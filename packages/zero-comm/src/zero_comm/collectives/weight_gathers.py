@@ -57,10 +57,9 @@ from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import TransportCollectives
 from zero_comm.transport.scratch import Scratch
 
+# Version of the kept values, None without any, and version of the gathered values.
 _Versions = tuple[int | None, int]
-"""Version of the values that are kept, None if there are none, and the one that is gathered."""
-_NONE: Final = -1
-"""Sent for a version where nothing is kept."""
+_NONE: Final = -1  # sent as the version of the kept values if there are none
 
 
 class Origin(TypedDict):
@@ -78,8 +77,8 @@ class Grid:
         self.num_groups = transport.world_size // size
         self.group_size = size
         self.group, position = divmod(rank, size)
+        # Ranks that have this rank's position in their groups.
         self.peers = [g * size + position for g in range(self.num_groups)]
-        """Ranks at this rank's position in every group."""
         self._inter_group = transport.subgroup(self.peers) if self.num_groups > 1 else None
         own_group = [self.group * size + i for i in range(size)]
         self._intra_group = transport.subgroup(own_group) if size > 1 else None
@@ -117,8 +116,7 @@ class WeightGather(ABC):
     is kept, ``scratch`` has buffers for what is sent and received.
     """
 
-    kept_kind: str
-    """Kind of the memory that is kept, as in `QuantizedCollectives.private_nbytes`."""
+    kept_kind: str  # key of the kept memory in `QuantizedCollectives.private_nbytes`
 
     def __init__(self, transport: TransportCollectives, grid: Grid, scratch: Scratch) -> None:
         self._transport = transport

@@ -18,14 +18,11 @@ from torch import Tensor
 
 from zero_comm.quantizer.backend import backend
 
-# Numbers that every backend has.
+# The native and the Triton kernels use the same constants.
 WORDS_PER_TURN: Final = 1024
-ODD: Final = -7046029254386353131
-"""The golden ratio's fraction in 64 bits: ``k * ODD | 1`` is the odd number of word k of a turn."""
-MIX: Final = -2960836687051489901
-"""0xd6e8feb86659fd93, of Degski's 64-bit mixer."""
-LOW_HALF: Final = 0xFFFFFFFF
-"""Makes a shift by 32 bits a logical one."""
+ODD: Final = -7046029254386353131  # golden ratio: ``k * ODD | 1`` is the factor of a turn's word k
+MIX: Final = -2960836687051489901  # 0xd6e8feb86659fd93, the multiplier of Degski's 64-bit mixer
+LOW_HALF: Final = 0xFFFFFFFF  # clears the sign bits after a right shift by 32
 _TURNS_AT_ONCE: Final = 256  # bounds the workspace to 2 MiB
 
 

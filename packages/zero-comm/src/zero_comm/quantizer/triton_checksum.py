@@ -11,8 +11,7 @@ from torch import Tensor
 from zero_comm.quantizer import checksum
 from zero_comm.quantizer.triton_backend import on_device
 
-TURNS: Final = 4
-"""Turns that a program sums up."""
+TURNS: Final = 4  # turns that one program sums
 WORDS = tl.constexpr(checksum.WORDS_PER_TURN)
 ODD = tl.constexpr(checksum.ODD)
 MIX = tl.constexpr(checksum.MIX)
