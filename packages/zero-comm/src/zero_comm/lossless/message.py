@@ -1,20 +1,20 @@
-"""Messages of losslessly coded weights and gradients, checked before their bytes are used.
+"""Messages of losslessly coded weights and gradients, which the receiver checks before use.
 
 [Note: the sealed message]
-A header of 48 bytes, in native byte order, and then a buffer of [Note: the block frame], padded
-with zeros to a multiple of 16 bytes::
+A header of 48 bytes in native byte order precedes a buffer of [Note: the block frame]. Zeros pad
+the buffer to a multiple of 16 bytes. The header has these fields (offset, bytes, contents)::
 
     0   2  ZD for differences, ZV for values
     2   1  version of this layout: 1
     3   1  bytes of an element
     4   4  elements of a block
-    8   8  elements
-    16  16 the versions that differences lead from and to; zeros for values
+    8   8  number of elements
+    16  16 old and new version of the weights; zeros for values
     32  8  bytes of the buffer
     40  8  checksum of the padded buffer (`zero_comm.quantizer.checksum`)
 
-A receiver of differences would not notice damage later, and checksums of short messages take little
-time.
+Every message has a checksum, because a damaged difference would corrupt all later weights
+unnoticed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FIXED: Final = "=2sBBIqqq"
 _LENGTHS: Final = "=qq"
 _LENGTHS_AT: Final = struct.calcsize(_FIXED)
 _LETTERS: Final = {"differences": b"ZD", "values": b"ZV"}
-# What is sent, whose it may be instead, what ranks may differ in, and what the bytes are not.
+# Words of an error message: the contents, a wrong origin, what ranks must share, the expectation.
 _WORDS: Final = {
     "differences": ("differences", "of other weights", "versions", "differences"),
     "values": ("gradients", "of another unit", "model", "coded values"),
@@ -51,19 +51,19 @@ _WORDS: Final = {
 
 
 def message_nbytes(buffer_nbytes: int) -> int:
-    """Return the bytes of a message with a buffer of so many, a multiple of 16."""
+    """Return the bytes of a message with a buffer of ``buffer_nbytes``, a multiple of 16."""
     return HEADER_NBYTES + -(-buffer_nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def max_message_nbytes(numel: int, itemsize: int) -> int:
-    """Return the most bytes that a message of ``numel`` elements may have."""
+    """Return the largest possible size in bytes of a message of ``numel`` elements."""
     return message_nbytes(max_buffer_nbytes(numel, itemsize))
 
 
 def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
-    """Whether ``numel`` elements may be sent as a message: it is never 1.02 times as long as they.
+    """Whether ``numel`` elements should be sent as a message, which may be up to 2% longer.
 
-    Less than 4 KiB would wait longer for a message's length.
+    Below 4 KiB the exchange of message lengths would take longer than the message saves.
     """
     return dtype.itemsize in ITEMSIZES and numel * dtype.itemsize >= _SHORTEST_NBYTES
 
@@ -71,10 +71,11 @@ def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
 def pack(
     coding: Coding, *operands: Tensor, message: Tensor, versions: tuple[int, int] = (0, 0)
 ) -> int:
-    """Write a message and return its bytes, a multiple of 16. On an accelerator the host waits.
+    """Write a message and return its bytes, a multiple of 16. The host waits for an accelerator.
 
-    ``operands`` are those of `zero_comm.lossless.codec.Codec.encode`. ``message`` is uint8,
-    `max_message_nbytes` long, at a multiple of 16 bytes, undefined past the result.
+    ``operands`` are those of `zero_comm.lossless.codec.Codec.encode`. ``message`` is uint8, has
+    `max_message_nbytes` bytes and starts at a multiple of 16 bytes. Its contents after the result
+    are undefined.
     """
     values = operands[-1]
     codec = find_codec(coding, values.device)
@@ -95,11 +96,11 @@ def unpack(
     sender: int,
     versions: tuple[int, int] = (0, 0),
 ) -> None:
-    """Change flat ``values`` from the first version to the second, or fill them.
+    """Decode a message into flat ``values``, which hold the old version of a difference.
 
-    ``message`` may be longer than the message, at a multiple of 16 bytes. CorruptMessageError says
-    that it is damaged or of other elements or versions. ``values`` have changed then only if the
-    bytes are wrong in spite of their checksum.
+    ``message`` starts at a multiple of 16 bytes and may have extra bytes at its end. Raises
+    CorruptMessageError if the message is damaged or belongs to other elements or versions.
+    ``values`` are unchanged then, unless wrong bytes have the right checksum.
     """
     name, others, differing, meaning = _WORDS[coding]
     try:
@@ -116,7 +117,7 @@ def unpack(
 def _checked_buffer(
     coding: Coding, message: Tensor, values: Tensor, versions: tuple[int, int]
 ) -> Tensor:
-    """Return the buffer of a message for ``values``, after all checks."""
+    """Return the buffer inside a message after all checks of its header and checksum."""
     header = bytes(message[:HEADER_NBYTES].tolist())
     if len(header) < HEADER_NBYTES:
         raise CorruptMessageError(f"it has {len(header)} bytes")
@@ -144,20 +145,20 @@ def _fixed_part(coding: Coding, values: Tensor, versions: tuple[int, int]) -> by
 
 
 class GradientMessages:
-    """Packs what a reduction sends: a `zero_comm.transport.protocol.SliceCodec`."""
+    """Codec for the gradient slices that a reduction sends: `transport.protocol.SliceCodec`."""
 
     def serves(self, dtype: torch.dtype, numel: int) -> bool:
         """Whether slices of ``numel`` elements are coded."""
         return is_worthwhile(dtype, numel)
 
     def max_nbytes(self, dtype: torch.dtype, numel: int) -> int:
-        """Return the most bytes that a message of ``numel`` elements may have."""
+        """Return the largest possible size in bytes of a message of ``numel`` elements."""
         return max_message_nbytes(numel, dtype.itemsize)
 
     def pack(self, values: Tensor, message: Tensor) -> int:
-        """Write the message of ``values``, flat and contiguous, and return its bytes.
+        """Write the message of flat, contiguous ``values`` and return its bytes, a multiple of 16.
 
-        On an accelerator the host waits for the length, a multiple of 16.
+        On an accelerator the host waits for the length.
         """
         return pack("values", values, message=message)
 

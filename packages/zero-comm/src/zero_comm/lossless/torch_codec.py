@@ -1,7 +1,7 @@
-"""Lossless codecs in plain torch operations, on every device: the definition of others' results.
+"""Lossless codecs in plain torch operations for every device. Other codecs must match their bytes.
 
-See the notes of `zero_comm.lossless.block_frame`. A **ragged** list has n[r] integers for row r,
-one row after another; ``rows`` names the row of each.
+The notes of `zero_comm.lossless.block_frame` define the bytes. A **ragged list** concatenates the
+n[r] integers of every row r. A tensor ``rows`` holds the row of each integer.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from zero_comm.lossless.block_frame import (
     num_starts,
 )
 
-_CHUNK_BLOCKS: Final = 4096  # bounds the workspace: integers of 64 bits
-_IMPOSSIBLE: Final = 1 << 20  # bytes
+_CHUNK_BLOCKS: Final = 4096  # bounds the int64 workspace to a few 8 MiB tensors
+_IMPOSSIBLE: Final = 1 << 20  # bytes: more than any mode takes
 INTEGERS: Final = {2: torch.int16, 4: torch.int32}
 
 
 class _NotBlocksError(ValueError):
-    """Bytes are not those of blocks."""
+    """No encoder can have written these bytes."""
 
 
 def _require(holds: Tensor) -> None:
-    """Raise `_NotBlocksError` unless all of ``holds`` are true."""
+    """Raise `_NotBlocksError` unless all elements of ``holds`` are true."""
     if not bool(holds.all()):
         raise _NotBlocksError
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Mode, bytes, begin in the codes, and elements of some blocks: int64, a number per block."""
+    """Mode, bytes, offset in the codes, and number of elements of each block: int64, 1-D."""
 
     mode: Tensor
     nbytes: Tensor
@@ -59,10 +59,10 @@ class _Blocks:
 
 
 class TorchCodec(ABC):
-    """`zero_comm.lossless.codec.Codec` in torch operations.
+    """`zero_comm.lossless.codec.Codec` in torch operations. Subclasses implement one coding.
 
-    Bits of elements are int64, [blocks, 256], and not negative. Codes are written as int64, a
-    byte each, and read as uint8.
+    Bits of elements are non-negative int64, [blocks, 256]. An encoder writes codes as int64, one
+    byte each. A decoder reads uint8.
     """
 
     name = "torch"
@@ -71,18 +71,18 @@ class TorchCodec(ABC):
     def _measure(
         self, bits: list[Tensor], present: Tensor, itemsize: int
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-        """Return what is coded, whether each block is empty, and its bytes in every further mode.
+        """Return the integers to code, whether each block is empty, and its bytes per mode above 1.
 
         A mode that a block cannot have takes ``_IMPOSSIBLE`` bytes.
         """
 
     @abstractmethod
     def _write(self, out: Tensor, coded: Tensor, blocks: _Blocks) -> None:
-        """Write the blocks of further modes into ``out``, which holds zeros there."""
+        """Write the blocks of modes above 1 into ``out``, which holds zeros there."""
 
     @abstractmethod
     def _read(self, codes: Tensor, old: Tensor, blocks: _Blocks) -> Tensor:
-        """Return the new bits of all but raw blocks. ``old`` are the elements so far."""
+        """Return the new bits of all blocks except raw ones. ``old`` holds the old elements."""
 
     def encode(self, *operands: Tensor, out: Tensor, num_threads: int | None = None) -> Tensor:
         numel, end = operands[0].numel(), descriptors_nbytes(operands[0].numel())
@@ -96,12 +96,12 @@ class TorchCodec(ABC):
         return torch.tensor(end, device=out.device)
 
     def _encode_chunk(self, operands: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the descriptors (int16) and the codes (uint8) of some blocks."""
+        """Return the descriptors (int16) and the codes (uint8) of a chunk of blocks."""
         new, numel, itemsize = operands[-1], operands[-1].numel(), operands[-1].element_size()
         bits = [_bits(x) for x in operands]
         present = _present_in(len(bits[0]), new)
         coded, is_empty, candidates = self._measure(bits, present, itemsize)
-        # The mode in the lowest bits: of the fewest bytes the lowest.
+        # The mode is in the lowest 4 bits, so the minimum prefers the lowest mode of equal size.
         best = present * itemsize * 16 + RAW
         for further_mode, found in candidates.items():
             best = torch.minimum(best, found * 16 + further_mode)
@@ -152,7 +152,7 @@ class TorchCodec(ABC):
         _require((mode != RAW) | (nbytes == present * itemsize))
         blocks = _Blocks(mode, nbytes, offsets, present, itemsize)
         new = self._read(codes, values, blocks).flatten()[: values.numel()]
-        # Through 64 bits: a narrower integer would refuse the upper half of the patterns.
+        # Bits above the largest signed integer become negative, or the conversion would overflow.
         signed = new - ((new >> (8 * itemsize - 1)) << 8 * itemsize)
         values.view(INTEGERS[itemsize]).copy_(signed)
         raw = torch.nonzero(mode == RAW)[:, 0]
@@ -162,14 +162,14 @@ class TorchCodec(ABC):
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Return the bits of elements, zeros for absent ones of the last block."""
+    """Return the bits of elements as [blocks, 256], with zeros for absent elements."""
     itemsize = values.element_size()
     bits = values.view(INTEGERS[itemsize]).to(torch.int64) & ((1 << 8 * itemsize) - 1)
     return torch.nn.functional.pad(bits, (0, -len(bits) % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
 
 
 def _present_in(num: int, values: Tensor) -> Tensor:
-    """Return how many elements of each block there are."""
+    """Return the number of existing elements of each of ``num`` blocks."""
     first = torch.arange(num, device=values.device) * BLOCK_NUMEL
     return (values.numel() - first).clamp(max=BLOCK_NUMEL)
 
@@ -183,7 +183,7 @@ def _ragged(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TorchDifferences(TorchCodec):
-    """Codes ``z`` of the elements."""
+    """Codec of [Note: the difference buffer]. The coded integers are ``z``."""
 
     def _measure(
         self, bits: list[Tensor], present: Tensor, itemsize: int
@@ -244,7 +244,7 @@ class TorchDifferences(TorchCodec):
 
 
 def _ordered(bits: Tensor, itemsize: int) -> Tensor:
-    """Return ordered integers. The same maps them back, with the meaning of the top bit turned."""
+    """Return the ordered integers of [Note: the difference buffer]."""
     top, mask = 1 << (8 * itemsize - 1), (1 << 8 * itemsize) - 1
     return torch.where(bits >= top, mask - bits, bits + top)
 
@@ -259,9 +259,9 @@ def _level_nbytes(numel: Tensor, width: int) -> Tensor:
 
 
 def _levels_nbytes(values: Tensor, counts: Tensor, width: int, bits: int) -> Tensor:
-    """Return the bytes of the levels of those of ``values``, [blocks, 256], that count.
+    """Return the bytes of the levels of each block's non-negative ``values``, [blocks, 256].
 
-    Those that do not count are negative.
+    ``counts`` is the number of non-negative values per block. Negative values are not stored.
     """
     nbytes, bound = _level_nbytes(counts, width), 0
     while width < bits:
@@ -271,18 +271,18 @@ def _levels_nbytes(values: Tensor, counts: Tensor, width: int, bits: int) -> Ten
 
 
 def _changed(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the row, the position and ``z - 1`` of what is not zero, as ragged lists."""
+    """Return the row, the position and ``z - 1`` of every nonzero ``z``, as ragged lists."""
     rows, at = torch.nonzero(z, as_tuple=True)
     return rows, at, z[rows, at] - 1
 
 
 def _code_places(places: Tensor, q: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield byte, shift within it, and the first bit there, of each part of codes of ``width``.
+    """Yield byte offset, shift within the byte, and lowest bit of each byte-sized part of codes.
 
-    ``places`` are numbers of codes within their row, ``q`` the bytes of the row's level, for each.
+    ``places`` holds the number of each code within its row, ``q`` the bytes of its row's level.
     """
     if width < 8:
-        part = (places >= q).long()  # a sum of comparisons: faster than a division
+        part = (places >= q).long()  # comparisons are faster than a division by q
         for number in range(2, 8 // width):
             part += places >= number * q
         yield places - part * q, part * width, 0
@@ -294,7 +294,7 @@ def _code_places(places: Tensor, q: Tensor, width: int) -> Iterator[tuple[Tensor
 def _write_levels(
     out: Tensor, offsets: Tensor, rows: Tensor, values: Tensor, width: int, itemsize: int
 ) -> None:
-    """Write the levels of a ragged list. Those of row r begin at byte ``offsets[r]``."""
+    """Write the levels of a ragged list. Those of row r start at byte ``offsets[r]``."""
     while len(rows):
         counts = torch.bincount(rows, minlength=len(offsets))
         largest = (1 << width) - 1
@@ -310,7 +310,6 @@ def _write_levels(
 
 
 def _read_dense(codes: Tensor, begin: Tensor, end: Tensor, width: int, itemsize: int) -> Tensor:
-    """Return ``z`` of dense blocks."""
     counts = torch.full_like(begin, BLOCK_NUMEL)
     return _read_levels(codes, begin, end, counts, width, itemsize).view(-1, BLOCK_NUMEL)
 
@@ -337,7 +336,7 @@ def _read_list(codes: Tensor, begin: Tensor, end: Tensor, width: int, itemsize: 
 def _spread(
     codes: Tensor, bitmap: Tensor, offsets: Tensor, end: Tensor, width: int, itemsize: int
 ) -> Tensor:
-    """Return ``z`` where ``bitmap``, [blocks, 256], is set: one more than the levels there hold."""
+    """Return ``z`` of blocks whose nonzero elements ``bitmap``, [blocks, 256], marks."""
     counts = bitmap.sum(1)
     _require(counts > 0)
     z = torch.zeros_like(bitmap)
@@ -348,7 +347,7 @@ def _spread(
 def _read_levels(
     codes: Tensor, offsets: Tensor, ends: Tensor, counts: Tensor, width: int, itemsize: int
 ) -> Tensor:
-    """Return the integers of a ragged list with levels at bytes ``offsets`` to ``ends``."""
+    """Return the integers of a ragged list whose levels fill bytes ``offsets`` to ``ends``."""
     q = _level_nbytes(counts, width)
     _require(offsets + q <= ends)
     rows, places = _ragged(counts)
@@ -371,7 +370,10 @@ def _read_levels(
 
 
 class TorchValues(TorchCodec):
-    """Codes the rotated bits, split into bytes: [blocks, itemsize, 256]."""
+    """Codec of [Note: the value buffer].
+
+    The coded integers are the bytes of the rotated bits, lowest first: [blocks, itemsize, 256].
+    """
 
     def _measure(
         self, bits: list[Tensor], present: Tensor, itemsize: int

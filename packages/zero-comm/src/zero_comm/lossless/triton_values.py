@@ -1,7 +1,7 @@
-"""Triton kernels of coded values, each of which handles one tile of consecutive blocks.
+"""Triton kernels for [Note: the value buffer] in `block_frame`. A program codes one tile.
 
-[Note: the value buffer] in `block_frame` has the modes and bytes, `triton_frame` what both codings
-have. Blocks of a tile have widths of their own: every plane is a step that all take, masked.
+`triton_frame` has the functions that the kernels share with `triton_differences`. Blocks of one
+tile may have different widths, so the whole tile loops over all planes with a mask.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
@@ -20,13 +20,13 @@ def choose_kernel(
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Store the descriptors of a tile, int16."""
+    """Store the int16 descriptors of a tile's blocks."""
     block, present = frame.blocks_of_tile(numel, BLOCKS)
     bits = frame.load_tile(values_ptr, numel, BITS, BLOCKS)
     top = _rotated(bits, BITS) >> (BITS - 8)
     code = tl.max(top, 1)[:, None] - top
     is_whole = present == BLOCK
-    # The mode in the lowest bits: of the fewest bytes the lowest.
+    # The mode is in the lowest 4 bits, so the minimum prefers the lowest mode of equal size.
     best = present * (BITS // 8) * 16 + RAW
     of_one = is_whole & (tl.max(code, 1) == 0)
     best = tl.where(of_one, tl.minimum(best, _fixed_nbytes(0, BITS) * 16 + CODED), best)
@@ -49,7 +49,7 @@ def encode_kernel(
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Write the codes of a tile. ``ends``, int64, are those of the blocks in ``codes``."""
+    """Write the codes of a tile. ``ends``, int64, is the end of each block in ``codes``."""
     block, present = frame.blocks_of_tile(numel, BLOCKS)
     mode, nbytes, end = frame.place_of(descriptors_ptr, ends_ptr, block, present)
     lane = tl.arange(0, BLOCK)[None, :]
@@ -96,8 +96,9 @@ def decode_kernel(
 ) -> None:
     """Fill the elements of a tile.
 
-    A block that no encoder wrote stays as it was and sets ``is_bad``, int32; so do all of them if
-    they don't have ``codes_nbytes`` together. A block reads its own bytes alone, whatever they are.
+    A block that no encoder can have written is left unchanged and sets ``is_bad``, int32. All
+    blocks count as such if their total size is not ``codes_nbytes``. A block reads only its own
+    bytes, even if they are damaged.
     """
     block, present = frame.blocks_of_tile(numel, BLOCKS)
     mode, nbytes, end = frame.place_of(descriptors_ptr, ends_ptr, block, present)
@@ -143,7 +144,7 @@ def decode_kernel(
 
 @triton.jit
 def _rotated(bits: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return the bits rotated left by one, with the sign last."""
+    """Return the bits rotated left by one, with the sign in the lowest bit."""
     return ((bits << 1) | (bits >> (BITS - 1))) & ((1 << BITS) - 1)
 
 
@@ -159,5 +160,4 @@ def _coded_nbytes(width: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _largest(width: tl.tensor) -> tl.tensor:
-    """Return the largest code of each width."""
     return (1 << tl.minimum(tl.maximum(width, 0), MAX_WIDTH)) - 1

@@ -1,10 +1,10 @@
-"""A checksum of bytes that runs on the device that holds them.
+"""Checksum of bytes, computed on the device that holds them.
 
-It is a sum of mixed 64-bit words modulo 2**64, each times two odd numbers that depend on its place:
-one of 1,024 in turn, and ``2 k + 1`` in the k-th turn. A word is mixed without loss (shift,
-multiply, shift) before, so that a change of its highest bits reaches all of the sum's: the signs of
-a column of weights would cancel otherwise. Every single changed word is detected, and several with
-a probability of 1 - 2**-64, unless someone looks for ones that cancel.
+The checksum is the sum modulo 2**64 of mixed 64-bit words, each multiplied by two odd numbers.
+Words are grouped into turns of 1,024. One factor depends on the word's position in its turn, the
+other is ``2 k + 1`` in turn k. Mixing (shift, multiply, shift) is invertible and spreads a word's
+highest bits. Without mixing, sign changes of a whole column of weights would cancel. A single
+changed word is always detected, and several accidental changes with probability 1 - 2**-64.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _TURNS_AT_ONCE: Final = 256  # bounds the workspace to 2 MiB
 
 
 def checksums(rows: Tensor) -> Tensor:
-    """Return the checksum of each row of bytes: int64, on their device.
+    """Return the checksum of each row of bytes: int64, on the device of ``rows``.
 
-    Rows are contiguous, at multiples of 8 bytes, and a multiple of 8 long.
+    Each row is contiguous, at a multiple of 8 bytes, and a multiple of 8 bytes long.
     """
     words = rows.view(torch.int64)
     name, odd = backend(words.device), _odd_numbers(words.device)
-    groups = words[(None,) * (3 - words.dim())]  # kernels take one row, or a matrix of rows
+    groups = words[(None,) * (3 - words.dim())]  # [groups, rows, words]
     if name == "native":
         native = import_module("zero_comm.quantizer.native_backend")
         sums = [native.sum_words(row, odd) for group in groups for row in group]
@@ -53,12 +53,12 @@ def checksums(rows: Tensor) -> Tensor:
 
 
 def checksum_of(values: Tensor) -> Tensor:
-    """Return the checksum of the bytes of any values, zero-padded to a multiple of 8 bytes.
+    """Return the checksum of the bytes of ``values``: an int64 scalar on their device.
 
-    The values are 1-D, contiguous, at any address. The checksum is int64, 0-dim, on their device.
+    ``values`` are 1-D and contiguous, at any address. Zeros pad their bytes to a multiple of 8.
     """
     whole = values.view(torch.uint8)
-    # torch views words only at an offset of whole words, even where there are none.
+    # torch refuses an int64 view at a storage offset that is not a multiple of 8, even if empty.
     if whole.numel() % 8 or whole.data_ptr() % 8 or whole.storage_offset() % 8:
         padded = torch.zeros(-(-whole.numel() // 8) * 8, dtype=torch.uint8, device=values.device)
         padded[: whole.numel()] = whole
@@ -73,6 +73,6 @@ def _mixed(words: Tensor) -> Tensor:
 
 @cache
 def _odd_numbers(device: torch.device) -> Tensor:
-    # Made on the host, and copied while it waits: any stream may read them.
+    # The copy from the host blocks, so the result is safe on every stream.
     count = torch.arange(WORDS_PER_TURN, dtype=torch.int64, device="cpu")
     return ((count * ODD) | 1).to(device)

@@ -1,9 +1,9 @@
-"""Backend in plain torch operations, which runs on every device and defines the others' results.
+"""Quantizer backend in plain torch operations, which defines the results of all backends.
 
 [Note: chunks]
-On a CPU the work is bound by memory, so each pass over a chunk must find it in cache: every
-operation runs on one chunk of blocks before the next chunk is read, in a workspace that is
-allocated once per row. On other devices chunks bound the size of the workspace.
+On a CPU, memory bandwidth limits the speed. All operations therefore run on one chunk of blocks,
+which fits in the cache, before the next chunk is read. The workspace of a chunk is allocated once
+per row. On other devices chunks limit the size of the workspace.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from torch import Tensor
 
 from zero_comm.quantizer.block_format import ROTATION_SIZE, BlockFormat, seed_of_group
 
-# 1 MiB of fp32: the best of 2**14 to 2**19 when measured; below it, the cost of a call shows.
+# 1 MiB of fp32, the fastest of 2**14 to 2**19 when measured. Call overhead dominates below.
 _CPU_CHUNK_NUMEL: Final = 1 << 18
-_DEVICE_CHUNK_NUMEL: Final = 1 << 25  # bounds the workspace to 128 MiB
-_SEED_STEP: Final = 0x9E3779B9  # between the seeds of two rows
-# Maxima are kept above zero, so that a block of zeros needs no special case, and far enough from
-# the ends that no step or reciprocal is subnormal.
+_DEVICE_CHUNK_NUMEL: Final = 1 << 25  # limits the workspace to 128 MiB
+_SEED_STEP: Final = 0x9E3779B9  # difference between the seeds of consecutive rows
+# With these lower limits no step is zero, and no step or reciprocal is subnormal.
 _SMALLEST_MAX: Final = 2.0**-100
 _SMALLEST_STEP: Final = 2.0**-107
 _BFLOAT16_MAX: Final = torch.finfo(torch.bfloat16).max
-# The largest bfloat16 that float16 can hold: 65504 would round up to Inf.
+# Largest bfloat16 that float16 can hold. bfloat16 rounds 65504, the largest float16, up.
 _FLOAT16_MAX: Final = 65280.0
-# Smallest normal exponent and mantissa bits of the fp8 types.
+# Smallest normal exponent, mantissa bits and dtype of the fp8 kinds.
 _FLOAT8: Final = {"e4m3": (-6, 3, torch.float8_e4m3fn), "e5m2": (-14, 2, torch.float8_e5m2)}
 _EXPONENT_BITS: Final = 0x7F800000
 
@@ -58,7 +57,7 @@ class TorchBackend:
 
 
 def _sum_rows(rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-    """Fill 1-D ``out`` with the sum of ``rows``, chunk by chunk."""
+    """Fill 1-D ``out`` with the sum of the dequantized ``rows``, chunk by chunk."""
     scales = [read_scales(row, out.numel(), fmt) for row in rows]
     for chunk in _chunks(out.numel(), fmt, out.device):
         for index, row in enumerate(rows):
@@ -66,7 +65,7 @@ def _sum_rows(rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
 
 
 def _encode_row(x: Tensor, row: Tensor, fmt: BlockFormat, seed: int | None) -> Tensor:
-    """Quantize 1-D ``x``. Returns a bool tensor on its device: whether it has NaN or Inf."""
+    """Quantize 1-D ``x`` into ``row``. Return a bool tensor: whether ``x`` has NaN or Inf."""
     numel = x.numel()
     codes = _codes_of(row, numel, fmt)
     dtype = torch.bfloat16 if fmt.is_symmetric else torch.float32
@@ -77,14 +76,14 @@ def _encode_row(x: Tensor, row: Tensor, fmt: BlockFormat, seed: int | None) -> T
     for blocks in _chunks(numel, fmt, x.device):
         start, stop = blocks.start * fmt.block_size, blocks.stop * fmt.block_size
         values = x[start:stop]
-        if values.numel() % fmt.block_size:  # the last block, which is a chunk of its own
+        if values.numel() % fmt.block_size:  # only a chunk with just the last block
             values = torch.nn.functional.pad(values, (0, -values.numel() % fmt.block_size))
         values = values.view(-1, fmt.block_size)
         if work is None or len(work) < len(values):
             work = torch.empty(values.shape, dtype=torch.float32, device=x.device)
         space = work[: len(values)]
         _encode_blocks(
-            # 16-bit and fp64 input becomes fp32 once, and not in each of several passes.
+            # Other dtypes are converted to fp32 once, instead of in each of several passes.
             values if values.dtype == torch.float32 else space.copy_(values),
             codes[blocks],
             scales[blocks],
@@ -95,7 +94,7 @@ def _encode_row(x: Tensor, row: Tensor, fmt: BlockFormat, seed: int | None) -> T
             noise=None if seed is None else _uniform(seed, start, values.shape, x.device),
         )
     is_bad = scales.isnan()
-    scales.masked_fill_(is_bad, float("nan"))  # one bit pattern, whatever the device made
+    scales.masked_fill_(is_bad, float("nan"))  # devices differ in NaN bits
     start, stop = fmt.codes_nbytes(numel), fmt.used_nbytes(numel)
     row[start:stop].copy_(scales.view(torch.uint8).view(-1))
     row[stop:].zero_()
@@ -105,13 +104,13 @@ def _encode_row(x: Tensor, row: Tensor, fmt: BlockFormat, seed: int | None) -> T
 def _decode_chunk(
     row: Tensor, scales: Tensor, blocks: slice, out: Tensor, fmt: BlockFormat, *, is_added: bool
 ) -> None:
-    """Write the values of ``blocks`` to their part of ``out``, or add them to it."""
+    """Write the values of ``blocks`` to their part of ``out``, or add them if ``is_added``."""
     codes = _codes_of(row, out.numel(), fmt)[blocks]
     target = out[blocks.start * fmt.block_size : blocks.stop * fmt.block_size]
     shape = (len(codes), fmt.block_size)
     is_whole = target.numel() % fmt.block_size == 0
     if is_whole and out.dtype == torch.float32 and not is_added:
-        _decode_blocks(codes, scales[blocks], target.view(shape), fmt)  # the output is workspace
+        _decode_blocks(codes, scales[blocks], target.view(shape), fmt)  # needs no workspace
         return
     work = torch.empty(shape, dtype=torch.float32, device=out.device)
     _decode_blocks(codes, scales[blocks], work, fmt)
@@ -123,7 +122,7 @@ def _decode_chunk(
 
 
 def _chunks(numel: int, fmt: BlockFormat, device: torch.device) -> Iterator[slice]:
-    """Split blocks into slices, with a padded last block on its own. See [Note: chunks]."""
+    """Yield slices of blocks, with an incomplete last block alone. See [Note: chunks]."""
     chunk_numel = _CPU_CHUNK_NUMEL if device.type == "cpu" else _DEVICE_CHUNK_NUMEL
     length = max(1, chunk_numel // fmt.block_size)
     num_whole = numel // fmt.block_size
@@ -134,14 +133,14 @@ def _chunks(numel: int, fmt: BlockFormat, device: torch.device) -> Iterator[slic
 
 
 def _codes_of(row: Tensor, numel: int, fmt: BlockFormat) -> Tensor:
-    """View the codes of a quantized row as int8, one row per block."""
+    """View the codes of a quantized row as int8, [blocks, bytes per block]."""
     codes = row[: fmt.codes_nbytes(numel)].view(torch.int8)
     return codes.view(fmt.num_blocks(numel), fmt.block_nbytes)
 
 
 def read_scales(row: Tensor, numel: int, fmt: BlockFormat) -> Tensor:
-    """Copy the scales of a quantized row: one bf16 per block, or two fp32."""
-    # Copied: a view as a wider type wants an aligned offset from the storage's start.
+    """Copy the scales of a quantized row: [blocks, 1] of bf16, or [blocks, 2] of fp32."""
+    # A clone, because torch refuses a wider view at an unaligned storage offset.
     data = row[fmt.codes_nbytes(numel) : fmt.used_nbytes(numel)].clone()
     if fmt.is_symmetric:
         return data.view(torch.bfloat16).view(-1, 1)
@@ -159,17 +158,18 @@ def _encode_blocks(
     num_valid: int,
     noise: Tensor | None,
 ) -> None:
-    """Encode whole blocks.
+    """Encode whole blocks. All matrices have one row per block.
 
     Args:
-        source: fp32 blocks, changed by a rotation; may be ``work``.
-        codes: receives the codes; int8, ``block_nbytes`` columns.
-        scales: receives the scales; bf16 with one column, or fp32 with two (asymmetric).
-        work: fp32, overwritten, shaped like ``source``.
+        source: fp32 elements, overwritten by a rotation. May be ``work``.
+        codes: output, int8, ``block_nbytes`` columns.
+        scales: output, bf16 with one column, or fp32 with two columns (asymmetric).
+        work: fp32 workspace of the shape of ``source``.
         fmt: the format.
-        dtype: what the tensor's elements were before they became fp32.
-        num_valid: columns that aren't padding.
-        noise: ``u`` of stochastic rounding, shaped like ``source``; None to round to the nearest.
+        dtype: dtype of the tensor before the conversion to fp32.
+        num_valid: number of columns without padding.
+        noise: ``u`` of [Note: stochastic rounding], shaped like ``source``. None rounds to the
+            nearest.
     """
     if fmt.has_rotation:
         source = _rotate(work if source is work else work.copy_(source))
@@ -179,14 +179,14 @@ def _encode_blocks(
     else:
         levels = _encode_asymmetric(source[:, :num_valid], source, scales, fmt, dtype, noise)
     is_bad = scales[:, :1].isnan()
-    # On a CPU the pass is skipped where no block needs it. Elsewhere asking would synchronize.
+    # On other devices than a CPU, any() would synchronize with the host.
     if levels.device.type != "cpu" or bool(is_bad.any()):
         levels.masked_fill_(is_bad, 0)
     _pack(levels, codes, fmt)
 
 
 def _decode_blocks(codes: Tensor, scales: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-    """Decode whole blocks into contiguous fp32 ``out``. Arguments are those of `_encode_blocks`."""
+    """Decode whole blocks into contiguous fp32 ``out``, with arguments as in `_encode_blocks`."""
     _unpack(codes, out, fmt)
     if fmt.is_symmetric:
         out.mul_(_divide(scales.to(torch.float32), fmt.top_level))
@@ -194,13 +194,13 @@ def _decode_blocks(codes: Tensor, scales: Tensor, out: Tensor, fmt: BlockFormat)
         grid = _AsymmetricGrid(scales, fmt)
         is_zero = out == 0
         grid.values_of(out.sub_(1), out=out)
-        torch.where(is_zero, grid.lo - grid.lo, out, out=out)  # zero, or NaN
+        torch.where(is_zero, grid.lo - grid.lo, out, out=out)  # zero, or NaN in a non-finite block
     if fmt.has_rotation:
         _rotate(out)
 
 
 def _rotate(x: Tensor) -> Tensor:
-    """Multiply contiguous groups of 64 by the Hadamard matrix, in place. See [Note: rotation]."""
+    """Rotate contiguous groups of 64 elements in place. See [Note: rotation]."""
     x.mul_(0.125)
     source, target = x, torch.empty_like(x)
     h = 1
@@ -216,7 +216,7 @@ def _rotate(x: Tensor) -> Tensor:
 
 
 def _uniform(seed: int, start: int, shape: torch.Size, device: torch.device) -> Tensor:
-    """Return fp32 ``u`` of [Note: stochastic rounding] for elements from ``start`` on."""
+    """Return fp32 ``u`` of [Note: stochastic rounding] for elements from index ``start``."""
     index = torch.arange(start, start + shape.numel(), dtype=torch.int64, device=device)
     mixed = _mix(torch.tensor([seed], dtype=torch.int64, device=device))
     index = _mix(index.add_(mixed).bitwise_and_(0xFFFFFFFF))
@@ -224,7 +224,7 @@ def _uniform(seed: int, start: int, shape: torch.Size, device: torch.device) -> 
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Compute lowbias32 of int64 numbers below 2**32, in place."""
+    """Compute ``mix`` of [Note: stochastic rounding] of int64 numbers below 2**32, in place."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x.bitwise_xor_(x >> shift).mul_(factor).bitwise_and_(0xFFFFFFFF)
     return x.bitwise_xor_(x >> 16)
@@ -235,8 +235,7 @@ def _round(x: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def _divide(x: Tensor, divisor: float) -> Tensor:
-    """Divide in place."""
-    # By a tensor: CUDA multiplies by the rounded reciprocal of a number.
+    # The divisor is a tensor because CUDA multiplies by the reciprocal of a Python number.
     return x.div_(torch.full((), divisor, dtype=x.dtype, device=x.device))
 
 
@@ -249,14 +248,14 @@ def _encode_symmetric(
     noise: Tensor | None,
 ) -> Tensor:
     """Fill ``scales``, and return the levels in ``work``."""
-    # Two reductions are several times faster than one `aminmax` or `abs`.
+    # amax and amin are several times faster than aminmax, or than abs and amax.
     largest = source.amax(1, keepdim=True)
     largest = torch.maximum(largest, source.amin(1, keepdim=True).neg_(), out=largest)
-    poison = largest - largest  # 0, or NaN where the block holds NaN or Inf
+    poison = largest - largest  # 0, or NaN if the block holds NaN or Inf
     ceiling = _FLOAT16_MAX if dtype == torch.float16 else _BFLOAT16_MAX
     largest.clamp_(_SMALLEST_MAX, ceiling).add_(poison)
     scales.copy_(largest)
-    # From the rounded maximum, by the same operations as in decoding: one grid for both.
+    # Decoding repeats these operations on the rounded maximum, so both use the same grid.
     steps = _divide(largest.copy_(scales), fmt.top_level)
     torch.mul(source, steps.reciprocal_(), out=work)
     if fmt.is_float:
@@ -266,7 +265,7 @@ def _encode_symmetric(
 
 
 def _round_to_float8(v: Tensor, fmt: BlockFormat, noise: Tensor | None) -> Tensor:
-    """Put ``v`` on the fp8 grid, in place."""
+    """Round ``v`` to the fp8 grid in place."""
     smallest_exponent, mantissa_bits, _ = _FLOAT8[fmt.kind]
     v.clamp_(-fmt.top_level, fmt.top_level)
     unit = v.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
@@ -276,7 +275,7 @@ def _round_to_float8(v: Tensor, fmt: BlockFormat, noise: Tensor | None) -> Tenso
     else:
         magnitude = _round(v.abs().div_(unit), noise).mul_(unit)
         torch.copysign(magnitude.clamp_(max=fmt.top_level), v, out=v)
-    return v.add_(0.0)  # -0 becomes +0
+    return v.add_(0.0)  # turns -0 into +0
 
 
 def _encode_asymmetric(
@@ -287,15 +286,15 @@ def _encode_asymmetric(
     dtype: torch.dtype,
     noise: Tensor | None,
 ) -> Tensor:
-    """Fill ``scales`` from the ``valid`` columns, and return the codes of all columns in fp32."""
+    """Fill ``scales`` from the ``valid`` columns, and return fp32 codes of all columns."""
     torch.amin(valid, 1, keepdim=True, out=scales[:, :1])
     torch.amax(valid, 1, keepdim=True, out=scales[:, 1:])
-    scales.add_((scales - scales).sum(1, keepdim=True))  # 0, or NaN; and -0 + 0 is +0
+    scales.add_((scales - scales).sum(1, keepdim=True))  # NaN stays NaN, -0 becomes +0
     grid = _AsymmetricGrid(scales, fmt)
     k = (source * 0.5).sub_(grid.lo * 0.5).mul_(grid.step.reciprocal().mul_(2.0))
     _round(k, noise).clamp_(0, fmt.top_index)
     if noise is None and not fmt.has_rotation:
-        # To the neighbour that gives ``source`` back exactly, where ``k`` does not.
+        # Use a neighbour of k that decodes to exactly ``source`` if k does not.
         is_wrong = grid.values_of(k).to(dtype) != source
         for neighbour in ((k + 1).clamp_(max=fmt.top_index), (k - 1).clamp_(min=0)):
             is_exact = grid.values_of(neighbour).to(dtype) == source
@@ -304,7 +303,7 @@ def _encode_asymmetric(
 
 
 class _AsymmetricGrid:
-    """Values of asymmetric blocks, from the smallest element to the largest: ``[blocks, 1]``."""
+    """Grid of asymmetric blocks, from the smallest element to the largest: [blocks, 1] each."""
 
     def __init__(self, scales: Tensor, fmt: BlockFormat) -> None:
         self._top_index = fmt.top_index
@@ -328,7 +327,7 @@ def _pack(levels: Tensor, codes: Tensor, fmt: BlockFormat) -> None:
         half = fmt.block_size // 2
         levels = levels[:, :half].add_(levels[:, half:], alpha=16)
     if fmt.is_symmetric:
-        codes.copy_(levels)  # through int8: torch doesn't vectorize the conversion to uint8
+        codes.copy_(levels)  # torch vectorizes the conversion to int8, not to uint8
     else:
         codes.view(torch.uint8).copy_(levels)
 
@@ -354,7 +353,7 @@ def _unpack(codes: Tensor, out: Tensor, fmt: BlockFormat) -> None:
 
 
 def in_groups(rows: Tensor) -> Tensor:
-    """View ``rows`` as [groups, rows of a group, bytes]."""
+    """View ``rows`` as [groups, rows per group, bytes]."""
     return rows if rows.dim() == 3 else rows.unsqueeze(0)
 
 

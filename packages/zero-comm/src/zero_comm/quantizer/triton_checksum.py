@@ -1,4 +1,4 @@
-"""The checksum of `zero_comm.quantizer.checksum` by a Triton kernel, in one pass over the words."""
+"""Triton kernel for the checksum of `zero_comm.quantizer.checksum`, in one pass over the words."""
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
 from typing import Final
@@ -53,7 +53,7 @@ def _mixed(words: tl.tensor) -> tl.tensor:
 
 
 def sum_words(words: Tensor) -> Tensor:
-    """Return the checksums of rows of int64 ``words``, on their device, without waiting for it."""
+    """Return the checksums of rows of int64 ``words`` on their device, without waiting for it."""
     num_rows, num_words = words.shape
     num_programs = triton.cdiv(num_words, TURNS * checksum.WORDS_PER_TURN)
     sums = torch.empty(num_rows, num_programs, dtype=torch.int64, device=words.device)

@@ -1,10 +1,10 @@
-"""Triton kernels, each of which handles one tile of a quantized row.
+"""Triton kernels that quantize and dequantize, one tile per program.
 
 [Note: tiles]
-A program handles one **tile**: several whole blocks of one row, as a matrix with one row per block
-and columns padded to a power of two. Programs are numbered tile by tile, row after row. Every tile
-but a row's last is entirely inside the tensor and accessed without a mask: a mask with an arbitrary
-end would make the accesses of every tile narrow.
+A **tile** is several whole blocks of one row of elements: a matrix with one block per row and
+columns padded to a power of two. Programs are numbered tile by tile, row after row. Only the last
+tile of a row needs a mask for its end. Other tiles are accessed without a mask, because masked
+accesses are narrow.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
@@ -43,7 +43,7 @@ def encode_kernel(
     HAS_ROTATION: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
 ) -> None:
-    """Quantize one tile. bf16 elements are passed as int16. [Note: the quantized buffer]."""
+    """Quantize one tile. bf16 elements are passed as int16. See [Note: the quantized buffer]."""
     IS_INT4: tl.constexpr = KIND == "int4"
     BLOCK_NBYTES: tl.constexpr = BLOCK // 2 if IS_INT4 else BLOCK
     SCALE_NBYTES: tl.constexpr = 2 if IS_SYMMETRIC else 8
@@ -69,7 +69,7 @@ def encode_kernel(
         x = raw.to(tl.float32)
     if HAS_ROTATION:
         x = rotate(x, BLOCKS, COLUMNS)
-        is_inside = is_inside | (column < BLOCK)  # padding was rotated too
+        is_inside = is_inside | (column < BLOCK)  # the rotation fills padding with values
     if IS_STOCHASTIC:
         group, own_row = _group_of(row, num_rows)
         group_seed = seed.to(tl.uint32) + group.to(tl.uint32) * 0x9E3779B1
@@ -147,7 +147,7 @@ def decode_sum_kernel(
     IS_SYMMETRIC: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
 ) -> None:
-    """Sum one tile of all rows of a group, in the order of the rows."""
+    """Sum one tile over all rows of a group, in row order."""
     group, tile = _place(numel, BLOCK, BLOCKS)
     row_ptr = rows_ptr + group * group_stride
     total = _decode_tile(
@@ -165,24 +165,24 @@ def decode_sum_kernel(
 def _offset(
     row: tl.tensor, num_rows: tl.tensor, group_stride: tl.tensor, row_stride: tl.tensor
 ) -> tl.tensor:
-    """Return where a row begins, of groups of ``num_rows`` rows."""
+    """Return the offset at which a row begins. Groups have ``num_rows`` rows."""
     group, own_row = _group_of(row, num_rows)
     return group * group_stride + own_row * row_stride
 
 
 @triton.jit
 def _group_of(row: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
-    """Return a row's group and its number within the group, as int64."""
-    index = row.to(tl.int32)  # divided in 32 bits, as in _place
+    """Return a row's group and its index within the group, as int64."""
+    index = row.to(tl.int32)  # 64-bit division is slow
     group = index // num_rows
     return group.to(tl.int64), (index - group * num_rows).to(tl.int64)
 
 
 @triton.jit
 def _place(numel: tl.tensor, BLOCK: tl.constexpr, BLOCKS: tl.constexpr) -> tl.tensor:
-    """Return the row and tile of this program, as int64: their strides may be large."""
+    """Return the row and tile of this program as int64, because offsets may exceed 32 bits."""
     num_tiles = tl.cdiv(numel.to(tl.int64), BLOCK * BLOCKS).to(tl.int32)
-    program = tl.program_id(0)  # divided in 32 bits: in 64, that alone is a hundred instructions
+    program = tl.program_id(0)  # a 64-bit division takes about 100 instructions
     row = program // num_tiles
     return row.to(tl.int64), (program - row * num_tiles).to(tl.int64)
 
@@ -234,8 +234,8 @@ def _decode_tile(
     column = tl.arange(0, COLUMNS)[None, :]
     is_block = block < tl.minimum(num_blocks - first_block, BLOCKS).to(tl.int32)
     codes_ptr = row_ptr + first_block * BLOCK_NBYTES + block[:, None] * BLOCK_NBYTES
-    # Each byte of 4-bit codes is read twice, the second time from a cache. No more codes a thread
-    # and load than it stores elements at a time: else the values change threads, through memory.
+    # Each byte of 4-bit codes is loaded twice, the second time from the cache. A thread loads as
+    # many codes at once as it stores elements, or values would move between threads via memory.
     codes_ptr = tl.max_contiguous(codes_ptr + (column % BLOCK_NBYTES), [1, WIDTH])
     is_code = is_block[:, None] & (column < BLOCK)
     byte = tl.load(codes_ptr, mask=is_code, other=0).to(tl.int32)
@@ -275,7 +275,7 @@ def _pack(
     if BLOCK == COLUMNS:
         weights = 1 + 15 * tl.arange(0, 2)[None, :, None]
         return tl.sum(tl.reshape(codes, [BLOCKS, 2, HALF]) * weights, axis=1)
-    else:  # the halves of the block are not those of the matrix
+    else:  # padding columns: the halves of the block are not those of the matrix
         first = tl.arange(0, HALF)[None, :] + tl.zeros([BLOCKS, 1], tl.int32)
         second = tl.minimum(first + BLOCK // 2, COLUMNS - 1)
         return tl.gather(codes, first, axis=1) + 16 * tl.gather(codes, second, axis=1)
