@@ -9,10 +9,11 @@ from zero_comm.transport.protocol import TransportCollectives
 
 
 class Scratch:
-    """One buffer per purpose, dtype and device, grown to the largest size requested.
+    """One buffer per purpose, dtype and device, which grows to the largest requested size.
 
-    For jobs that run strictly one after another: a tensor from `take` is valid until the same
-    purpose is requested again. A ``transport`` allocates the buffers and holds them for good.
+    Jobs must run strictly one after another: a tensor from `take` is valid until the next request
+    for the same purpose. If a ``transport`` is given, it allocates the buffers and never frees
+    them.
     """
 
     def __init__(self, transport: TransportCollectives | None = None) -> None:
@@ -31,17 +32,17 @@ class Scratch:
             if self._transport is not None:
                 buffer = self._transport.zeros(numel, dtype, device)
             else:
-                with torch.inference_mode(False):  # or training could not use it after evaluation
+                with torch.inference_mode(False):  # training may use the buffer later
                     buffer = torch.empty(numel, dtype=dtype, device=device)
             self._buffers[key] = buffer
         return buffer[:numel]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Buffers that are there now. Their contents are undefined between two jobs."""
+        """All current buffers. Their contents are undefined between two jobs."""
         return list(self._buffers.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, outgrown buffers of a transport included: it never frees them."""
+        """Bytes of all buffers, including outgrown buffers that the transport still holds."""
         return self._outgrown_nbytes + sum(b.nbytes for b in tuple(self._buffers.values()))
