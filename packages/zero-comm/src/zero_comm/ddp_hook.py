@@ -154,10 +154,8 @@ class _BucketAverager:
         numel = -(-values.numel() // world_size)
         wide = torch.promote_types(values.dtype, torch.float32)
         average = torch.empty(numel, dtype=wide, device=values.device)
-        full = values
-        if numel * world_size > values.numel():
-            full = values.new_zeros(numel * world_size)
-            full[: values.numel()].copy_(values)
+        num_absent = numel * world_size - values.numel()
+        full = torch.nn.functional.pad(values, (0, num_absent)) if num_absent else values
         if self._parameters.setdefault(index, parameters) != parameters:
             # DDP rebuilds its buckets after the first step, and kept errors no longer match.
             self._reducer.forget_errors()

@@ -41,7 +41,6 @@ from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
 from zero_comm.lossless.block_frame import BLOCK_NUMEL, descriptors_nbytes, fixed_nbytes, num_blocks
 from zero_comm.lossless.message import (
     HEADER_NBYTES,
-    GradientMessages,
     is_worthwhile,
     max_message_nbytes,
     message_nbytes,
@@ -83,21 +82,17 @@ class ReduceFootprint:
     across_nbytes: int
 
 
-def expected_difference_bits(dtype: torch.dtype, learning_rate: float) -> float:
-    """Return the expected bits per fp32, bf16 or fp16 weight of one step's difference."""
-    if learning_rate <= 0.0:
-        return 0.0625  # no change: a 16-bit descriptor per block
-    precision = 1 - math.log2(torch.finfo(dtype).eps)
-    power = math.log2(learning_rate / _STD) + precision
-    place = min(max((power - _FIRST_POWER) / _POWER_STEP, 0.0), len(_TYPICAL) - 1.0)
-    low = min(int(place), len(_TYPICAL) - 2)
-    expected = _TYPICAL[low] + (place - low) * (_TYPICAL[low + 1] - _TYPICAL[low])
-    return min(8.0 * dtype.itemsize, expected)
-
-
 def expected_difference_nbytes(numel: int, dtype: torch.dtype, learning_rate: float) -> int:
-    """Return the expected bytes of a message of weight differences."""
-    return HEADER_NBYTES + math.ceil(numel * expected_difference_bits(dtype, learning_rate) / 8)
+    """Return the expected bytes of one step's difference of fp32, bf16 or fp16 weights."""
+    bits = 0.0625  # no change: a 16-bit descriptor per block
+    if learning_rate > 0.0:
+        precision = 1 - math.log2(torch.finfo(dtype).eps)
+        power = math.log2(learning_rate / _STD) + precision
+        place = min(max((power - _FIRST_POWER) / _POWER_STEP, 0.0), len(_TYPICAL) - 1.0)
+        low = min(int(place), len(_TYPICAL) - 2)
+        interpolated = _TYPICAL[low] + (place - low) * (_TYPICAL[low + 1] - _TYPICAL[low])
+        bits = min(8.0 * dtype.itemsize, interpolated)
+    return math.ceil(numel * bits / 8)
 
 
 def expected_gradient_nbytes(numel: int, itemsize: int) -> int:
@@ -146,7 +141,7 @@ def upload_nbytes(*, numel: int, dtype: torch.dtype, learning_rate: float | None
     """
     if learning_rate is None or not is_worthwhile(dtype, numel):
         return numel * dtype.itemsize
-    return math.ceil(numel * expected_difference_bits(dtype, learning_rate) / 8)
+    return expected_difference_nbytes(numel, dtype, learning_rate)
 
 
 class CommFootprint:
@@ -188,7 +183,7 @@ class CommFootprint:
                 across = numel * dtype.itemsize  # upper limit: the whole shard
                 if self._learning_rate is not None:
                     expected = expected_difference_nbytes(numel, dtype, self._learning_rate)
-                    across = min(across, expected)
+                    across = min(across, HEADER_NBYTES + expected)
                 within = numel * dtype.itemsize if self._is_gathered else across
                 return GatherFootprint(
                     across, self.num_groups * within, LOSSLESS, is_kept=self._is_gathered
@@ -231,11 +226,10 @@ class CommFootprint:
         The expected bytes assume normally distributed gradients. For float16, or without a learning
         rate, the largest size is returned for both.
         """
-        messages = GradientMessages()
         is_coded = self._settings.codes_gradients and self._num_nodes > 1
-        if not is_coded or not messages.serves(dtype, numel):
+        if not is_coded or not is_worthwhile(dtype, numel):
             return None
-        most = messages.max_nbytes(dtype, numel)
+        most = max_message_nbytes(numel, dtype.itemsize)
         if dtype == torch.float16 or self._learning_rate is None:
             return most, most
         return expected_gradient_nbytes(numel, dtype.itemsize), most

@@ -8,6 +8,7 @@ per row. On other devices chunks limit the size of the workspace.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final
 
@@ -58,10 +59,20 @@ class TorchBackend:
 
 def _sum_rows(rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
     """Fill 1-D ``out`` with the sum of the dequantized ``rows``, chunk by chunk."""
-    scales = [read_scales(row, out.numel(), fmt) for row in rows]
-    for chunk in _chunks(out.numel(), fmt, out.device):
-        for index, row in enumerate(rows):
-            _decode_chunk(row, scales[index], chunk, out, fmt, is_added=index > 0)
+    numel = out.numel()
+    every = [(_codes_of(row, numel, fmt), read_scales(row, numel, fmt)) for row in rows]
+    for blocks in _chunks(numel, fmt, out.device):
+        target = out[blocks.start * fmt.block_size : blocks.stop * fmt.block_size]
+        shape = (blocks.stop - blocks.start, fmt.block_size)
+        for index, (codes, scales) in enumerate(every):
+            if not index and out.dtype == torch.float32 and target.numel() == math.prod(shape):
+                # The output itself is the workspace of its first row.
+                _decode_blocks(codes[blocks], scales[blocks], target.view(shape), fmt)
+                continue
+            work = torch.empty(shape, dtype=torch.float32, device=out.device)
+            _decode_blocks(codes[blocks], scales[blocks], work, fmt)
+            values = work.view(-1)[: target.numel()]
+            target.add_(values) if index else target.copy_(values)
 
 
 def _encode_row(x: Tensor, row: Tensor, fmt: BlockFormat, seed: int | None) -> Tensor:
@@ -75,50 +86,35 @@ def _encode_row(x: Tensor, row: Tensor, fmt: BlockFormat, seed: int | None) -> T
     work: Tensor | None = None
     for blocks in _chunks(numel, fmt, x.device):
         start, stop = blocks.start * fmt.block_size, blocks.stop * fmt.block_size
-        values = x[start:stop]
-        if values.numel() % fmt.block_size:  # only a chunk with just the last block
-            values = torch.nn.functional.pad(values, (0, -values.numel() % fmt.block_size))
-        values = values.view(-1, fmt.block_size)
-        if work is None or len(work) < len(values):
-            work = torch.empty(values.shape, dtype=torch.float32, device=x.device)
-        space = work[: len(values)]
-        _encode_blocks(
+        source = x[start:stop]
+        if source.numel() % fmt.block_size:  # only a chunk with just the last block
+            source = torch.nn.functional.pad(source, (0, -source.numel() % fmt.block_size))
+        source = source.view(-1, fmt.block_size)
+        if work is None or len(work) < len(source):
+            work = torch.empty(source.shape, dtype=torch.float32, device=x.device)
+        space, found = work[: len(source)], scales[blocks]
+        if source.dtype != torch.float32 or fmt.has_rotation:
             # Other dtypes are converted to fp32 once, instead of in each of several passes.
-            values if values.dtype == torch.float32 else space.copy_(values),
-            codes[blocks],
-            scales[blocks],
-            space,
-            fmt,
-            dtype=x.dtype,
-            num_valid=min(fmt.block_size, numel - start),
-            noise=None if seed is None else _uniform(seed, start, values.shape, x.device),
-        )
+            source = space.copy_(source)
+        dtype, num_valid = x.dtype, numel - start
+        if fmt.has_rotation:
+            source, dtype, num_valid = _rotate(space), torch.float32, fmt.block_size
+        noise = None if seed is None else _uniform(seed, start, source.shape, x.device)
+        if fmt.is_symmetric:
+            levels = _encode_symmetric(source, found, space, fmt, dtype, noise)
+        else:
+            levels = _encode_asymmetric(source[:, :num_valid], source, found, fmt, dtype, noise)
+        is_bad = found[:, :1].isnan()
+        # On other devices than a CPU, any() would synchronize with the host.
+        if levels.device.type != "cpu" or bool(is_bad.any()):
+            levels.masked_fill_(is_bad, 0)
+        _pack(levels, codes[blocks], fmt)
     is_bad = scales.isnan()
     scales.masked_fill_(is_bad, float("nan"))  # devices differ in NaN bits
     start, stop = fmt.codes_nbytes(numel), fmt.used_nbytes(numel)
     row[start:stop].copy_(scales.view(torch.uint8).view(-1))
     row[stop:].zero_()
     return is_bad.any()
-
-
-def _decode_chunk(
-    row: Tensor, scales: Tensor, blocks: slice, out: Tensor, fmt: BlockFormat, *, is_added: bool
-) -> None:
-    """Write the values of ``blocks`` to their part of ``out``, or add them if ``is_added``."""
-    codes = _codes_of(row, out.numel(), fmt)[blocks]
-    target = out[blocks.start * fmt.block_size : blocks.stop * fmt.block_size]
-    shape = (len(codes), fmt.block_size)
-    is_whole = target.numel() % fmt.block_size == 0
-    if is_whole and out.dtype == torch.float32 and not is_added:
-        _decode_blocks(codes, scales[blocks], target.view(shape), fmt)  # needs no workspace
-        return
-    work = torch.empty(shape, dtype=torch.float32, device=out.device)
-    _decode_blocks(codes, scales[blocks], work, fmt)
-    values = work.view(-1)[: target.numel()]
-    if is_added:
-        target.add_(values)
-    else:
-        target.copy_(values)
 
 
 def _chunks(numel: int, fmt: BlockFormat, device: torch.device) -> Iterator[slice]:
@@ -147,46 +143,8 @@ def read_scales(row: Tensor, numel: int, fmt: BlockFormat) -> Tensor:
     return data.view(torch.float32).view(-1, 2)
 
 
-def _encode_blocks(
-    source: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    work: Tensor,
-    fmt: BlockFormat,
-    *,
-    dtype: torch.dtype,
-    num_valid: int,
-    noise: Tensor | None,
-) -> None:
-    """Encode whole blocks. All matrices have one row per block.
-
-    Args:
-        source: fp32 elements, overwritten by a rotation. May be ``work``.
-        codes: output, int8, ``block_nbytes`` columns.
-        scales: output, bf16 with one column, or fp32 with two columns (asymmetric).
-        work: fp32 workspace of the shape of ``source``.
-        fmt: the format.
-        dtype: dtype of the tensor before the conversion to fp32.
-        num_valid: number of columns without padding.
-        noise: ``u`` of [Note: stochastic rounding], shaped like ``source``. None rounds to the
-            nearest.
-    """
-    if fmt.has_rotation:
-        source = _rotate(work if source is work else work.copy_(source))
-        dtype, num_valid = torch.float32, fmt.block_size
-    if fmt.is_symmetric:
-        levels = _encode_symmetric(source, scales, work, fmt, dtype, noise)
-    else:
-        levels = _encode_asymmetric(source[:, :num_valid], source, scales, fmt, dtype, noise)
-    is_bad = scales[:, :1].isnan()
-    # On other devices than a CPU, any() would synchronize with the host.
-    if levels.device.type != "cpu" or bool(is_bad.any()):
-        levels.masked_fill_(is_bad, 0)
-    _pack(levels, codes, fmt)
-
-
 def _decode_blocks(codes: Tensor, scales: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-    """Decode whole blocks into contiguous fp32 ``out``, with arguments as in `_encode_blocks`."""
+    """Decode whole blocks into contiguous fp32 ``out``, one row per block as ``codes``."""
     _unpack(codes, out, fmt)
     if fmt.is_symmetric:
         out.mul_(_divide(scales.to(torch.float32), fmt.top_level))

@@ -48,6 +48,7 @@ def encode_kernel(
     BLOCK_NBYTES: tl.constexpr = BLOCK // 2 if IS_INT4 else BLOCK
     SCALE_NBYTES: tl.constexpr = 2 if IS_SYMMETRIC else 8
     row, tile = _place(numel, BLOCK, BLOCKS)
+    group, own_row = _group_of(row, num_rows)
     num_blocks = tl.cdiv(numel.to(tl.int64), BLOCK)
     first_block = tile * BLOCKS
     first = first_block * BLOCK
@@ -71,13 +72,12 @@ def encode_kernel(
         x = rotate(x, BLOCKS, COLUMNS)
         is_inside = is_inside | (column < BLOCK)  # the rotation fills padding with values
     if IS_STOCHASTIC:
-        group, own_row = _group_of(row, num_rows)
         group_seed = seed.to(tl.uint32) + group.to(tl.uint32) * 0x9E3779B1
         noise = uniform(first.to(tl.uint32) + offsets.to(tl.uint32), group_seed, own_row)
     else:
         noise = 0.0
 
-    row_ptr = out_ptr + _offset(row, num_rows, group_stride, out_stride)
+    row_ptr = out_ptr + group * group_stride + own_row * out_stride
     scales_ptr = row_ptr + num_blocks * BLOCK_NBYTES + first_block * SCALE_NBYTES
     is_block = block < tl.minimum(num_blocks - first_block, BLOCKS).to(tl.int32)
     if IS_SYMMETRIC:
@@ -122,7 +122,8 @@ def decode_kernel(
 ) -> None:
     """Dequantize one tile. bf16 elements are written as int16."""
     row, tile = _place(numel, BLOCK, BLOCKS)
-    row_ptr = rows_ptr + _offset(row, num_rows, group_stride, rows_stride)
+    group, own_row = _group_of(row, num_rows)
+    row_ptr = rows_ptr + group * group_stride + own_row * rows_stride
     WIDTH: tl.constexpr = 4 if DTYPE == "fp32" else 8
     values = _decode_tile(
         row_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION, WIDTH
@@ -159,15 +160,6 @@ def decode_sum_kernel(
             row_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION, 4
         )
     _store_tile(out_ptr + group * numel, total, numel, tile, BLOCK, BLOCKS, COLUMNS)
-
-
-@triton.jit
-def _offset(
-    row: tl.tensor, num_rows: tl.tensor, group_stride: tl.tensor, row_stride: tl.tensor
-) -> tl.tensor:
-    """Return the offset at which a row begins. Groups have ``num_rows`` rows."""
-    group, own_row = _group_of(row, num_rows)
-    return group * group_stride + own_row * row_stride
 
 
 @triton.jit

@@ -57,9 +57,9 @@ class StreamQueue:
         future: Future[Tensor] = Future(devices=[self._device])
         # The caller's stream may still write the job's input.
         self._stream.wait_event(torch.accelerator.current_stream(self._device).record_event())
-        with self._stream:
+        with self._stream, torch.no_grad():
             # set_result records the future's event on the current stream, which is the queue's.
-            future.set_result(_run(job))
+            future.set_result(job())
         return future
 
 
@@ -81,12 +81,8 @@ def _run_unless_failed(job: Callable[[], Tensor], failures: list[Exception]) -> 
         first = failures[0]
         raise RuntimeError(f"not run, as an earlier one failed: {type(first).__name__}: {first}")
     try:
-        return _run(job)
+        with torch.no_grad():
+            return job()
     except Exception as error:
         failures.append(error)
         raise
-
-
-def _run(job: Callable[[], Tensor]) -> Tensor:
-    with torch.no_grad():
-        return job()
