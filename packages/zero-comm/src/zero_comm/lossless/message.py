@@ -25,13 +25,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zero_comm.lossless.block_frame import (
-    BLOCK_NUMEL,
-    ITEMSIZES,
-    Coding,
-    descriptors_nbytes,
-    max_buffer_nbytes,
-)
+from zero_comm.lossless import block_frame as frame
+from zero_comm.lossless.block_frame import Coding
 from zero_comm.lossless.codec import find_codec
 from zero_comm.quantizer.checksum import checksums
 from zero_comm.quantizer.message import CorruptMessageError
@@ -57,7 +52,7 @@ def message_nbytes(buffer_nbytes: int) -> int:
 
 def max_message_nbytes(numel: int, itemsize: int) -> int:
     """Return the largest possible size in bytes of a message of ``numel`` elements."""
-    return message_nbytes(max_buffer_nbytes(numel, itemsize))
+    return message_nbytes(frame.max_buffer_nbytes(numel, itemsize))
 
 
 def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
@@ -65,7 +60,7 @@ def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
 
     Below 4 KiB the exchange of message lengths would take longer than the message saves.
     """
-    return dtype.itemsize in ITEMSIZES and numel * dtype.itemsize >= _SHORTEST_NBYTES
+    return dtype.itemsize in frame.ITEMSIZES and numel * dtype.itemsize >= _SHORTEST_NBYTES
 
 
 def pack(
@@ -126,8 +121,8 @@ def _checked_buffer(
         found, wanted = (struct.unpack(_FIXED, h[:_LENGTHS_AT]) for h in (header, expected))
         raise CorruptMessageError(f"its header says {found}; expected {wanted}")
     nbytes, checksum = struct.unpack_from(_LENGTHS, header, _LENGTHS_AT)
-    least = descriptors_nbytes(values.numel())
-    most = max_buffer_nbytes(values.numel(), values.element_size())
+    least = frame.descriptors_nbytes(values.numel())
+    most = frame.max_buffer_nbytes(values.numel(), values.element_size())
     if not least <= nbytes <= most or message_nbytes(nbytes) > message.numel():
         raise CorruptMessageError(
             f"its header says that {nbytes} bytes follow, of {least} to {most} that may, and "
@@ -140,7 +135,7 @@ def _checked_buffer(
 
 def _fixed_part(coding: Coding, values: Tensor, versions: tuple[int, int]) -> bytes:
     """Return the part of the header that sender and receiver must agree on."""
-    facts = 1, values.element_size(), BLOCK_NUMEL, values.numel()
+    facts = 1, values.element_size(), frame.BLOCK_NUMEL, values.numel()
     return struct.pack(_FIXED, _LETTERS[coding], *facts, *versions)
 
 

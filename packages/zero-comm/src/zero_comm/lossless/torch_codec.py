@@ -14,23 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zero_comm.lossless.block_frame import (
-    BITMAP,
-    BITMAP_NBYTES,
-    BLOCK_NUMEL,
-    CODED,
-    DENSE,
-    EMPTY,
-    LIST,
-    MAX_WIDTH,
-    MODE_SHIFT,
-    NBYTES_MASK,
-    RAW,
-    descriptors_nbytes,
-    fixed_nbytes,
-    num_blocks,
-    num_starts,
-)
+from zero_comm.lossless import block_frame as frame
+from zero_comm.lossless.block_frame import BLOCK_NUMEL
 
 _CHUNK_BLOCKS: Final = 4096  # bounds the int64 workspace to a few 8 MiB tensors
 _IMPOSSIBLE: Final = 1 << 20  # bytes: more than any mode takes
@@ -85,9 +70,9 @@ class TorchCodec(ABC):
         """Return the new bits of all blocks except raw ones. ``old`` holds the old elements."""
 
     def encode(self, *operands: Tensor, out: Tensor, num_threads: int | None = None) -> Tensor:
-        numel, end = operands[0].numel(), descriptors_nbytes(operands[0].numel())
+        numel, end = operands[0].numel(), frame.descriptors_nbytes(operands[0].numel())
         descriptors = out[:end].view(torch.int16)
-        for first in range(0, num_blocks(numel), _CHUNK_BLOCKS):
+        for first in range(0, frame.num_blocks(numel), _CHUNK_BLOCKS):
             chunk = slice(first * BLOCK_NUMEL, (first + _CHUNK_BLOCKS) * BLOCK_NUMEL)
             found, codes = self._encode_chunk([operand[chunk] for operand in operands])
             descriptors[first : first + _CHUNK_BLOCKS] = found
@@ -102,21 +87,21 @@ class TorchCodec(ABC):
         present = _present_in(len(bits[0]), new)
         coded, is_empty, candidates = self._measure(bits, present, itemsize)
         # The mode is in the lowest 4 bits, so the minimum prefers the lowest mode of equal size.
-        best = present * itemsize * 16 + RAW
+        best = present * itemsize * 16 + frame.RAW
         for further_mode, found in candidates.items():
             best = torch.minimum(best, found * 16 + further_mode)
-        best = torch.where(is_empty, EMPTY, best)
+        best = torch.where(is_empty, frame.EMPTY, best)
         mode, nbytes = best % 16, best // 16
         offsets = nbytes.cumsum(0) - nbytes
         out = torch.zeros(int(nbytes.sum()), dtype=torch.int64, device=new.device)
-        raw = torch.nonzero(mode == RAW)[:, 0]
+        raw = torch.nonzero(mode == frame.RAW)[:, 0]
         padded = torch.nn.functional.pad(
             new.view(torch.uint8), (0, -numel % BLOCK_NUMEL * itemsize)
         )
         rows, places = _ragged(nbytes[raw])
         out[offsets[raw][rows] + places] = padded.view(len(mode), -1)[raw[rows], places].long()
         self._write(out, coded, _Blocks(mode, nbytes, offsets, present, itemsize))
-        descriptors = mode * (1 << MODE_SHIFT) + nbytes
+        descriptors = mode * (1 << frame.MODE_SHIFT) + nbytes
         return descriptors.to(torch.int32).to(torch.int16), out.to(torch.uint8)
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
@@ -127,11 +112,11 @@ class TorchCodec(ABC):
         return torch.tensor(True, device=values.device)
 
     def _decode(self, buffer: Tensor, values: Tensor) -> None:
-        start = descriptors_nbytes(values.numel())
+        start = frame.descriptors_nbytes(values.numel())
         if buffer.numel() < start:
             raise _NotBlocksError
         descriptors = buffer[:start].view(torch.int16).to(torch.int64) & 0xFFFF
-        codes, nbytes = buffer[start:], descriptors & NBYTES_MASK
+        codes, nbytes = buffer[start:], descriptors & frame.NBYTES_MASK
         if int(nbytes.sum()) != codes.numel():
             raise _NotBlocksError
         offsets = nbytes.cumsum(0) - nbytes
@@ -146,16 +131,16 @@ class TorchCodec(ABC):
         self, codes: Tensor, descriptors: Tensor, offsets: Tensor, values: Tensor
     ) -> None:
         itemsize = values.element_size()
-        mode, nbytes = descriptors >> MODE_SHIFT, descriptors & NBYTES_MASK
+        mode, nbytes = descriptors >> frame.MODE_SHIFT, descriptors & frame.NBYTES_MASK
         present = _present_in(len(mode), values)
-        _require((mode != EMPTY) | (nbytes == 0))
-        _require((mode != RAW) | (nbytes == present * itemsize))
+        _require((mode != frame.EMPTY) | (nbytes == 0))
+        _require((mode != frame.RAW) | (nbytes == present * itemsize))
         blocks = _Blocks(mode, nbytes, offsets, present, itemsize)
         new = self._read(codes, values, blocks).flatten()[: values.numel()]
         # Bits above the largest signed integer become negative, or the conversion would overflow.
         signed = new - ((new >> (8 * itemsize - 1)) << 8 * itemsize)
         values.view(INTEGERS[itemsize]).copy_(signed)
-        raw = torch.nonzero(mode == RAW)[:, 0]
+        raw = torch.nonzero(mode == frame.RAW)[:, 0]
         rows, places = _ragged(nbytes[raw])
         taken = codes[offsets[raw][rows] + places]
         values.view(torch.uint8)[raw[rows] * BLOCK_NUMEL * itemsize + places] = taken
@@ -196,46 +181,56 @@ class TorchDifferences(TorchCodec):
         changed = (z > 0).sum(1)
         whole = torch.full_like(changed, BLOCK_NUMEL)
         candidates = {}
-        for start in range(num_starts(itemsize)):
+        for start in range(frame.num_starts(itemsize)):
             width = 2 << start
             of_changed = _levels_nbytes(z - 1, changed, width, num_bits)
             listed = torch.where(changed < BLOCK_NUMEL, 1 + changed + of_changed, _IMPOSSIBLE)
-            candidates[LIST + start] = listed
-            candidates[BITMAP + start] = BITMAP_NBYTES + of_changed
-            candidates[DENSE + start] = _levels_nbytes(z, whole, width, num_bits)
+            candidates[frame.LIST + start] = listed
+            candidates[frame.BITMAP + start] = frame.BITMAP_NBYTES + of_changed
+            candidates[frame.DENSE + start] = _levels_nbytes(z, whole, width, num_bits)
         return z, changed == 0, candidates
 
     def _write(self, out: Tensor, coded: Tensor, blocks: _Blocks) -> None:
-        for start in range(num_starts(blocks.itemsize)):
-            width = 2 << start
-            of_mode = torch.nonzero(blocks.mode == DENSE + start)[:, 0]
-            rows = torch.arange(len(of_mode), device=out.device).repeat_interleave(BLOCK_NUMEL)
-            offsets, values = blocks.offsets[of_mode], coded[of_mode].flatten()
-            _write_levels(out, offsets, rows, values, width, blocks.itemsize)
-            of_mode = torch.nonzero(blocks.mode == BITMAP + start)[:, 0]
-            offsets, (rows, at, values) = blocks.offsets[of_mode], _changed(coded[of_mode])
-            out.index_add_(0, offsets[rows] + at // 8, 1 << at % 8)
-            _write_levels(out, offsets + BITMAP_NBYTES, rows, values, width, blocks.itemsize)
-            of_mode = torch.nonzero(blocks.mode == LIST + start)[:, 0]
-            offsets, (rows, at, values) = blocks.offsets[of_mode], _changed(coded[of_mode])
-            counts = torch.bincount(rows, minlength=len(of_mode))
-            out[offsets] = counts
-            out[offsets[rows] + 1 + _ragged(counts)[1]] = at
-            _write_levels(out, offsets + 1 + counts, rows, values, width, blocks.itemsize)
+        for start in range(frame.num_starts(blocks.itemsize)):
+            for layout in (frame.DENSE, frame.BITMAP, frame.LIST):
+                of_mode = torch.nonzero(blocks.mode == layout + start)[:, 0]
+                offsets, z = blocks.offsets[of_mode], coded[of_mode]
+                least = 0 if layout == frame.DENSE else 1  # only dense blocks store zeros
+                rows, at = torch.nonzero(z >= least, as_tuple=True)
+                values = z[rows, at] - least
+                if layout == frame.BITMAP:
+                    out.index_add_(0, offsets[rows] + at // 8, 1 << at % 8)
+                    offsets = offsets + frame.BITMAP_NBYTES
+                elif layout == frame.LIST:
+                    counts = torch.bincount(rows, minlength=len(of_mode))
+                    out[offsets] = counts
+                    out[offsets[rows] + 1 + _ragged(counts)[1]] = at
+                    offsets = offsets + 1 + counts
+                _write_levels(out, offsets, rows, values, 2 << start, blocks.itemsize)
 
     def _read(self, codes: Tensor, old: Tensor, blocks: _Blocks) -> Tensor:
         codes, bits = codes.to(torch.int64), _bits(old)
         z = torch.zeros_like(bits)
-        is_known = (blocks.mode == EMPTY) | (blocks.mode == RAW)
-        for start in range(num_starts(blocks.itemsize)):
-            for layout, read in ((DENSE, _read_dense), (BITMAP, _read_bitmap), (LIST, _read_list)):
+        is_known = (blocks.mode == frame.EMPTY) | (blocks.mode == frame.RAW)
+        for start in range(frame.num_starts(blocks.itemsize)):
+            for layout, read in (
+                (frame.DENSE, _read_dense),
+                (frame.BITMAP, _read_bitmap),
+                (frame.LIST, _read_list),
+            ):
                 is_here = blocks.mode == layout + start
                 is_known |= is_here
                 of_mode = torch.nonzero(is_here)[:, 0]
-                if len(of_mode):
-                    begin = blocks.offsets[of_mode]
-                    end = begin + blocks.nbytes[of_mode]
-                    z[of_mode] = read(codes, begin, end, 2 << start, blocks.itemsize)
+                if not len(of_mode):
+                    continue
+                begin = blocks.offsets[of_mode]
+                end = begin + blocks.nbytes[of_mode]
+                bitmap, offsets = read(codes, begin, end)
+                counts = bitmap.sum(1)
+                _require(counts > 0)
+                values = _read_levels(codes, offsets, end, counts, 2 << start, blocks.itemsize)
+                bitmap[bitmap > 0] = values if layout == frame.DENSE else values + 1
+                z[of_mode] = bitmap
         _require(is_known)
         mask = (1 << 8 * blocks.itemsize) - 1
         z &= mask
@@ -268,12 +263,6 @@ def _levels_nbytes(values: Tensor, counts: Tensor, width: int, bits: int) -> Ten
         bound, width = bound + (1 << width) - 1, 2 * width
         nbytes = nbytes + _level_nbytes((values >= bound).sum(1), width)
     return nbytes
-
-
-def _changed(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the row, the position and ``z - 1`` of every nonzero ``z``, as ragged lists."""
-    rows, at = torch.nonzero(z, as_tuple=True)
-    return rows, at, z[rows, at] - 1
 
 
 def _code_places(places: Tensor, q: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor, int]]:
@@ -309,39 +298,27 @@ def _write_levels(
         offsets, width = offsets + q, 2 * width
 
 
-def _read_dense(codes: Tensor, begin: Tensor, end: Tensor, width: int, itemsize: int) -> Tensor:
-    counts = torch.full_like(begin, BLOCK_NUMEL)
-    return _read_levels(codes, begin, end, counts, width, itemsize).view(-1, BLOCK_NUMEL)
+def _read_dense(codes: Tensor, begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which elements have integers, int64 [blocks, 256], and the offset of the levels."""
+    return begin.new_ones(len(begin), BLOCK_NUMEL), begin
 
 
-def _read_bitmap(codes: Tensor, begin: Tensor, end: Tensor, width: int, itemsize: int) -> Tensor:
-    _require(end - begin >= BITMAP_NBYTES)
+def _read_bitmap(codes: Tensor, begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    _require(end - begin >= frame.BITMAP_NBYTES)
     at = torch.arange(BLOCK_NUMEL, device=codes.device)
-    bitmap = codes[begin[:, None] + at // 8] >> at % 8 & 1
-    return _spread(codes, bitmap, begin + BITMAP_NBYTES, end, width, itemsize)
+    return codes[begin[:, None] + at // 8] >> at % 8 & 1, begin + frame.BITMAP_NBYTES
 
 
-def _read_list(codes: Tensor, begin: Tensor, end: Tensor, width: int, itemsize: int) -> Tensor:
+def _read_list(codes: Tensor, begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     _require(end > begin)
     counts = codes[begin]
     _require(end - begin > counts)
     rows, places = _ragged(counts)
     at = codes[begin[rows] + 1 + places]
     _require((at[1:] > at[:-1]) | (rows[1:] != rows[:-1]))
-    bitmap = torch.zeros(len(begin), BLOCK_NUMEL, dtype=torch.int64, device=codes.device)
+    bitmap = begin.new_zeros(len(begin), BLOCK_NUMEL)
     bitmap[rows, at] = 1
-    return _spread(codes, bitmap, begin + 1 + counts, end, width, itemsize)
-
-
-def _spread(
-    codes: Tensor, bitmap: Tensor, offsets: Tensor, end: Tensor, width: int, itemsize: int
-) -> Tensor:
-    """Return ``z`` of blocks whose nonzero elements ``bitmap``, [blocks, 256], marks."""
-    counts = bitmap.sum(1)
-    _require(counts > 0)
-    z = torch.zeros_like(bitmap)
-    z[bitmap > 0] = _read_levels(codes, offsets, end, counts, width, itemsize) + 1
-    return z
+    return bitmap, begin + 1 + counts
 
 
 def _read_levels(
@@ -384,16 +361,16 @@ class TorchValues(TorchCodec):
         coded = (rotated[:, None] >> shifts) & 0xFF
         codes = coded[:, -1].amax(1, keepdim=True) - coded[:, -1]
         is_whole, candidates = present == BLOCK_NUMEL, {}
-        for width in range(MAX_WIDTH + 1):
+        for width in range(frame.MAX_WIDTH + 1):
             escaped = (codes >= (1 << width) - 1).sum(1) if width else torch.zeros_like(present)
             is_allowed = is_whole if width else is_whole & (codes.amax(1) == 0)
-            nbytes = fixed_nbytes(width, itemsize) + escaped
-            candidates[CODED + width] = torch.where(is_allowed, nbytes, _IMPOSSIBLE)
+            nbytes = frame.fixed_nbytes(width, itemsize) + escaped
+            candidates[frame.CODED + width] = torch.where(is_allowed, nbytes, _IMPOSSIBLE)
         return coded, (values == 0).all(1), candidates
 
     def _write(self, out: Tensor, coded: Tensor, blocks: _Blocks) -> None:
-        for width in range(MAX_WIDTH + 1):
-            rows = torch.nonzero(blocks.mode == CODED + width)[:, 0]
+        for width in range(frame.MAX_WIDTH + 1):
+            rows = torch.nonzero(blocks.mode == frame.CODED + width)[:, 0]
             if not len(rows):
                 continue
             largest, tops = (1 << width) - 1, coded[rows, -1]
@@ -410,21 +387,23 @@ class TorchValues(TorchCodec):
                 out[target[is_escape]] = tops[is_escape]
 
     def _read(self, codes: Tensor, old: Tensor, blocks: _Blocks) -> Tensor:
-        itemsize, width = blocks.itemsize, blocks.mode - CODED
-        escapes = blocks.nbytes - fixed_nbytes(0, itemsize) - width * BITMAP_NBYTES
-        is_coded = (width >= 0) & (width <= MAX_WIDTH) & (blocks.present == BLOCK_NUMEL)
-        _require((blocks.mode == EMPTY) | (blocks.mode == RAW) | (is_coded & (escapes >= 0)))
+        itemsize, width = blocks.itemsize, blocks.mode - frame.CODED
+        escapes = blocks.nbytes - frame.fixed_nbytes(0, itemsize) - width * frame.BITMAP_NBYTES
+        is_coded = (width >= 0) & (width <= frame.MAX_WIDTH) & (blocks.present == BLOCK_NUMEL)
+        _require(
+            (blocks.mode == frame.EMPTY) | (blocks.mode == frame.RAW) | (is_coded & (escapes >= 0))
+        )
         device = codes.device
         filled = torch.zeros(len(width), BLOCK_NUMEL, dtype=torch.int64, device=device)
-        for number in range(MAX_WIDTH + 1):
+        for number in range(frame.MAX_WIDTH + 1):
             rows = torch.nonzero(width == number)[:, 0]
             if not len(rows):
                 continue
             at, low_nbytes = blocks.offsets[rows, None], (itemsize - 1) * BLOCK_NUMEL
-            size = fixed_nbytes(number, itemsize)
+            size = frame.fixed_nbytes(number, itemsize)
             own = codes[at + torch.arange(size, device=device)].to(torch.int64)
             low = own[:, 1 : 1 + low_nbytes].view(len(rows), itemsize - 1, BLOCK_NUMEL)
-            planes = own[:, 1 + low_nbytes :].view(len(rows), number, BITMAP_NBYTES, 1)
+            planes = own[:, 1 + low_nbytes :].view(len(rows), number, frame.BITMAP_NBYTES, 1)
             each = ((planes >> torch.arange(8, device=device)) & 1).flatten(2)
             less = (each << torch.arange(number, device=device)[:, None]).sum(1)
             tops = (own[:, :1] - less) & 0xFF

@@ -11,16 +11,7 @@ accesses are narrow.
 import triton
 import triton.language as tl
 
-from zero_comm.quantizer.triton_arithmetic import (
-    asymmetric_codes,
-    asymmetric_values,
-    bfloat16_bits,
-    float8_value,
-    rotate,
-    symmetric_codes,
-    symmetric_step,
-    uniform,
-)
+from zero_comm.quantizer import triton_arithmetic as arithmetic
 
 
 @triton.jit(do_not_specialize=["numel", "num_rows", "seed"])
@@ -69,11 +60,11 @@ def encode_kernel(
     else:
         x = raw.to(tl.float32)
     if HAS_ROTATION:
-        x = rotate(x, BLOCKS, COLUMNS)
+        x = arithmetic.rotate(x, BLOCKS, COLUMNS)
         is_inside = is_inside | (column < BLOCK)  # the rotation fills padding with values
     if IS_STOCHASTIC:
         group_seed = seed.to(tl.uint32) + group.to(tl.uint32) * 0x9E3779B1
-        noise = uniform(first.to(tl.uint32) + offsets.to(tl.uint32), group_seed, own_row)
+        noise = arithmetic.uniform(first.to(tl.uint32) + offsets.to(tl.uint32), group_seed, own_row)
     else:
         noise = 0.0
 
@@ -81,13 +72,15 @@ def encode_kernel(
     scales_ptr = row_ptr + num_blocks * BLOCK_NBYTES + first_block * SCALE_NBYTES
     is_block = block < tl.minimum(num_blocks - first_block, BLOCKS).to(tl.int32)
     if IS_SYMMETRIC:
-        codes, maximum = symmetric_codes(x, noise, LARGEST_BITS, KIND, IS_STOCHASTIC)
+        codes, maximum = arithmetic.symmetric_codes(x, noise, LARGEST_BITS, KIND, IS_STOCHASTIC)
         _store_bytes(scales_ptr + block * 2, maximum, is_block, 2)
     else:
         IS_KEPT: tl.constexpr = not (HAS_ROTATION or IS_STOCHASTIC)
         KEPT_DTYPE: tl.constexpr = DTYPE if IS_KEPT else "none"
         TOP_INDEX: tl.constexpr = 14 if IS_INT4 else 254
-        codes, lo, hi = asymmetric_codes(x, is_inside, noise, TOP_INDEX, IS_STOCHASTIC, KEPT_DTYPE)
+        codes, lo, hi = arithmetic.asymmetric_codes(
+            x, is_inside, noise, TOP_INDEX, IS_STOCHASTIC, KEPT_DTYPE
+        )
         _store_bytes(scales_ptr + block * 8, lo, is_block, 4)
         _store_bytes(scales_ptr + block * 8 + 4, hi, is_block, 4)
     codes_ptr = row_ptr + first_block * BLOCK_NBYTES
@@ -129,7 +122,7 @@ def decode_kernel(
         row_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION, WIDTH
     )
     if DTYPE == "bf16":
-        values = bfloat16_bits(values).to(tl.int16)
+        values = arithmetic.bfloat16_bits(values).to(tl.int16)
     _store_tile(out_ptr + row * out_stride, values, numel, tile, BLOCK, BLOCKS, COLUMNS)
 
 
@@ -234,16 +227,16 @@ def _decode_tile(
     scales_ptr = row_ptr + num_blocks * BLOCK_NBYTES + first_block * SCALE_NBYTES
     is_second = column >= BLOCK_NBYTES
     if IS_SYMMETRIC:
-        step = symmetric_step(_load_bytes(scales_ptr + block * 2, is_block, 2), KIND)
+        step = arithmetic.symmetric_step(_load_bytes(scales_ptr + block * 2, is_block, 2), KIND)
         values = _levels(byte, is_second, KIND) * step[:, None]
     else:
         lo = _load_bytes(scales_ptr + block * 8, is_block, 4).to(tl.float32, bitcast=True)
         hi = _load_bytes(scales_ptr + block * 8 + 4, is_block, 4).to(tl.float32, bitcast=True)
         codes = tl.where(is_second, byte >> 4, byte & 15) if IS_INT4 else byte
         TOP_INDEX: tl.constexpr = 14 if IS_INT4 else 254
-        values = asymmetric_values(codes, lo, hi, TOP_INDEX)
+        values = arithmetic.asymmetric_values(codes, lo, hi, TOP_INDEX)
     if HAS_ROTATION:
-        values = rotate(values, BLOCKS, COLUMNS)
+        values = arithmetic.rotate(values, BLOCKS, COLUMNS)
     return values
 
 
@@ -255,7 +248,7 @@ def _levels(byte: tl.tensor, is_second: tl.tensor, KIND: tl.constexpr) -> tl.ten
     elif KIND == "int4":
         return (tl.where(is_second, byte + 8, byte << 4) << 24 >> 28).to(tl.float32)
     else:
-        return float8_value(byte, KIND)
+        return arithmetic.float8_value(byte, KIND)
 
 
 @triton.jit
