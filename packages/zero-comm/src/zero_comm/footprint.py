@@ -269,7 +269,6 @@ class CommFootprint:
     def _gather_buffers(
         self, numel: int, dtype: torch.dtype, gather: GatherFootprint
     ) -> Counter[object]:
-        """Return the buffers of one gather. Gathers run one after another."""
         size, groups = self.group_size, self.num_groups
         found: Counter[object] = Counter()
         if gather.format is not None and groups > 1:

@@ -37,7 +37,7 @@ def quantized_all_gather(
 
     Returns:
         A new tensor with the dtype and device of ``shard``: all shards concatenated along the first
-            dimension in rank order.
+        dimension in rank order.
 
     Raises:
         ValueError: an argument does not fit.
@@ -87,7 +87,7 @@ def quantized_reduce_scatter(
 
     Returns:
         A new tensor with the dtype and device of ``full``, whose first dimension has
-            ``full.shape[0] / ranks`` elements.
+        ``full.shape[0] / ranks`` elements.
 
     Raises:
         ValueError: an argument does not fit.

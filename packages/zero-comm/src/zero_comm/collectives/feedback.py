@@ -76,11 +76,9 @@ class ErrorFeedback:
         self._errors[key] = quantize(fresh, STORED, out=error)
 
     def forget(self) -> None:
-        """Drop every error."""
         self._errors.clear()
         self._num_uses.clear()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Kept errors."""
         return [*self._errors.values()]

@@ -71,7 +71,7 @@ def create_collectives(
 
     Returns:
         A `QuantizedCollectives`. ``native`` itself if nothing is compressed or there is one rank.
-            ``native`` with a codec if only ``zero_lossless_gradients`` is set.
+        ``native`` with a codec if only ``zero_lossless_gradients`` is set.
 
     Raises:
         ValueError: a setting is out of range, or ``native`` does not support it. The message names

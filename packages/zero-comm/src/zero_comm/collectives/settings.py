@@ -105,8 +105,6 @@ class CommSettings:
 
 
 class _Reader:
-    """Typed access to the block."""
-
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
 

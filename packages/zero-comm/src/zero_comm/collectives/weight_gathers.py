@@ -132,7 +132,6 @@ class WeightGather(ABC):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Memory kept between gathers."""
         return [entry.values for entry in tuple(self._entries.values())]
 
     def _entry(self, unit: int, numel: int, dtype: torch.dtype, device: torch.device) -> _Entry:
@@ -149,7 +148,6 @@ class WeightGather(ABC):
         return self._transport.zeros(numel, dtype, device)
 
     def take_bytes(self, purpose: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return a uint8 scratch buffer of this shape."""
         return self._scratch.take(purpose, math.prod(shape), torch.uint8, device).view(shape)
 
 
@@ -213,7 +211,7 @@ class SecondaryGather(WeightGather):
             versions, entry.version = (entry.version, version), None
             self._refresh(secondary, shard, versions, **origin)
             entry.version = version
-        if grid.group_size == 1:  # already in rank order
+        if grid.group_size == 1:  # ``secondary`` is in rank order already
             grid.gather_intra_group(out, secondary, **origin)
             return
         shape = (grid.group_size, grid.num_groups, shard.numel())
@@ -252,7 +250,7 @@ class SecondaryGather(WeightGather):
 
 
 class LosslessSecondaryGather(SecondaryGather):
-    """Gathers weights from secondary shards, which lossless differences update."""
+    """`SecondaryGather` that refreshes its secondary shards by lossless differences."""
 
     def _refresh(
         self, secondary: Tensor, shard: Tensor, versions: _Versions, **origin: Unpack[Origin]
@@ -337,7 +335,7 @@ class PublishedGather(WeightGather):
 def _packed(
     gather: WeightGather, old: Tensor, new: Tensor, versions: _Versions
 ) -> tuple[Tensor, int]:
-    """Return a message buffer and the length of the difference in it, 0 without an old version."""
+    """Return a message buffer and the length of its difference, 0 without an old version."""
     before, now = versions
     most = max_message_nbytes(new.numel(), new.element_size())
     message = gather.take_bytes("message", (most,), new.device)

@@ -90,7 +90,6 @@ MAX_WIDTH: Final = 6
 
 
 def num_blocks(numel: int) -> int:
-    """Return the number of blocks, including the incomplete last block."""
     return -(-numel // BLOCK_NUMEL)
 
 
@@ -105,7 +104,7 @@ def max_buffer_nbytes(numel: int, itemsize: int) -> int:
 
 
 def num_starts(itemsize: int) -> int:
-    """Return the number of possible widths of the first level."""
+    """Return the number of widths that the first level of a difference may have."""
     return 3 if itemsize == 2 else 4
 
 

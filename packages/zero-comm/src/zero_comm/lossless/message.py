@@ -51,7 +51,6 @@ def message_nbytes(buffer_nbytes: int) -> int:
 
 
 def max_message_nbytes(numel: int, itemsize: int) -> int:
-    """Return the largest possible size in bytes of a message of ``numel`` elements."""
     return message_nbytes(frame.max_buffer_nbytes(numel, itemsize))
 
 
@@ -112,7 +111,6 @@ def unpack(
 def _checked_buffer(
     coding: Coding, message: Tensor, values: Tensor, versions: tuple[int, int]
 ) -> Tensor:
-    """Return the buffer inside a message after all checks of its header and checksum."""
     header = bytes(message[:HEADER_NBYTES].tolist())
     if len(header) < HEADER_NBYTES:
         raise CorruptMessageError(f"it has {len(header)} bytes")
@@ -140,23 +138,20 @@ def _fixed_part(coding: Coding, values: Tensor, versions: tuple[int, int]) -> by
 
 
 class GradientMessages:
-    """Codec for the gradient slices that a reduction sends: `transport.protocol.SliceCodec`."""
+    """`zero_comm.transport.protocol.SliceCodec` for the gradient slices that a reduction sends.
+
+    Messages are at multiples of 16 bytes. On an accelerator `pack` makes the host wait for the
+    length.
+    """
 
     def serves(self, dtype: torch.dtype, numel: int) -> bool:
-        """Whether slices of ``numel`` elements are coded."""
         return is_worthwhile(dtype, numel)
 
     def max_nbytes(self, dtype: torch.dtype, numel: int) -> int:
-        """Return the largest possible size in bytes of a message of ``numel`` elements."""
         return max_message_nbytes(numel, dtype.itemsize)
 
     def pack(self, values: Tensor, message: Tensor) -> int:
-        """Write the message of flat, contiguous ``values`` and return its bytes, a multiple of 16.
-
-        On an accelerator the host waits for the length.
-        """
         return pack("values", values, message=message)
 
     def unpack(self, message: Tensor, values: Tensor, *, sender: int) -> None:
-        """Fill ``values`` from the message of rank ``sender``, at a multiple of 16 bytes."""
         unpack("values", message, values, sender=sender)

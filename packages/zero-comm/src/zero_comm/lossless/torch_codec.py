@@ -17,7 +17,7 @@ from torch import Tensor
 from zero_comm.lossless import block_frame as frame
 from zero_comm.lossless.block_frame import BLOCK_NUMEL
 
-_CHUNK_BLOCKS: Final = 4096  # bounds the int64 workspace to a few 8 MiB tensors
+_CHUNK_BLOCKS: Final = 4096  # limits each int64 workspace of [blocks, 256] to 8 MiB
 _IMPOSSIBLE: Final = 1 << 20  # bytes: more than any mode takes
 INTEGERS: Final = {2: torch.int16, 4: torch.int32}
 
@@ -27,7 +27,6 @@ class _NotBlocksError(ValueError):
 
 
 def _require(holds: Tensor) -> None:
-    """Raise `_NotBlocksError` unless all elements of ``holds`` are true."""
     if not bool(holds.all()):
         raise _NotBlocksError
 
@@ -81,7 +80,6 @@ class TorchCodec(ABC):
         return torch.tensor(end, device=out.device)
 
     def _encode_chunk(self, operands: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the descriptors (int16) and the codes (uint8) of a chunk of blocks."""
         new, numel, itemsize = operands[-1], operands[-1].numel(), operands[-1].element_size()
         bits = [_bits(x) for x in operands]
         present = _present_in(len(bits[0]), new)
@@ -154,7 +152,6 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _present_in(num: int, values: Tensor) -> Tensor:
-    """Return the number of existing elements of each of ``num`` blocks."""
     first = torch.arange(num, device=values.device) * BLOCK_NUMEL
     return (values.numel() - first).clamp(max=BLOCK_NUMEL)
 

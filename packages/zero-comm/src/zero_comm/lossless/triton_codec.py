@@ -61,7 +61,6 @@ def constants_of(itemsize: int) -> dict[str, Any]:
 
 
 def _launch_tiles(kernel: Any, elements: Tensor, *arguments: Any) -> None:
-    """Launch one program for each tile of ``elements``."""
     num_tiles = triton.cdiv(num_blocks(elements.numel()), _TILE_BLOCKS)
     with on_device(elements.device):
         kernel[(num_tiles,)](*arguments, **constants_of(elements.element_size()))

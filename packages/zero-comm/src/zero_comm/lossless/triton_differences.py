@@ -188,7 +188,6 @@ def decode_kernel(
 
 @triton.jit
 def _differences(old: tl.tensor, new: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return ``z`` of [Note: the difference buffer]."""
     MASK: tl.constexpr = (1 << BITS) - 1
     moved = (_ordered(new, BITS) - _ordered(old, BITS)) & MASK
     return ((moved << 1) ^ tl.where(moved >> (BITS - 1) > 0, MASK, 0)) & MASK
@@ -254,7 +253,6 @@ def _ranks(is_member: tl.tensor) -> tl.tensor:
 def _write_level(
     level_ptr: tl.tensor, rest: tl.tensor, is_here: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr
 ) -> None:
-    """Write one level of the blocks that have it."""
     codes = tl.minimum(rest, (1 << WIDTH) - 1)
     rank = _ranks(is_here)
     if WIDTH >= 8:

@@ -85,7 +85,6 @@ def total_of(ends_ptr: tl.tensor, numel: tl.tensor, block: tl.tensor) -> tl.tens
 
 @triton.jit
 def report_bad(is_bad_ptr: tl.tensor, present: tl.tensor, is_good: tl.tensor) -> None:
-    """Set ``is_bad``, int32, if an existing block of the tile is not good."""
     num_bad = tl.sum(((present > 0) & (is_good == 0)).to(tl.int32), 0)
     tl.store(is_bad_ptr, 1, mask=num_bad > 0)
 

@@ -84,7 +84,6 @@ class Packing:
         self._templates: dict[tuple[int, bool, torch.device], Tensor] = {}
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a message of ``numel`` elements, a multiple of 16."""
         return HEADER_NBYTES + self.format.nbytes(numel)
 
     def shortens(self, dtype: torch.dtype, numel: int) -> bool:
@@ -160,7 +159,6 @@ class Packing:
             self._verify(self._deferred.pop(0))
 
     def _inspect(self, rows: Tensor, numel: int, senders: Sequence[int]) -> _Evidence:
-        """Compute the evidence on the messages' device without waiting for the device."""
         fmt, headers = self.format, rows[..., :HEADER_NBYTES].clone()
         start, stop = (HEADER_NBYTES + at(numel) for at in (fmt.codes_nbytes, fmt.used_nbytes))
         if fmt.is_symmetric:
@@ -200,7 +198,6 @@ class Packing:
 
 
 def _checksums(rows: Tensor) -> Tensor:
-    """Return the checksum of each message, which covers its buffer and its flags."""
     return checksums(rows[..., HEADER_NBYTES:]) + rows.view(torch.int64)[..., _FLAGS_AT // 8]
 
 

@@ -110,7 +110,6 @@ def _shape(
 
 
 def _split(values: Tensor, groups: Tensor) -> Tensor:
-    """View rows of values as [groups, rows per group, n]."""
     return values.view(*groups.shape[:2], values.shape[1])
 
 

@@ -188,13 +188,8 @@ def dequantize_rows(rows: Tensor, numel: int, format: str | BlockFormat, out: Te
 def dequantize_sum(rows: Tensor, numel: int, format: str | BlockFormat, out: Tensor) -> None:
     """Sum the dequantized rows of each group in fp32, in row order.
 
-    Args:
-        rows: uint8, ``quantized_nbytes(numel, format)`` columns, at least one row, shaped as in
-            `quantize_rows`.
-        numel: elements per row.
-        format: the format passed to `quantize_rows`.
-        out: fp32, 1-D, contiguous, on the device of ``rows``, not overlapping ``rows``. Receives
-            the sum of each group, in group order.
+    Arguments are those of `dequantize_rows`, with at least one row. ``out`` is fp32 and receives
+    the sum of each group, in group order.
 
     Raises:
         ValueError: an argument does not fit.

@@ -20,7 +20,7 @@ from zero_comm.quantizer.block_format import ROTATION_SIZE, BlockFormat, seed_of
 # 1 MiB of fp32, the fastest of 2**14 to 2**19 when measured. Call overhead dominates below.
 _CPU_CHUNK_NUMEL: Final = 1 << 18
 _DEVICE_CHUNK_NUMEL: Final = 1 << 25  # limits the workspace to 128 MiB
-_SEED_STEP: Final = 0x9E3779B9  # difference between the seeds of consecutive rows
+_SEED_STEP: Final = 0x9E3779B9  # between the seeds of consecutive rows
 # With these lower limits no step is zero, and no step or reciprocal is subnormal.
 _SMALLEST_MAX: Final = 2.0**-100
 _SMALLEST_STEP: Final = 2.0**-107
@@ -129,7 +129,6 @@ def _chunks(numel: int, fmt: BlockFormat, device: torch.device) -> Iterator[slic
 
 
 def _codes_of(row: Tensor, numel: int, fmt: BlockFormat) -> Tensor:
-    """View the codes of a quantized row as int8, [blocks, bytes per block]."""
     codes = row[: fmt.codes_nbytes(numel)].view(torch.int8)
     return codes.view(fmt.num_blocks(numel), fmt.block_nbytes)
 
@@ -223,7 +222,6 @@ def _encode_symmetric(
 
 
 def _round_to_float8(v: Tensor, fmt: BlockFormat, noise: Tensor | None) -> Tensor:
-    """Round ``v`` to the fp8 grid in place."""
     smallest_exponent, mantissa_bits, _ = _FLOAT8[fmt.kind]
     v.clamp_(-fmt.top_level, fmt.top_level)
     unit = v.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
@@ -247,7 +245,7 @@ def _encode_asymmetric(
     """Fill ``scales`` from the ``valid`` columns, and return fp32 codes of all columns."""
     torch.amin(valid, 1, keepdim=True, out=scales[:, :1])
     torch.amax(valid, 1, keepdim=True, out=scales[:, 1:])
-    scales.add_((scales - scales).sum(1, keepdim=True))  # NaN stays NaN, -0 becomes +0
+    scales.add_((scales - scales).sum(1, keepdim=True))  # adds NaN if not finite; -0 becomes +0
     grid = _AsymmetricGrid(scales, fmt)
     k = (source * 0.5).sub_(grid.lo * 0.5).mul_(grid.step.reciprocal().mul_(2.0))
     _round(k, noise).clamp_(0, fmt.top_index)
@@ -277,7 +275,6 @@ class _AsymmetricGrid:
 
 
 def _pack(levels: Tensor, codes: Tensor, fmt: BlockFormat) -> None:
-    """Write fp32 ``levels`` as ``codes``. Overwrites ``levels``."""
     if fmt.is_float:
         codes.copy_(levels.to(_FLOAT8[fmt.kind][2]).view(torch.int8))
         return
@@ -291,7 +288,6 @@ def _pack(levels: Tensor, codes: Tensor, fmt: BlockFormat) -> None:
 
 
 def _unpack(codes: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-    """Read ``codes`` into fp32 ``out``."""
     half = fmt.block_size // 2
     if fmt.is_float:
         out.copy_(codes.view(_FLOAT8[fmt.kind][2]))

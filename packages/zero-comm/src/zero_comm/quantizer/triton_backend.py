@@ -76,7 +76,6 @@ class TritonBackend:
 def _launch(
     kernel: Any, fmt: BlockFormat, values: Tensor, arguments: tuple[Any, ...], **constants: Any
 ) -> None:
-    """Launch one program for each tile of ``values``, [rows, numel], on the current stream."""
     shared = constants_of(fmt)
     num_tiles = -(-fmt.num_blocks(values.shape[1]) // shared["BLOCKS"])
     with on_device(values.device):
@@ -103,7 +102,7 @@ def constants_of(fmt: BlockFormat) -> dict[str, Any]:
 
 
 def _typed(x: Tensor) -> Tensor:
-    """View bfloat16 as int16, which the kernels convert themselves."""
+    # The kernels convert bfloat16 themselves, from int16.
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 

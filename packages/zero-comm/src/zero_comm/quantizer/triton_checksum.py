@@ -26,7 +26,6 @@ def sum_kernel(
     row_stride: tl.tensor,
     TURNS: tl.constexpr,
 ) -> None:
-    """Store the weighted sum of one program's turns of one row."""
     program = tl.program_id(0).to(tl.int64)
     words_ptr += tl.program_id(1).to(tl.int64) * row_stride
     place = tl.arange(0, WORDS).to(tl.int64)

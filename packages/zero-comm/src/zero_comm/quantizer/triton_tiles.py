@@ -209,7 +209,6 @@ def _decode_tile(
     HAS_ROTATION: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tl.tensor:
-    """Dequantize a tile of the buffer at ``row_ptr`` to fp32."""
     IS_INT4: tl.constexpr = KIND == "int4"
     BLOCK_NBYTES: tl.constexpr = BLOCK // 2 if IS_INT4 else BLOCK
     SCALE_NBYTES: tl.constexpr = 2 if IS_SYMMETRIC else 8

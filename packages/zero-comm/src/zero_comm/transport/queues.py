@@ -67,7 +67,6 @@ CommQueue = HostQueue | StreamQueue
 
 
 def open_queue(device: torch.device) -> CommQueue:
-    """Return a new queue for jobs on tensors of ``device``."""
     return HostQueue() if device.type == "cpu" else StreamQueue(device)
 
 
