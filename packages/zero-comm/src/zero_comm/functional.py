@@ -26,7 +26,9 @@ def quantized_all_gather(
 
     Every rank of the group must call it, with a shard of the same shape and dtype. All ranks get
     identical results, because a rank also quantizes and dequantizes its own shard. A shard that is
-    not floating point, or that a message would not shorten, is gathered exactly.
+    not floating point, or that a message would not shorten, is gathered exactly. Return a new
+    tensor with the dtype and device of ``shard``: all shards concatenated along the first dimension
+    in rank order.
 
     Args:
         shard: at least 1-D, never changed. Gradients do not flow through.
@@ -34,10 +36,6 @@ def quantized_all_gather(
         group: process group, None for the default group. Without torch.distributed initialized, the
             calling process is the only rank.
         has_checksum: whether messages carry a checksum.
-
-    Returns:
-        A new tensor with the dtype and device of ``shard``: all shards concatenated along the first
-        dimension in rank order.
 
     Raises:
         ValueError: an argument does not fit.
@@ -69,29 +67,19 @@ def quantized_reduce_scatter(
     qgZ (ZeRO++, arXiv 2306.10209, section 3.3), see [Note: the two hops] in
     `zero_comm.collectives.two_hop`. Every rank of the group must call it, with a tensor of the same
     shape and dtype and the same other arguments. Sums are in fp32 and in rank order, so the result
-    is the same in every run. A slice that a message would not shorten is reduced exactly.
+    is the same in every run. A slice that a message would not shorten is reduced exactly. Return a
+    new tensor with the dtype and device of ``full``, whose first dimension has ``full.shape[0] /
+    ranks`` elements. Other arguments and errors are those of `quantized_all_gather`.
 
     Args:
         full: fp32, bf16, fp16 or fp64, never changed. The number of ranks divides its first
             dimension. Gradients do not flow through.
-        format: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.
         between: format between nodes. None: same as ``format``.
         op: "avg" or "sum".
-        group: process group, None for the default group. Without torch.distributed initialized, the
-            calling process is the only rank.
         ranks_per_node: number of consecutive ranks that share a node, or a 2-D DeviceMesh whose
             last dimension is within a node. None uses the launcher's environment, with one small
             exchange at the first call.
         seed: seed of stochastic rounding. None rounds to the nearest.
-        has_checksum: whether messages carry a checksum.
-
-    Returns:
-        A new tensor with the dtype and device of ``full``, whose first dimension has
-        ``full.shape[0] / ranks`` elements.
-
-    Raises:
-        ValueError: an argument does not fit.
-        CorruptMessageError: a message is damaged. The error names its sender.
     """
     if op not in ("avg", "sum"):
         raise ValueError(f"op must be 'avg' or 'sum', got {op!r}")

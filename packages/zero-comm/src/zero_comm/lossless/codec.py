@@ -53,18 +53,15 @@ def find_codec(coding: Coding, device: torch.device) -> Codec:
 
 
 def encode_difference(old: Tensor, new: Tensor) -> Tensor:
-    """Encode the change from ``old`` to ``new`` without losing a bit.
+    """Encode the change from ``old`` to ``new`` without losing a bit, and return the bytes.
 
     The dtype may be any with 16 or 32 bits. NaN, signed zeros and denormals keep their bits. [Note:
-    the difference buffer] defines the bytes. The result is at most ``2 / 256`` bytes per element
-    longer than ``new``.
+    the difference buffer] defines the bytes: uint8, 1-D, on the same device. They are at most ``2 /
+    256`` bytes per element longer than ``new``.
 
     Args:
         old: any shape.
         new: same shape, dtype and device as ``old``.
-
-    Returns:
-        The encoded bytes: uint8, 1-D, on the same device.
 
     Raises:
         ValueError: the tensors do not match, or their elements do not have 2 or 4 bytes.
@@ -93,14 +90,12 @@ def apply_difference(values: Tensor, difference: Tensor) -> None:
 
 
 def encode_values(values: Tensor) -> Tensor:
-    """Encode a tensor without losing a bit. Gradients take about 11 of the 16 bits of bfloat16.
+    """Encode ``values`` without losing a bit, and return the bytes.
 
-    The dtype may be any with 16 or 32 bits. NaN, signed zeros and denormals keep their bits. [Note:
-    the value buffer] defines the bytes. The result is at most ``2 / 256`` bytes per element longer
-    than ``values``, which may have any shape.
-
-    Returns:
-        The encoded bytes: uint8, 1-D, on the same device.
+    Gradients take about 11 of the 16 bits of bfloat16. ``values`` may have any shape and any dtype
+    of 16 or 32 bits. NaN, signed zeros and denormals keep their bits. [Note: the value buffer]
+    defines the bytes: uint8, 1-D, on the same device. They are at most ``2 / 256`` bytes per
+    element longer than ``values``.
 
     Raises:
         ValueError: elements do not have 2 or 4 bytes.

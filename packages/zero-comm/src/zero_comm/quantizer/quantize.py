@@ -38,7 +38,7 @@ def quantize(
     nonfinite: Literal["carry", "refuse"] = "carry",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Quantize a tensor block by block into one flat buffer of bytes.
+    """Quantize a tensor block by block into one flat buffer of bytes, and return the buffer.
 
     In every finite block ``|x - dequantize(quantize(x))|`` is at most half a step, plus the
     rounding of fp32 and of the output dtype. With fp8 half the local spacing of fp8 numbers
@@ -59,9 +59,6 @@ def quantize(
             synchronization. "refuse" raises ValueError.
         out: buffer for the bytes: uint8, 1-D, contiguous, `quantized_nbytes` long, on the device of
             ``x``, not overlapping ``x``. None allocates one.
-
-    Returns:
-        ``out``.
 
     Raises:
         ValueError: an argument does not fit, or ``nonfinite="refuse"`` found NaN or Inf.
@@ -94,7 +91,7 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Dequantize the bytes from `quantize` into a flat tensor.
+    """Dequantize the bytes from `quantize` into a flat tensor, and return the tensor.
 
     Args:
         buffer: uint8, 1-D, contiguous, ``quantized_nbytes(numel, format)`` long.
@@ -104,9 +101,6 @@ def dequantize(
             Inf. After a rotation the same dtype may overflow too, near its largest value.
         out: 1-D, contiguous, ``numel`` elements of ``dtype``, on the device of ``buffer``, not
             overlapping ``buffer``. None allocates one.
-
-    Returns:
-        ``out``, 1-D.
 
     Raises:
         ValueError: an argument does not fit.
@@ -131,7 +125,8 @@ def quantize_rows(
     Row ``r`` gets the bytes of `quantize` for part ``r``, with seed ``seed + 0x9e3779b9 * r`` if
     there is one. NaN and Inf are carried. Rows may be in groups, [groups, rows per group, bytes],
     with different strides between groups and rows. The parts of a group are adjacent in ``x``, and
-    the group's seed is ``seed + 0x9e3779b1 * group``.
+    the group's seed is ``seed + 0x9e3779b1 * group``. Return whether ``x`` has NaN or Inf, or None
+    if finding out would synchronize with a device.
 
     Args:
         x: flat, contiguous, fp32, bf16, fp16 or fp64, n elements for each row of ``out``.
@@ -140,9 +135,6 @@ def quantize_rows(
             ``x``. Rows are contiguous and start at multiples of 16 bytes. Bytes between rows stay
             unchanged.
         seed: see `quantize`.
-
-    Returns:
-        Whether ``x`` has NaN or Inf, or None if finding out would synchronize with a device.
 
     Raises:
         ValueError: an argument does not fit.
@@ -188,11 +180,8 @@ def dequantize_rows(rows: Tensor, numel: int, format: str | BlockFormat, out: Te
 def dequantize_sum(rows: Tensor, numel: int, format: str | BlockFormat, out: Tensor) -> None:
     """Sum the dequantized rows of each group in fp32, in row order.
 
-    Arguments are those of `dequantize_rows`, with at least one row. ``out`` is fp32 and receives
-    the sum of each group, in group order.
-
-    Raises:
-        ValueError: an argument does not fit.
+    Arguments and errors are those of `dequantize_rows`, with at least one row. ``out`` is fp32 and
+    receives the sum of each group, in group order.
     """
     fmt = BlockFormat.make(format)
     _check_rows("rows", rows, fmt.nbytes(numel), out.device)
