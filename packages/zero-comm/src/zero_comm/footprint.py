@@ -208,8 +208,7 @@ class CommFootprint:
     def reduction(self, numel: int, dtype: torch.dtype) -> ReduceFootprint | None:
         """Return the footprint of a reduction, or None for the engine's own collective.
 
-        ``numel`` is the size of the shard that a rank receives. ``dtype`` is the communication
-        dtype.
+        ``numel`` is the size of a rank's received shard, ``dtype`` the communication dtype.
         """
         fmt = self._settings.gradients
         if self._world_size == 1 or fmt is None:

@@ -153,8 +153,7 @@ class _Gather(_Comm):
 class _Arrival(dist.Work):
     """Work of a gather of messages, whose first ``wait`` dequantizes them into the output.
 
-    FSDP2 waits where it reads the output. On an accelerator its current stream waits for the gather
-    and then dequantizes.
+    FSDP2 waits on the stream that reads the output, which then also dequantizes.
     """
 
     def __init__(self, work: dist.Work | None, packing: Packing, rows: Tensor, out: Tensor) -> None:
@@ -180,8 +179,7 @@ class _Arrival(dist.Work):
 class _ReduceScatter(_Comm):
     """Reduction of messages, or of exact gradients if ``fmt`` is None. See [Note: FSDP2's buffers].
 
-    ``reducers`` holds one reducer per process group and stream, shared by all modules of one
-    `apply`.
+    All modules of one `apply` share ``reducers``: one reducer per process group and stream.
     """
 
     fmt: GradientFormat | None

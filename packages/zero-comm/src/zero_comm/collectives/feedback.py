@@ -41,10 +41,7 @@ class LocoSettings:
 
 
 class ErrorFeedback:
-    """Errors of repeatedly quantized gradients, one for each key.
-
-    The values of a key always have the same number of elements and the same device.
-    """
+    """Errors of repeatedly quantized gradients. A key always has the same length and device."""
 
     def __init__(self, settings: LocoSettings) -> None:
         self._settings = settings

@@ -111,8 +111,7 @@ def create_collectives(
 class QuantizedCollectives:
     """Collectives that compress weights and gradients. `create_collectives` creates them.
 
-    Several exchanges may run at once and finish in any order. Only one thread at a time may call
-    the methods.
+    Several exchanges may run at once and finish in any order. Methods are not thread-safe.
     """
 
     def __init__(
@@ -199,10 +198,7 @@ class QuantizedCollectives:
             self._transport.launch(self._reduction.forget, is_reduction=True).wait()
 
     def forget_errors(self) -> None:
-        """Drop the gradient errors after a skipped step, whose gradients overflowed.
-
-        All ranks must call it after their reductions.
-        """
+        """Drop gradient errors after a skipped step. All ranks must call it after reductions."""
         feedback = None if self._reduction is None else self._reduction.feedback
         if feedback is not None:
             self._transport.launch(feedback.forget, is_reduction=True).wait()
@@ -227,10 +223,9 @@ class QuantizedCollectives:
     def device_tensors(self) -> dict[str, list[Tensor]]:
         """Return all tensors held between exchanges, by category of an engine's states.
 
-        Kept weights are "parameters", and gradient errors are "optimizer_states" because they last
-        from step to step. "buffers" have no contents to preserve. While no exchange runs, a caller
-        may free the storages of all tensors and later restore them, with the same bytes except for
-        buffers.
+        Kept weights are "parameters". Gradient errors are "optimizer_states", because they last
+        from step to step. While no exchange runs, a caller may free the storages and later restore
+        them with the same bytes. "buffers" have no contents to preserve.
         """
         found = {
             "parameters": [kept for gather in self._gathers.values() for kept in gather.tensors],
@@ -265,10 +260,7 @@ class QuantizedCollectives:
         return gathers
 
     def _gather_for(self, shard: Tensor, unit: int, *, is_kept: bool) -> WeightGather | None:
-        """Choose the gather of this shard, or None for the transport's own.
-
-        ``is_kept``: whether the shard is a part of the output buffer.
-        """
+        """Choose a shard's gather, None for the transport's. ``is_kept``: it is part of ``out``."""
         settings = self._settings
         if settings.is_lossless and unit not in self._frozen:
             if not is_worthwhile(shard.dtype, shard.numel()):

@@ -75,7 +75,7 @@ class TwoHopReduce:
     """Sums slices of gradients over all ranks, quantized in transit. See [Note: the two hops].
 
     Every rank must construct it alike, with the same ``seed`` of stochastic rounding, and reduce
-    the same units in the same order. Only one thread at a time may call the methods.
+    the same units in the same order. Methods are not thread-safe.
     """
 
     def __init__(
@@ -196,8 +196,7 @@ class SliceReducer:
     """Quantized sum of gradient slices over a process group (qgZ), for DDP, FSDP2 and functions.
 
     Slices that no message would shorten are sent exactly. Every rank of the group must construct it
-    alike and call it in the same order. The first reduction may exchange node keys. Only one thread
-    at a time may call the methods.
+    alike and call it in the same order. The first reduction may exchange node keys.
     """
 
     def __init__(

@@ -109,8 +109,7 @@ class _Entry:
 class WeightGather(ABC):
     """Gathers weights, and keeps memory per unit with the version of the weights in it.
 
-    Its jobs run one after another on the queue of gathers. ``transport`` allocates the kept memory,
-    ``scratch`` the buffers of messages.
+    Jobs run one after another. ``transport`` allocates kept memory, ``scratch`` message buffers.
     """
 
     kept_kind: str  # key of the kept memory in `QuantizedCollectives.private_nbytes`

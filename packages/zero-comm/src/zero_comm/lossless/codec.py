@@ -112,7 +112,7 @@ def decode_values(buffer: Tensor, values: Tensor) -> None:
         values: contiguous, with the number and size of the encoded elements; overwritten.
 
     Raises:
-        ValueError: an argument does not fit, or `encode_values` did not make the bytes for such a
+        ValueError: an argument does not fit, or `encode_values` did not make ``buffer`` for such a
             tensor. ``values`` are then undefined.
     """
     _decode("values", "buffer", buffer, values)

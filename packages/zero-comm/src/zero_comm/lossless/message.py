@@ -68,8 +68,7 @@ def pack(
     """Write a message and return its bytes, a multiple of 16. The host waits for an accelerator.
 
     ``operands`` are those of `zero_comm.lossless.codec.Codec.encode`. ``message`` is uint8, has
-    `max_message_nbytes` bytes and starts at a multiple of 16 bytes. Its contents after the result
-    are undefined.
+    `max_message_nbytes` bytes and starts at a multiple of 16. Bytes after the result are undefined.
     """
     values = operands[-1]
     codec = find_codec(coding, values.device)
@@ -140,8 +139,7 @@ def _fixed_part(coding: Coding, values: Tensor, versions: tuple[int, int]) -> by
 class GradientMessages:
     """`zero_comm.transport.protocol.SliceCodec` for the gradient slices that a reduction sends.
 
-    Messages are at multiples of 16 bytes. On an accelerator `pack` makes the host wait for the
-    length.
+    Messages are at multiples of 16 bytes. On an accelerator `pack` waits for the message's length.
     """
 
     def serves(self, dtype: torch.dtype, numel: int) -> bool:

@@ -344,10 +344,7 @@ def _read_levels(
 
 
 class TorchValues(TorchCodec):
-    """Codec of [Note: the value buffer].
-
-    The coded integers are the bytes of the rotated bits, lowest first: [blocks, itemsize, 256].
-    """
+    """Codec of [Note: the value buffer], which codes rotated bytes, [blocks, itemsize, 256]."""
 
     def _measure(
         self, bits: list[Tensor], present: Tensor, itemsize: int

@@ -76,8 +76,7 @@ def place_of(
 def total_of(ends_ptr: tl.tensor, numel: tl.tensor, block: tl.tensor) -> tl.tensor:
     """Return the bytes of all blocks, repeated for each block of the tile.
 
-    A scalar would be enough, but Triton 3.9's interpreter turns a condition with a scalar into
-    integers.
+    Triton 3.9's interpreter mishandles a condition that combines a scalar with a tensor.
     """
     last = tl.cdiv(numel.to(tl.int64), BLOCK) - 1
     return tl.load(ends_ptr + last + tl.zeros_like(block))

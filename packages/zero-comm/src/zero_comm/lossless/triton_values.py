@@ -94,12 +94,7 @@ def decode_kernel(
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Fill the elements of a tile.
-
-    A block that no encoder can have written is left unchanged and sets ``is_bad``, int32. All
-    blocks count as such if their total size is not ``codes_nbytes``. A block reads only its own
-    bytes, even if they are damaged.
-    """
+    """Fill the elements of a tile. Invalid blocks are treated as in `triton_differences`."""
     block, present = frame.blocks_of_tile(numel, BLOCKS)
     mode, nbytes, end = frame.place_of(descriptors_ptr, ends_ptr, block, present)
     lane = tl.arange(0, BLOCK)[None, :]

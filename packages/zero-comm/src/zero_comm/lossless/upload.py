@@ -28,8 +28,7 @@ class UploadCodec:
     def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
         """Write the difference from ``old`` to ``new``, both in host memory, and return its bytes.
 
-        ``out`` is uint8, has `max_nbytes` bytes and an even address. Its contents after the result
-        are undefined.
+        ``out`` is uint8, has `max_nbytes` bytes and an even address. Later bytes are undefined.
         """
         codec = find_codec("differences", old.device)
         return int(codec.encode(old, new, out=out, num_threads=num_threads))

@@ -93,8 +93,8 @@ class Packing:
     def pack(self, values: Tensor, rows: Tensor, *, seed: int | None = None) -> None:
         """Quantize flat, contiguous ``values`` into messages, each with an equal part of them.
 
-        ``rows`` is uint8, [messages, `nbytes`] or [groups, messages per group, `nbytes`]. Each
-        message is contiguous. A ``seed`` selects stochastic rounding.
+        ``rows`` is uint8, [messages, `nbytes`] or [groups, messages per group, `nbytes`], with
+        contiguous messages. A ``seed`` selects stochastic rounding.
         """
         numel = values.numel() // math.prod(rows.shape[:-1])
         has_nan = quantize_rows(values, self.format, rows[..., HEADER_NBYTES:], seed=seed)

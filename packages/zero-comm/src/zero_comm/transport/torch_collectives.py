@@ -100,8 +100,7 @@ class TorchCollectives:
     ) -> Work:
         """Start to fill ``out`` with every rank's ``shard``, in rank order.
 
-        The shard may be this rank's slice of ``out``. A subgroup first copies the shard once per
-        rank. ``unit``, ``version`` and ``backward`` are unused.
+        The shard may be this rank's slice of ``out``. A subgroup copies the shard once per rank.
         """
         self._check_out(out, shard.numel() * self.world_size, shard.dtype)
         if self._is_silent(shard):

@@ -37,8 +37,5 @@ def reduce_scatter_single(
 
 
 def premultiplier(op: Any) -> float:
-    """Return the factor of a ``ReduceOp.PREMUL_SUM``.
-
-    torch exposes the factor publicly only in the pickled state of a ReduceOp.
-    """
+    """Return a ``ReduceOp.PREMUL_SUM``'s factor, which torch exposes only in the pickled state."""
     return float(op.__getstate__()[1])
