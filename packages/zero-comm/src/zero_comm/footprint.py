@@ -167,7 +167,6 @@ class CommFootprint:
         self._world_size = world_size
         self._per_node = ranks_per_node
         self._num_nodes = world_size // ranks_per_node
-        self._has_partition = settings.partition_size > 1
         self.group_size = settings.group_size(ranks_per_node)
         self.num_groups = world_size // self.group_size
 
@@ -194,7 +193,7 @@ class CommFootprint:
         if kind is not None and not settings.weight_packing(kind).shortens(dtype, numel):
             kind = None
         is_one_group = self.num_groups == 1
-        is_kept = not is_one_group and (self._has_partition or kind == DIFFERENCE)
+        is_kept = not is_one_group and (settings.partition_size > 1 or kind == DIFFERENCE)
         if is_one_group and kind == DIFFERENCE:
             kind = None  # one group has no other group to send differences to
         if kind is None and not is_kept:

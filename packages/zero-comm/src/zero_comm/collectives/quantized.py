@@ -153,7 +153,8 @@ class QuantizedCollectives:
             backward: whether the gather serves a backward pass. Passed on to the transport.
         """
         _check(out, shard, self._transport.world_size)
-        is_kept = _overlap(out, shard)
+        shard_end, out_end = shard.data_ptr() + shard.nbytes, out.data_ptr() + out.nbytes
+        is_kept = out.data_ptr() < shard_end and shard.data_ptr() < out_end  # they overlap
         gather = None if version < 0 else self._gather_for(shard, unit, is_kept=is_kept)
         if gather is None:
             return self._transport.all_gather(
@@ -314,15 +315,6 @@ def _check(out: Tensor, shard: Tensor, world_size: int) -> None:
             f"out must have world_size * shard.numel() = {world_size} * {shard.numel()} elements, "
             f"got {out.numel()}"
         )
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors share a byte of memory."""
-    return (
-        a.device == b.device
-        and a.data_ptr() < b.data_ptr() + b.nbytes
-        and b.data_ptr() < a.data_ptr() + a.nbytes
-    )
 
 
 def _log_limits(settings: CommSettings, world_size: int, ranks_per_node: int) -> None:

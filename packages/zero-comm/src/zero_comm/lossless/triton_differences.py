@@ -55,8 +55,7 @@ def encode_kernel(
 ) -> None:
     """Write the codes of a tile. ``ends``, int64, is the end of each block in ``codes``."""
     NUM_STARTS: tl.constexpr = 3 if BITS == 16 else 4
-    block, present = frame.blocks_of_tile(numel, BLOCKS)
-    mode, nbytes, end = frame.place_of(descriptors_ptr, ends_ptr, block, present)
+    present, mode, nbytes, end = frame.places_of_tile(descriptors_ptr, ends_ptr, numel, BLOCKS)
     is_list, is_bitmap, is_dense, start = _layout(mode, NUM_STARTS)
     lane = tl.arange(0, BLOCK)[None, :]
     new = frame.load_tile(new_ptr, numel, BITS, BLOCKS)
@@ -118,8 +117,7 @@ def decode_kernel(
     bytes, even if they are damaged.
     """
     NUM_STARTS: tl.constexpr = 3 if BITS == 16 else 4
-    block, present = frame.blocks_of_tile(numel, BLOCKS)
-    mode, nbytes, end = frame.place_of(descriptors_ptr, ends_ptr, block, present)
+    present, mode, nbytes, end = frame.places_of_tile(descriptors_ptr, ends_ptr, numel, BLOCKS)
     is_list, is_bitmap, is_dense, start = _layout(mode, NUM_STARTS)
     has_levels = is_list | is_bitmap | is_dense
     is_raw = mode == RAW
@@ -127,7 +125,7 @@ def decode_kernel(
     begin_ptr = codes_ptr + (end - nbytes)
     row_ptr = begin_ptr[:, None]
 
-    is_good = (frame.total_of(ends_ptr, numel, block) == codes_nbytes) & (
+    is_good = (frame.total_of(ends_ptr, numel, present) == codes_nbytes) & (
         has_levels | is_raw | ((mode == EMPTY) & (nbytes == 0))
     )
     is_good = is_good & ((is_raw == 0) | (nbytes == present * (BITS // 8)))

@@ -63,23 +63,24 @@ def store_descriptors(
 
 
 @triton.jit
-def place_of(
-    descriptors_ptr: tl.tensor, ends_ptr: tl.tensor, block: tl.tensor, present: tl.tensor
+def places_of_tile(
+    descriptors_ptr: tl.tensor, ends_ptr: tl.tensor, numel: tl.tensor, BLOCKS: tl.constexpr
 ) -> tl.tensor:
-    """Return mode, bytes and end offset of each block."""
+    """Return number of elements, mode, bytes and end offset of each block of the tile."""
+    block, present = blocks_of_tile(numel, BLOCKS)
     descriptors = tl.load(descriptors_ptr + block, mask=present > 0, other=0).to(tl.int32)
     end = tl.load(ends_ptr + block, mask=present > 0, other=0)
-    return (descriptors >> MODE_SHIFT) & 31, descriptors & NBYTES_MASK, end
+    return present, (descriptors >> MODE_SHIFT) & 31, descriptors & NBYTES_MASK, end
 
 
 @triton.jit
-def total_of(ends_ptr: tl.tensor, numel: tl.tensor, block: tl.tensor) -> tl.tensor:
+def total_of(ends_ptr: tl.tensor, numel: tl.tensor, present: tl.tensor) -> tl.tensor:
     """Return the bytes of all blocks, repeated for each block of the tile.
 
     Triton 3.9's interpreter mishandles a condition that combines a scalar with a tensor.
     """
     last = tl.cdiv(numel.to(tl.int64), BLOCK) - 1
-    return tl.load(ends_ptr + last + tl.zeros_like(block))
+    return tl.load(ends_ptr + last + tl.zeros_like(present))
 
 
 @triton.jit

@@ -50,8 +50,7 @@ def encode_kernel(
     BLOCKS: tl.constexpr,
 ) -> None:
     """Write the codes of a tile. ``ends``, int64, is the end of each block in ``codes``."""
-    block, present = frame.blocks_of_tile(numel, BLOCKS)
-    mode, nbytes, end = frame.place_of(descriptors_ptr, ends_ptr, block, present)
+    present, mode, nbytes, end = frame.places_of_tile(descriptors_ptr, ends_ptr, numel, BLOCKS)
     lane = tl.arange(0, BLOCK)[None, :]
     bits = frame.load_tile(values_ptr, numel, BITS, BLOCKS)
     row_ptr = codes_ptr + (end - nbytes)[:, None]
@@ -95,8 +94,7 @@ def decode_kernel(
     BLOCKS: tl.constexpr,
 ) -> None:
     """Fill the elements of a tile. Invalid blocks are treated as in `triton_differences`."""
-    block, present = frame.blocks_of_tile(numel, BLOCKS)
-    mode, nbytes, end = frame.place_of(descriptors_ptr, ends_ptr, block, present)
+    present, mode, nbytes, end = frame.places_of_tile(descriptors_ptr, ends_ptr, numel, BLOCKS)
     lane = tl.arange(0, BLOCK)[None, :]
     row_ptr = codes_ptr + (end - nbytes)[:, None]
     width = (mode - CODED)[:, None]
@@ -105,7 +103,7 @@ def decode_kernel(
     is_coded = (mode >= CODED) & (mode <= CODED + MAX_WIDTH) & (present == BLOCK)
     is_coded = is_coded & (num_escapes >= 0)
     is_good = is_raw | is_coded | ((mode == EMPTY) & (nbytes == 0))
-    is_good = is_good & (frame.total_of(ends_ptr, numel, block) == codes_nbytes)
+    is_good = is_good & (frame.total_of(ends_ptr, numel, present) == codes_nbytes)
     is_coded = is_coded & is_good
     is_raw = is_raw & is_good
 
