@@ -99,7 +99,8 @@ def _own_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> di
 def _check_can_make_group(group: dist.ProcessGroup, ranks: list[int]) -> None:
     """Raise RuntimeError instead of a later hang if the ranks cannot create the group alone."""
     world = dist.group.WORLD
-    is_split = "nccl" in dist.get_backend_config(group)  # splits a bound communicator
+    # NCCL splits the communicator of a bound device, which needs all ranks of the job.
+    is_split = "nccl" in dist.get_backend_config(group)
     if is_split and world is not None and world.bound_device_id is not None:
         raise RuntimeError(
             f"ddp_comm_hook(group=...) over ranks {ranks}, with a device bound by "

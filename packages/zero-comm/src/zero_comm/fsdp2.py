@@ -41,7 +41,7 @@ from zero_comm.quantizer.message import Packing
 from zero_comm.transport.torch_collectives import TorchCollectives
 from zero_comm.transport.torch_compat import all_gather_single, premultiplier, reduce_scatter_single
 
-# Modules with a gather or reduction from `apply`. Other modules keep hooks of their own.
+# Modules whose gather or reduction `apply` has set. It leaves hooks on other modules unchanged.
 _GATHERING: WeakSet[FSDPModule] = WeakSet()
 _REDUCING: WeakSet[FSDPModule] = WeakSet()
 

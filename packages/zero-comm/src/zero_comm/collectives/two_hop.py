@@ -151,7 +151,7 @@ class TwoHopReduce:
         size, device = math.prod(shape), slices.device
         sent = self._sent.take(f"sent {hop.name}", size, torch.uint8, device)
         received = self._scratch.take(f"received {hop.name}", size, torch.uint8, device)
-        rows = sent.view(shape).transpose(0, 1)  # messages to one rank become adjacent
+        rows = sent.view(shape).transpose(0, 1)  # messages to one rank are adjacent
         self._pack(hop.packing, slices, rows, key=(unit, hop.name))
         hop.transport.all_to_all(received, sent, unit=unit).wait()
         rows = received.view(shape).transpose(0, 1)

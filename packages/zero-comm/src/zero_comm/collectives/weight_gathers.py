@@ -312,7 +312,7 @@ class PublishedGather(WeightGather):
             parts = [kept if n == rank else part for n, part in enumerate(slices)]
             held = checksums(torch.stack([*map(checksum_of, parts)]).view(torch.uint8))
         known = torch.tensor([length, _NONE if before is None else before], device=device)
-        own = torch.cat([known, held[None]])  # a name keeps the memory alive during the gather
+        own = torch.cat([known, held[None]])  # named to keep its memory alive during the gather
         found = torch.empty(3 * len(slices), dtype=torch.int64, device=device)
         self._transport.all_gather(found, own, version=now, **origin).wait()
         lengths, *same = zip(*found.view(-1, 3).tolist(), strict=True)

@@ -38,7 +38,7 @@ _FIXED: Final = "=2sBBIqqq"
 _LENGTHS: Final = "=qq"
 _LENGTHS_AT: Final = struct.calcsize(_FIXED)
 _LETTERS: Final = {"differences": b"ZD", "values": b"ZV"}
-# Words of an error message: the contents, a wrong origin, what ranks must share, the expectation.
+# Parts of error messages: the contents, another origin, what ranks must share, the expectation.
 _WORDS: Final = {
     "differences": ("differences", "of other weights", "versions", "differences"),
     "values": ("gradients", "of another unit", "model", "coded values"),

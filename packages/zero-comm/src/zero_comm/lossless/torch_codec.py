@@ -55,7 +55,7 @@ class TorchCodec(ABC):
     def _measure(
         self, bits: list[Tensor], present: Tensor, itemsize: int
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-        """Return the integers to code, whether each block is empty, and its bytes per mode above 1.
+        """Return the integers to code, whether each block is empty, and its sizes by mode above 1.
 
         A mode that a block cannot have takes ``_IMPOSSIBLE`` bytes.
         """

@@ -78,7 +78,7 @@ from typing import Final
 
 ALIGNMENT: Final = 16  # bytes
 ROTATION_SIZE: Final = 64  # elements
-GROUP_SEED_STEP: Final = 0x9E3779B1  # step between the seeds of groups
+GROUP_SEED_STEP: Final = 0x9E3779B1  # added to the seed for each group of rows
 
 # 16-bit tensors shrink by a factor of 1.98 with 8 bits and 3.88 with 4 bits, scales included.
 # Blocks of 4-bit codes are smaller: with 7 levels an outlier costs its neighbours more precision.

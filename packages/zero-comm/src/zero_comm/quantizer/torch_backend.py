@@ -20,12 +20,12 @@ from zero_comm.quantizer.block_format import ROTATION_SIZE, BlockFormat, seed_of
 # 1 MiB of fp32, the fastest of 2**14 to 2**19 when measured. Call overhead dominates below.
 _CPU_CHUNK_NUMEL: Final = 1 << 18
 _DEVICE_CHUNK_NUMEL: Final = 1 << 25  # limits the workspace to 128 MiB
-_SEED_STEP: Final = 0x9E3779B9  # between the seeds of consecutive rows
+_SEED_STEP: Final = 0x9E3779B9  # added to the seed for each row
 # With these lower limits no step is zero, and no step or reciprocal is subnormal.
 _SMALLEST_MAX: Final = 2.0**-100
 _SMALLEST_STEP: Final = 2.0**-107
 _BFLOAT16_MAX: Final = torch.finfo(torch.bfloat16).max
-# Largest bfloat16 that float16 can hold. bfloat16 rounds 65504, the largest float16, up.
+# Largest bfloat16 that float16 can hold. Rounding the largest float16 to bfloat16 exceeds float16.
 _FLOAT16_MAX: Final = 65280.0
 # Smallest normal exponent, mantissa bits and dtype of the fp8 kinds.
 _FLOAT8: Final = {"e4m3": (-6, 3, torch.float8_e4m3fn), "e5m2": (-14, 2, torch.float8_e5m2)}
@@ -87,7 +87,7 @@ def _encode_row(x: Tensor, row: Tensor, fmt: BlockFormat, seed: int | None) -> T
     for blocks in _chunks(numel, fmt, x.device):
         start, stop = blocks.start * fmt.block_size, blocks.stop * fmt.block_size
         source = x[start:stop]
-        if source.numel() % fmt.block_size:  # only a chunk with just the last block
+        if source.numel() % fmt.block_size:  # the last block alone, see `_chunks`
             source = torch.nn.functional.pad(source, (0, -source.numel() % fmt.block_size))
         source = source.view(-1, fmt.block_size)
         if work is None or len(work) < len(source):
@@ -110,7 +110,7 @@ def _encode_row(x: Tensor, row: Tensor, fmt: BlockFormat, seed: int | None) -> T
             levels.masked_fill_(is_bad, 0)
         _pack(levels, codes[blocks], fmt)
     is_bad = scales.isnan()
-    scales.masked_fill_(is_bad, float("nan"))  # devices differ in NaN bits
+    scales.masked_fill_(is_bad, float("nan"))  # the same NaN bits on all devices
     start, stop = fmt.codes_nbytes(numel), fmt.used_nbytes(numel)
     row[start:stop].copy_(scales.view(torch.uint8).view(-1))
     row[stop:].zero_()
@@ -245,7 +245,8 @@ def _encode_asymmetric(
     """Fill ``scales`` from the ``valid`` columns, and return fp32 codes of all columns."""
     torch.amin(valid, 1, keepdim=True, out=scales[:, :1])
     torch.amax(valid, 1, keepdim=True, out=scales[:, 1:])
-    scales.add_((scales - scales).sum(1, keepdim=True))  # adds NaN if not finite; -0 becomes +0
+    # A non-finite block gets two NaN. Adding zero turns -0 into +0 in other blocks.
+    scales.add_((scales - scales).sum(1, keepdim=True))
     grid = _AsymmetricGrid(scales, fmt)
     k = (source * 0.5).sub_(grid.lo * 0.5).mul_(grid.step.reciprocal().mul_(2.0))
     _round(k, noise).clamp_(0, fmt.top_index)

@@ -56,7 +56,7 @@ def _integer(v: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _round(v: tl.tensor, noise: tl.tensor, IS_STOCHASTIC: tl.constexpr) -> tl.tensor:
-    if IS_STOCHASTIC:  # tl.floor rounds negative subnormals to zero on some GPUs
+    if IS_STOCHASTIC:  # not tl.floor, which rounds negative subnormals to zero on some GPUs
         sum = v + noise
         nearest = _integer(sum)
         return tl.where(nearest.to(tl.float32) > sum, nearest - 1, nearest)
@@ -137,7 +137,7 @@ def _float8_codes(
     per_unit = ((127 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)
     levels = _round(magnitude * per_unit, noise, IS_STOCHASTIC)
     codes = tl.minimum(((exponent - SMALLEST_EXPONENT) << MANTISSA) + levels, TOP_CODE)
-    is_negative = (v.to(tl.int32, bitcast=True) < 0) & (codes > 0)  # zero has no sign
+    is_negative = (v.to(tl.int32, bitcast=True) < 0) & (codes > 0)  # zero is always +0
     return tl.where(is_negative, codes | 0x80, codes)
 
 
@@ -178,7 +178,7 @@ def asymmetric_codes(
     is_finite = _largest_magnitude_bits(x) < 0x7F800000
     lo = tl.min(tl.where(is_counted, x, float("inf")), axis=1)
     hi = tl.max(tl.where(is_counted, x, float("-inf")), axis=1)
-    lo = tl.where(is_finite, tl.where(lo == 0, 0.0, lo), float("nan"))  # +0
+    lo = tl.where(is_finite, tl.where(lo == 0, 0.0, lo), float("nan"))  # -0 becomes +0
     hi = tl.where(is_finite, tl.where(hi == 0, 0.0, hi), float("nan"))
     step = _asymmetric_step(lo, hi, TOP_INDEX)
     per_step = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step) * 2.0
@@ -206,7 +206,7 @@ def asymmetric_values(
 def _asymmetric_step(lo: tl.tensor, hi: tl.tensor, TOP_INDEX: tl.constexpr) -> tl.tensor:
     half_range = hi * 0.5 - lo * 0.5
     step = tl.div_rn(half_range, tl.full(half_range.shape, TOP_INDEX / 2, tl.float32))
-    return tl.where(step < 2.0**-107, 2.0**-107, step)  # keeps NaN
+    return tl.where(step < 2.0**-107, 2.0**-107, step)  # keeps NaN, unlike tl.maximum
 
 
 @triton.jit

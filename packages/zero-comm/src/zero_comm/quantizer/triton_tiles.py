@@ -61,7 +61,7 @@ def encode_kernel(
         x = raw.to(tl.float32)
     if HAS_ROTATION:
         x = arithmetic.rotate(x, BLOCKS, COLUMNS)
-        is_inside = is_inside | (column < BLOCK)  # the rotation fills padding with values
+        is_inside = is_inside | (column < BLOCK)  # the rotation mixes values into the padding
     if IS_STOCHASTIC:
         group_seed = seed.to(tl.uint32) + group.to(tl.uint32) * 0x9E3779B1
         noise = arithmetic.uniform(first.to(tl.uint32) + offsets.to(tl.uint32), group_seed, own_row)
@@ -259,7 +259,7 @@ def _pack(
     if BLOCK == COLUMNS:
         weights = 1 + 15 * tl.arange(0, 2)[None, :, None]
         return tl.sum(tl.reshape(codes, [BLOCKS, 2, HALF]) * weights, axis=1)
-    else:  # padding columns: the halves of the block are not those of the matrix
+    else:  # with padding columns the halves of a block are not those of the matrix
         first = tl.arange(0, HALF)[None, :] + tl.zeros([BLOCKS, 1], tl.int32)
         second = tl.minimum(first + BLOCK // 2, COLUMNS - 1)
         return tl.gather(codes, first, axis=1) + 16 * tl.gather(codes, second, axis=1)

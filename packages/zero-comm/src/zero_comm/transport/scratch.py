@@ -31,7 +31,7 @@ class Scratch:
             if self._transport is not None:
                 buffer = self._transport.zeros(numel, dtype, device)
             else:
-                with torch.inference_mode(False):  # training may use the buffer later
+                with torch.inference_mode(False):  # training may reuse it after evaluation
                     buffer = torch.empty(numel, dtype=dtype, device=device)
             self._buffers[key] = buffer
         return buffer[:numel]
