@@ -21,7 +21,7 @@ depends on the spacing of numbers, which is proportional to the weight. The size
 therefore a function of ``lr * 2**p / std``, with the dtype's precision p in bits (8 for bf16, 11
 for fp16, 24 for fp32) and the standard deviation std of the weights.
 
-`_TYPICAL` is the measured bits per weight for 2**21 normally distributed weights that change by 0.3
+`_BITS` is the measured bits per weight for 2**21 normally distributed weights that change by 0.3
 lr times a normal number. Adam's first steps change all weights by lr and take up to 2.5 times as
 many bits (recorded steps: docs/benchmarks.md).
 """
@@ -49,12 +49,8 @@ from zero_comm.quantizer.message import Packing
 
 _FP32_NBYTES = torch.float32.itemsize
 _STD: Final = 0.02  # standard deviation of initial weights in most transformers
-_FIRST_POWER, _POWER_STEP = -10, 2
-# fmt: off
-_TYPICAL: Final = (
-    0.09, 0.14, 0.26, 0.59, 1.43, 2.21, 3.97, 6.53, 9.2, 12.3, 16.1, 16.5, 18.2, 24.3,
-)
-# fmt: on
+_FIRST_POWER, _POWER_STEP = -10, 2  # log2(lr * 2**p / std) of `_BITS`: first value, step
+_BITS: Final = (0.09, 0.14, 0.26, 0.59, 1.43, 2.21, 3.97, 6.53, 9.2, 12.3, 16.1, 16.5, 18.2, 24.3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +84,9 @@ def expected_difference_nbytes(numel: int, dtype: torch.dtype, learning_rate: fl
     if learning_rate > 0.0:
         precision = 1 - math.log2(torch.finfo(dtype).eps)
         power = math.log2(learning_rate / _STD) + precision
-        place = min(max((power - _FIRST_POWER) / _POWER_STEP, 0.0), len(_TYPICAL) - 1.0)
-        low = min(int(place), len(_TYPICAL) - 2)
-        interpolated = _TYPICAL[low] + (place - low) * (_TYPICAL[low + 1] - _TYPICAL[low])
+        place = min(max((power - _FIRST_POWER) / _POWER_STEP, 0.0), len(_BITS) - 1.0)
+        low = min(int(place), len(_BITS) - 2)
+        interpolated = _BITS[low] + (place - low) * (_BITS[low + 1] - _BITS[low])
         bits = min(8.0 * dtype.itemsize, interpolated)
     return math.ceil(numel * bits / 8)
 

@@ -48,7 +48,8 @@ def checksums(rows: Tensor) -> Tensor:
     for chunk, part in enumerate(torch.split(words, size, -1)):
         turns = torch.arange(_TURNS_AT_ONCE, device=words.device) + chunk * _TURNS_AT_ONCE
         factors = (odd * (2 * turns + 1)[:, None]).flatten()[: part.shape[-1]]
-        total += (_mixed(part) * factors).sum(-1)
+        mixed = (part ^ ((part >> 32) & LOW_HALF)) * MIX
+        total += ((mixed ^ ((mixed >> 32) & LOW_HALF)) * factors).sum(-1)
     return total
 
 
@@ -64,11 +65,6 @@ def checksum_of(values: Tensor) -> Tensor:
         padded[: whole.numel()] = whole
         whole = padded
     return checksums(whole)
-
-
-def _mixed(words: Tensor) -> Tensor:
-    words = (words ^ ((words >> 32) & LOW_HALF)) * MIX
-    return words ^ ((words >> 32) & LOW_HALF)
 
 
 @cache
