@@ -250,7 +250,7 @@ def modes_in(buffer: Tensor, numel: int) -> set[int]:
 
 
 def damaged(buffer: Tensor, numel: int, count: int, seed: int) -> Iterator[Tensor]:
-    """Yield ``buffer`` with one of ``count`` bits flipped, with another length, or random."""
+    """Yield copies of ``buffer`` with one flipped bit (``count`` of them) or other damage."""
     generator = torch.Generator().manual_seed(seed)
     start = descriptors_nbytes(numel)
 

@@ -40,8 +40,8 @@ class Codec(Protocol):
         """Decode ``buffer`` into ``values``. The Triton codec does not wait for the device.
 
         With the difference coding ``values`` must hold the old elements. ``buffer`` has exactly the
-        bytes that `encode` wrote, at an even address. Return a bool scalar on the same device:
-        False if no encoder can have written the buffer. ``values`` are then undefined.
+        bytes that `encode` wrote, at an even address. Return a bool scalar on the same device. It
+        is False if no encoder can have written the buffer, and ``values`` are then undefined.
         """
 
 
