@@ -3,11 +3,11 @@
 Every function takes one **tile**: fp32 [blocks, columns], one block per row. Columns beyond the
 block size hold zeros. Results must be exact on every GPU and in Triton's interpreter:
 
-- Division is `tl.div_rn`, because ``/`` may be approximate. Fused multiply-add is disabled. - The
-bits of the magnitude, as integers, reveal non-finite blocks. A float maximum may drop NaN. - Adding
-``1.5 * 2**23`` rounds to an integer, because the last bit of the sum is then worth one. The low
-bits of the sum are the integer, without a conversion instruction. - Conversions of bf16 and fp8 are
-integer arithmetic, because not every GPU supports them.
+- Division is `tl.div_rn`, because ``/`` may be approximate. Fused multiply-add is disabled.
+- The bits of magnitudes, as integers, reveal non-finite blocks. A float maximum may drop NaN.
+- Adding ``1.5 * 2**23`` rounds to an integer, because the last bit of the sum is then worth one.
+  The low bits of the sum are the integer, without a conversion instruction.
+- bf16 and fp8 are converted by integer arithmetic, because not every GPU supports them.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
