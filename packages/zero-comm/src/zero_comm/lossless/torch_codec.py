@@ -192,9 +192,12 @@ class TorchDifferences(TorchCodec):
             for layout in (frame.DENSE, frame.BITMAP, frame.LIST):
                 of_mode = torch.nonzero(blocks.mode == layout + start)[:, 0]
                 offsets, z = blocks.offsets[of_mode], coded[of_mode]
-                least = 0 if layout == frame.DENSE else 1  # only dense blocks store zeros
-                rows, at = torch.nonzero(z >= least, as_tuple=True)
-                values = z[rows, at] - least
+                if layout == frame.DENSE:
+                    index = torch.arange(len(of_mode), device=out.device)
+                    rows, values = index.repeat_interleave(BLOCK_NUMEL), z.flatten()
+                else:
+                    rows, at = torch.nonzero(z, as_tuple=True)
+                    values = z[rows, at] - 1
                 if layout == frame.BITMAP:
                     out.index_add_(0, offsets[rows] + at // 8, 1 << at % 8)
                     offsets = offsets + frame.BITMAP_NBYTES
@@ -226,8 +229,11 @@ class TorchDifferences(TorchCodec):
                 counts = bitmap.sum(1)
                 _require(counts > 0)
                 values = _read_levels(codes, offsets, end, counts, 2 << start, blocks.itemsize)
-                bitmap[bitmap > 0] = values if layout == frame.DENSE else values + 1
-                z[of_mode] = bitmap
+                if layout == frame.DENSE:
+                    z[of_mode] = values.view(-1, BLOCK_NUMEL)
+                else:
+                    bitmap[bitmap > 0] = values + 1
+                    z[of_mode] = bitmap
         _require(is_known)
         mask = (1 << 8 * blocks.itemsize) - 1
         z &= mask
