@@ -29,21 +29,26 @@ _TURNS_AT_ONCE: Final = 256  # bounds the workspace to 2 MiB
 def checksums(rows: Tensor) -> Tensor:
     """Return the checksum of each row of bytes: int64, on the device of ``rows``.
 
-    Each row is contiguous, at a multiple of 8 bytes, and a multiple of 8 bytes long.
+    ``rows`` is 1-D (one row), 2-D or 3-D. Each row is contiguous, at a multiple of 8 bytes, and a
+    multiple of 8 bytes long.
     """
     words = rows.view(torch.int64)
-    name, odd = backend(words.device), _odd_numbers(words.device)
-    groups = words[(None,) * (3 - words.dim())]  # [groups, rows, words]
-    if name == "native":
-        native = import_module("zero_comm.quantizer.native_backend")
-        sums = [native.sum_words(row, odd) for group in groups for row in group]
-        return torch.tensor(sums, dtype=torch.int64).view(words.shape[:-1])
-    total = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
+    name, shape = backend(words.device), words.shape[:-1]
     if name == "triton":
         kernel = import_module("zero_comm.quantizer.triton_checksum")
-        for sums_of_group, group in zip(total.view(groups.shape[:2]), groups, strict=True):
-            sums_of_group.copy_(kernel.sum_words(group))
-        return total
+        if words.dim() == 3:
+            return torch.stack([kernel.sum_words(group) for group in words])
+        sums: Tensor = kernel.sum_words(words if words.dim() == 2 else words[None])
+        return sums if words.dim() == 2 else sums[0]
+    odd = _odd_numbers(words.device)
+    if name == "native":
+        native = import_module("zero_comm.quantizer.native_backend")
+        if words.dim() == 1:
+            return torch.tensor(native.sum_words(words, odd), dtype=torch.int64)
+        each = words if words.dim() == 2 else [row for group in words for row in group]
+        sums = torch.tensor([native.sum_words(row, odd) for row in each], dtype=torch.int64)
+        return sums if words.dim() == 2 else sums.view(shape)
+    total = torch.zeros(shape, dtype=torch.int64, device=words.device)
     size = WORDS_PER_TURN * _TURNS_AT_ONCE
     for chunk, part in enumerate(torch.split(words, size, -1)):
         turns = torch.arange(_TURNS_AT_ONCE, device=words.device) + chunk * _TURNS_AT_ONCE
