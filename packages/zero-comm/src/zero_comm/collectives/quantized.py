@@ -283,7 +283,7 @@ class ExactGradients(QuantizedCollectives):
         return self._transport.reduce_add(out, full, unit=unit)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Exchange:
     """Work of an exchange. ``full`` of a reduction may be reused after ``wait``."""
 

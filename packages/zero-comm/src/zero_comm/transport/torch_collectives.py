@@ -34,7 +34,7 @@ class DoneWork:
         """Return at once."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _SumWork:
     """Work of a reduction, whose first ``wait`` sums the received rows into ``out``."""
 
