@@ -11,9 +11,9 @@ shards. Otherwise both phases send messages. [Note: the two hops] in `zero_comm.
 defines the hops of reductions. Shards that no message would shorten are sent exactly.
 
 At stage 3, lossless differences are sent in phase 1 and update secondary shards. At stages 1 and 2,
-where every rank keeps all weights, both phases send differences. The forms omit the 16 bytes per
-rank of lengths and checksums. Losslessly coded gradients replace the slices or partial sums that
-the engine's reduction sends to other nodes.
+where every rank keeps all weights, both phases send differences. The forms omit the 16 or 24 bytes
+per rank of lengths, versions and checksums. Losslessly coded gradients replace the slices or
+partial sums that the engine's reduction sends to other nodes.
 
 [Note: expected bytes]
 A step of Adam changes each weight by about the learning rate ``lr``. The number of changed bits
@@ -79,7 +79,7 @@ class ReduceFootprint:
 
 
 def expected_difference_nbytes(numel: int, dtype: torch.dtype, learning_rate: float) -> int:
-    """Return the expected bytes of one step's difference of fp32, bf16 or fp16 weights."""
+    """Return the expected bytes of a step's fp32, bf16 or fp16 difference, without the header."""
     bits = 0.0625  # no change: a 16-bit descriptor per block
     if learning_rate > 0.0:
         precision = 1 - math.log2(torch.finfo(dtype).eps)
