@@ -213,27 +213,26 @@ class TorchDifferences(TorchCodec):
         z = torch.zeros_like(bits)
         is_known = (blocks.mode == frame.EMPTY) | (blocks.mode == frame.RAW)
         for start in range(frame.num_starts(blocks.itemsize)):
-            for layout, read in (
-                (frame.DENSE, _read_dense),
-                (frame.BITMAP, _read_bitmap),
-                (frame.LIST, _read_list),
-            ):
+            for layout in (frame.DENSE, frame.BITMAP, frame.LIST):
                 is_here = blocks.mode == layout + start
                 is_known |= is_here
                 of_mode = torch.nonzero(is_here)[:, 0]
                 if not len(of_mode):
                     continue
                 begin = blocks.offsets[of_mode]
-                end = begin + blocks.nbytes[of_mode]
+                end, sizes = begin + blocks.nbytes[of_mode], (2 << start, blocks.itemsize)
+                if layout == frame.DENSE:
+                    counts = torch.full_like(begin, BLOCK_NUMEL)
+                    z[of_mode] = _read_levels(codes, begin, end, counts, *sizes).view(
+                        -1, BLOCK_NUMEL
+                    )
+                    continue
+                read = _read_bitmap if layout == frame.BITMAP else _read_list
                 bitmap, offsets = read(codes, begin, end)
                 counts = bitmap.sum(1)
                 _require(counts > 0)
-                values = _read_levels(codes, offsets, end, counts, 2 << start, blocks.itemsize)
-                if layout == frame.DENSE:
-                    z[of_mode] = values.view(-1, BLOCK_NUMEL)
-                else:
-                    bitmap[bitmap > 0] = values + 1
-                    z[of_mode] = bitmap
+                bitmap[bitmap > 0] = _read_levels(codes, offsets, end, counts, *sizes) + 1
+                z[of_mode] = bitmap
         _require(is_known)
         mask = (1 << 8 * blocks.itemsize) - 1
         z &= mask
@@ -301,12 +300,8 @@ def _write_levels(
         offsets, width = offsets + q, 2 * width
 
 
-def _read_dense(codes: Tensor, begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which elements have integers, int64 [blocks, 256], and the offset of the levels."""
-    return begin.new_ones(len(begin), BLOCK_NUMEL), begin
-
-
 def _read_bitmap(codes: Tensor, begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which elements changed, int64 [blocks, 256], and the offset of the levels."""
     _require(end - begin >= frame.BITMAP_NBYTES)
     at = torch.arange(BLOCK_NUMEL, device=codes.device)
     return codes[begin[:, None] + at // 8] >> at % 8 & 1, begin + frame.BITMAP_NBYTES

@@ -35,9 +35,9 @@ class NativeBackend:
     def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
         x = on_host(x if x.dtype in _DTYPES else x.to(torch.float32))
         shape, threads = _shape(fmt, x.dtype, x.shape[1]), torch.get_num_threads()
-        groups = in_groups(rows)
-        has_nan = False
-        for number, (values, group) in enumerate(zip(_split(x, groups), groups, strict=True)):
+        groups, has_nan = in_groups(rows), False
+        parts = x.view(*groups.shape[:2], x.shape[1])
+        for number, (values, group) in enumerate(zip(parts, groups, strict=True)):
             own_seed, place = seed_of_group(seed, number), _place(group)
             has_nan |= _kernels.encode(
                 active_isa(), shape, values.data_ptr(), *place, own_seed, threads
@@ -50,7 +50,8 @@ class NativeBackend:
             values = torch.empty(out.shape, dtype=torch.float32)
         shape, threads = _shape(fmt, values.dtype, out.shape[1]), torch.get_num_threads()
         groups = in_groups(rows)
-        for group, part in zip(groups, _split(values, groups), strict=True):
+        parts = values.view(*groups.shape[:2], values.shape[1])
+        for group, part in zip(groups, parts, strict=True):
             _kernels.decode(active_isa(), shape, *_place(group), part.data_ptr(), threads)
         if values is not out:
             out.copy_(values)
@@ -107,10 +108,6 @@ def _shape(
 ) -> tuple[int, int, bool, bool, int, int]:
     kind = _KINDS[fmt.kind]
     return kind, fmt.block_size, fmt.is_symmetric, fmt.has_rotation, _DTYPES[dtype], numel
-
-
-def _split(values: Tensor, groups: Tensor) -> Tensor:
-    return values.view(*groups.shape[:2], values.shape[1])
 
 
 def _place(rows: Tensor) -> tuple[int, int, int]:

@@ -26,9 +26,8 @@ class Scratch:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < numel:
             outgrown = self._buffers.pop(key, None)
-            if outgrown is not None and self._transport is not None:
-                self._outgrown_nbytes += outgrown.nbytes
             if self._transport is not None:
+                self._outgrown_nbytes += 0 if outgrown is None else outgrown.nbytes
                 buffer = self._transport.zeros(numel, dtype, device)
             else:
                 with torch.inference_mode(False):  # training may reuse it after evaluation
