@@ -1,8 +1,9 @@
-"""Times DDP and FSDP2 over a link of 200 Mbit/s, with this package beside torch and without it.
+"""Times DDP and FSDP2 over a link of 200 Mbit/s, each with and without this package.
 
-Two gloo ranks train one model. Network namespaces are joined by a veth pair that ``tc tbf`` limits;
-bytes are those of rank 0's end, with headers. Contenders take turns, a step each. Lossless gathers
-are differences in FSDP2's hook: every rank keeps what it gathered last. Needs Linux, ip, tc, root.
+Two gloo ranks train one model in two network namespaces. A veth pair, limited by ``tc tbf``, joins
+the namespaces. Bytes are counted at rank 0's end, with headers. The variants alternate, one step
+each. Lossless gathers are differences in FSDP2's hook, where every rank keeps its last gathered
+values. Needs Linux, ip, tc and root.
 """
 
 import copy
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_comm
 
 WIDTH, BLOCKS, BATCH, WARMUP, STEPS = 256, 6, 64, 3, 15
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # gradients are reduced in it, too
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # gradients are reduced in bf16, too
 NAMES = ("DDP", "DDP, `ddp_comm_hook()`", "FSDP2, bf16", "FSDP2, bf16, lossless gathers")
 
 RANKS = """  # rank 0 stays here, rank 1 gets a namespace of its own
@@ -41,7 +42,7 @@ trap "kill $peer" EXIT; wait $!"""
 
 
 class LosslessGather:
-    """FSDP2's gather of a module as differences from what it gathered last."""
+    """FSDP2's gather of a module as differences from the last gathered values."""
 
     kept: Tensor | None = None
 

@@ -1,9 +1,9 @@
-"""Prints how fast the quantizer is on this machine's CPU: every backend, next to a plain copy.
+"""Prints the quantizer's speed on this machine's CPU, for every backend and for a plain copy.
 
-Rates are bytes of the unquantized tensor per second: of quantizing, of dequantizing, and of both
-after each other. One thread is timed by the processor time that it got, which other programs on
-the machine don't add to; several are timed by the clock. Backends take turns within a repetition,
-so that what else the machine does meets all alike; the table shows medians.
+Rates are bytes of the unquantized tensor per second, for quantizing, dequantizing, and the two in
+sequence. With one thread the time is the thread's processor time, which excludes other programs.
+With several threads it is wall-clock time. Backends alternate within a repetition, so the machine's
+load affects all backends alike. The table has medians.
 
 Usage: python quantizer_speed.py [--threads 1] [--numel 67108864] [--repetitions 5] [--json FILE]
 """
@@ -31,15 +31,14 @@ CASES = (
     (torch.bfloat16, BlockFormat.make("e4m3")),
     (torch.bfloat16, BlockFormat("int8", 256, is_symmetric=False)),
 )
-NUM_ROWS = 4  # of the sum
-LIMIT = 5.0  # GB/s and core that quantizing and dequantizing bf16 to int8 must reach
-LIMIT_RATIO = 4.0  # and times the plain torch version
+NUM_ROWS = 4  # rows that the "sum" action adds
+LIMIT = 5.0  # GB/s per core for quantizing and dequantizing bf16 as int8
+LIMIT_RATIO = 4.0  # required speed-up over plain torch
 
 Row = dict[str, object]
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """How long one run takes; see above for the clock."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     run()
@@ -47,12 +46,12 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def backends() -> list[str]:
-    """The backends that a CPU tensor can be given to here."""
+    """Return the backends available for CPU tensors."""
     return ["torch", "native"] if zero_comm.backend() == "native" else ["torch"]
 
 
 def actions(x: torch.Tensor, fmt: BlockFormat, seed: int | None) -> dict[str, Callable[[], object]]:
-    """What is measured, by name; each touches memory that was touched before."""
+    """Return the actions to measure, by name. All of them use memory that was touched before."""
     numel = x.numel()
     back, packed = torch.empty_like(x), zero_comm.quantize(x, fmt, seed=seed)
     part = numel // NUM_ROWS
@@ -70,7 +69,7 @@ def actions(x: torch.Tensor, fmt: BlockFormat, seed: int | None) -> dict[str, Ca
 def measure(
     dtype: torch.dtype, fmt: BlockFormat, numel: int, repetitions: int, seed: int | None
 ) -> list[Row]:
-    """Median seconds of every action on every backend, as rows of the table."""
+    """Return the rates of every action on every backend, as rows of the table."""
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     todo = actions(x, fmt, seed)
     times: dict[tuple[str, str], list[float]] = {}
@@ -79,7 +78,7 @@ def measure(
             os.environ["ZERO_COMM_BACKEND"] = name
             for action, run in todo.items():
                 taken = seconds(run)
-                if repetition:  # the first one warms up
+                if repetition:  # repetition 0 is a warm-up
                     times.setdefault((name, action), []).append(taken)
     del os.environ["ZERO_COMM_BACKEND"]
     return [row_of(name, dtype, fmt, seed, x.nbytes, times) for name in backends()]
@@ -93,8 +92,6 @@ def row_of(
     nbytes: int,
     times: dict[tuple[str, str], list[float]],
 ) -> Row:
-    """One line of the table."""
-
     def rate(backend: str, *names: str) -> float:
         taken = [sum(parts) for parts in zip(*(times[backend, n] for n in names), strict=True)]
         return float(nbytes / statistics.median(taken) / 1e9)
@@ -114,7 +111,6 @@ def row_of(
 
 
 def describe(fmt: BlockFormat, seed: int | None) -> str:
-    """A format in a few words."""
     words = [fmt.kind, str(fmt.block_size)]
     words += [] if fmt.is_symmetric else ["asymmetric"]
     words += ["rotated"] if fmt.has_rotation else []
@@ -122,14 +118,12 @@ def describe(fmt: BlockFormat, seed: int | None) -> str:
 
 
 def line(row: Row) -> str:
-    """A row as text."""
     names = ("quantize", "dequantize", "both", "ratio", "sum", "copy")
     numbers = "".join(f"{row[name]:>11.2f}" for name in names)
     return f"{row['dtype']:>9}  {row['format']:<20} {row['backend']:>7}{numbers}"
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description="Speed of the block quantizer on the CPU.")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--numel", type=int, default=1 << 26)
@@ -140,7 +134,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print the table."""
     options = arguments()
     torch.set_num_threads(options.threads)
     print(f"{options.numel} elements, {options.threads} threads, load {os.getloadavg()[0]:.1f}")

@@ -1,6 +1,6 @@
-// Quantizes and dequantizes blocks: one source, compiled once for each instruction set. Formulas
-// and byte order are those of the notes in block_format.py; block_codes.py is the definition.
-// Plain loops, which compilers turn into vector code. Included inside an anonymous namespace.
+// Quantizes and dequantizes blocks. Compiled once for each instruction set, in an anonymous
+// namespace. The notes in block_format.py define formulas and byte order, and torch_backend.py is
+// the reference. Loops are plain so that compilers vectorize them.
 
 using namespace zero_comm;
 
@@ -10,24 +10,23 @@ using namespace zero_comm;
 constexpr float kSmallestMax = 7.888609052210118e-31f;   // 2**-100
 constexpr float kSmallestStep = 6.162975822039155e-33f;  // 2**-107
 constexpr float kBFloat16Max = 3.3895313892515355e+38f;
-constexpr float kFloat16Max = 65280.0f;  // the largest bfloat16 that float16 holds
+constexpr float kFloat16Max = 65280.0f;  // largest bfloat16 that float16 can hold
 
 ZERO_COMM_INLINE float level_of(int kind) {
   return kind == kInt8 ? 127.0f : kind == kInt4 ? 7.0f : kind == kE4M3 ? 448.0f : 57344.0f;
 }
 
-// The compilers' loops have neither head nor tail where the block size is a constant, 0 for any.
+// With a constant block size compiled loops need no remainder. kSize is 0 for other block sizes.
 template <int kSize>
 ZERO_COMM_INLINE std::int64_t size_or(std::int64_t block_size) {
   return kSize != 0 ? kSize : block_size;
 }
 
-// What is called once a block is no inline function: each is compiled once, which takes long
-// enough.
+// Functions called once per block are not inline, which keeps the compile time down.
 
 // ---- symmetric -------------------------------------------------------------------------------
 
-// Bits of the largest magnitude: as integers, magnitudes have the order of the numbers.
+// Largest magnitude of a block. The bits of magnitudes, as integers, are ordered like the numbers.
 template <int kSize>
 ZERO_COMM_INLINE float largest_magnitude(const float* ZERO_COMM_RESTRICT x, std::int64_t size) {
   std::int32_t largest = 0;
@@ -48,7 +47,7 @@ ZERO_COMM_INLINE float largest_magnitude(const std::uint16_t* ZERO_COMM_RESTRICT
   return float_of(static_cast<std::uint32_t>(largest) << 16);
 }
 
-// What the elements of a block are multiplied by; 0 for a block with NaN or Inf.
+// 1 / step, or 0 for a block with NaN or Inf, and the maximum as bfloat16.
 struct Scale {
   float reciprocal;
   std::uint16_t maximum;
@@ -64,7 +63,7 @@ ZERO_COMM_INLINE Scale scale_of(float largest, float largest_max, float level) {
 }
 
 struct Noise {
-  std::uint32_t start, seed;  // of the block's first element
+  std::uint32_t start, seed;  // element index of the block's start, and mix(s)
   ZERO_COMM_INLINE float at(std::int64_t i) const {
     return uniform(start + static_cast<std::uint32_t>(i), seed);
   }
@@ -75,7 +74,7 @@ ZERO_COMM_INLINE std::int32_t integer_code(float v, std::int64_t i, const Noise&
   if (!kHasNoise) return rounded(v);
   constexpr std::int32_t kTop = kKind == kInt8 ? 127 : 7;
   const float moved = v + noise.at(i);
-  std::int32_t code = static_cast<std::int32_t>(moved);  // towards zero
+  std::int32_t code = static_cast<std::int32_t>(moved);  // floor needs the next line
   code -= static_cast<float>(code) > moved ? 1 : 0;
   code = code < kTop ? code : kTop;
   return code > -kTop ? code : -kTop;
@@ -106,7 +105,7 @@ ZERO_COMM_INLINE void encode_codes(const T* ZERO_COMM_RESTRICT x, std::int64_t b
   }
 }
 
-// Returns whether the block has NaN or Inf.
+// Encodes a symmetric block. Returns whether it has NaN or Inf.
 template <int kKind, bool kHasNoise, int kSize, class T>
 bool encode_symmetric(const T* x, std::int64_t size, float largest_max, const Noise& noise,
                       std::uint8_t* codes, std::uint8_t* scale) {
@@ -122,7 +121,7 @@ bool encode_symmetric(const T* x, std::int64_t size, float largest_max, const No
   return is_bad;
 }
 
-// Where the values of a block go.
+// Sinks, which receive the decoded values of a block.
 struct ToFloat {
   float* out;
   ZERO_COMM_INLINE void put(std::int64_t i, float x) const { out[i] = x; }
@@ -140,7 +139,7 @@ ZERO_COMM_INLINE float step_of(const std::uint8_t* scale, float level) {
   std::uint16_t maximum;
   std::memcpy(&maximum, scale, sizeof maximum);
   const float step = float_of(static_cast<std::uint32_t>(maximum) << 16) / level;
-  return step == step ? step : float_of(kNan);  // one NaN, which ToBFloat16 can round
+  return step == step ? step : float_of(kNan);  // canonical NaN, which ToBFloat16 requires
 }
 
 template <int kKind, int kSize, class Sink>
@@ -168,7 +167,7 @@ void decode_symmetric(const std::uint8_t* ZERO_COMM_RESTRICT codes, float step,
 
 // ---- asymmetric ------------------------------------------------------------------------------
 
-// Integers in the order of the numbers, which compilers reduce in vectors as they are; and back.
+// Maps numbers to integers of the same order, whose minimum and maximum compilers vectorize.
 ZERO_COMM_INLINE std::int32_t ordered(float x) {
   const auto bits = static_cast<std::int32_t>(bits_of(x));
   return bits ^ ((bits >> 31) & 0x7fffffff);
@@ -192,7 +191,7 @@ ZERO_COMM_INLINE float value_of(float k, Ends ends, float top) {
   return k == 0.0f ? ends.lo : above;
 }
 
-// The values of `k + shift`, within [0, top], rounded to the dtype.
+// Computes the values of `k + shift`, limited to [0, top], rounded to the dtype.
 void rounded_values(const float* ZERO_COMM_RESTRICT k, float shift, std::int64_t size, Ends ends,
                     float top, int dtype, float* ZERO_COMM_RESTRICT out) {
   for (std::int64_t i = 0; i < size; ++i) {
@@ -210,7 +209,7 @@ void rounded_values(const float* ZERO_COMM_RESTRICT k, float shift, std::int64_t
   }
 }
 
-// Moves `k` to the neighbour that gives `x` back exactly, where `k` does not.
+// Replaces `k` by a neighbour that decodes to exactly `x` if `k` does not.
 void keep_exact(const float* ZERO_COMM_RESTRICT x, float* ZERO_COMM_RESTRICT k, std::int64_t size,
                 Ends ends, float top, int dtype, float* ZERO_COMM_RESTRICT own,
                 float* ZERO_COMM_RESTRICT other) {
@@ -230,7 +229,8 @@ void keep_exact(const float* ZERO_COMM_RESTRICT x, float* ZERO_COMM_RESTRICT k, 
   }
 }
 
-// `x` is fp32, `num_valid` of `size` elements are no padding; `spare` holds three blocks.
+// Encodes an asymmetric block. The first `num_valid` elements of `x` are not padding. `spare` has
+// room for three blocks. Returns whether the block has NaN or Inf.
 bool encode_asymmetric(const Format& format, const float* ZERO_COMM_RESTRICT x,
                        std::int64_t num_valid, int dtype, bool has_noise, const Noise& noise,
                        std::uint8_t* ZERO_COMM_RESTRICT codes, std::uint8_t* scale,
@@ -244,7 +244,7 @@ bool encode_asymmetric(const Format& format, const float* ZERO_COMM_RESTRICT x,
     highest = key > highest ? key : highest;
   }
   const float lo = number_of(lowest), hi = number_of(highest);
-  // NaN lies beyond the infinity of its sign.
+  // As an ordered integer, NaN is beyond the infinity of its sign.
   const bool is_bad = (bits_of(lo) & ~kSign) >= kInfinity || (bits_of(hi) & ~kSign) >= kInfinity;
   const float stored[2] = {is_bad ? float_of(kNan) : lo + 0.0f,
                            is_bad ? float_of(kNan) : hi + 0.0f};
@@ -287,7 +287,7 @@ void decode_asymmetric(const Format& format, const std::uint8_t* ZERO_COMM_RESTR
   float stored[2];
   std::memcpy(stored, scale, sizeof stored);
   const Ends ends = ends_of(stored[0], stored[1], top);
-  const float zero = ends.lo - ends.lo;  // or NaN
+  const float zero = ends.lo - ends.lo;  // NaN in a non-finite block
   if (format.kind == kInt8) {
     for (std::int64_t i = 0; i < size; ++i) {
       const float value = value_of(static_cast<float>(codes[i]) - 1.0f, ends, top);

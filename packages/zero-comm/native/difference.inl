@@ -1,18 +1,17 @@
-// Codes blocks of differences between two tensors: one source, compiled once for each instruction
-// set. Modes and bytes are those of [Note: the difference buffer] in difference_format.py;
-// torch_differences.py is the definition. Included inside an anonymous namespace, after codec.inl.
-// Loops over a block are plain, so that compilers turn them into vector code. What they cannot
-// (keeping some elements, and putting them back) has a variant for AVX-512's VBMI2.
+// Codes blocks of differences between two tensors. Compiled once for each instruction set, in an
+// anonymous namespace, after codec.inl. [Note: the difference buffer] in block_frame.py defines
+// modes and bytes, and torch_codec.py is the reference. Loops over a block are plain so that
+// compilers vectorize them. Compression and expansion of vectors, which compilers do not vectorize,
+// have a variant for AVX-512 VBMI2.
 
 constexpr int kBlock = kFrameBlock;
 constexpr int kBitmapNbytes = kBlock / 8;
-// Positions of more elements take more bytes than a bitmap.
+// The positions of more elements would take more bytes than a bitmap.
 constexpr int kMostListed = kBitmapNbytes;
 constexpr int kVector = 32;
-constexpr int kRoom = kBlock + 2 * kVector;  // vectors may be written past the last element
+constexpr int kRoom = kBlock + 2 * kVector;  // whole vectors may be written past the last element
 
-// What is longer than the codes of its level: bounds[k] is the least integer that has a code in the
-// k-th of the later levels, those of the first start first, then those of the next.
+// kBounds lists, for s = 0, 1, ..., the smallest integer with a code in each level after the first.
 template <class T>
 struct Word;
 template <>
@@ -31,7 +30,7 @@ struct Word<std::uint32_t> {
 
 // ---- differences as small integers -----------------------------------------------------------
 
-// An integer with the order of the numbers that the bits stand for.
+// The ordered integer of [Note: the difference buffer].
 template <class T>
 ZERO_COMM_INLINE T ordered(T bits) {
   constexpr int kTop = Word<T>::kBits - 1;
@@ -73,13 +72,13 @@ ZERO_COMM_INLINE void apply_differences(const T* ZERO_COMM_RESTRICT z, T* ZERO_C
   }
 }
 
-// What follows n integers up to the end of a vector is zero.
+// Clears one vector of integers after the first n.
 template <class T>
 ZERO_COMM_INLINE void clear_past(T* x, int n) {
   std::memset(x + n, 0, kVector * sizeof(T));
 }
 
-// ---- keeping some elements, and putting them back --------------------------------------------
+// ---- compression and expansion ---------------------------------------------------------------
 
 ZERO_COMM_INLINE int lowest_bit(std::uint64_t word) {
 #if defined(_MSC_VER)
@@ -123,7 +122,7 @@ struct Lanes<std::uint16_t> {
   static __m512i signs(__m512i x) { return _mm512_srai_epi16(x, 15); }
   static __m512i shift_left(__m512i x, unsigned by) { return _mm512_slli_epi16(x, by); }
   static __m512i shift_right(__m512i x, unsigned by) { return _mm512_srli_epi16(x, by); }
-  // Codes of at most 8 bits.
+  // For codes of at most 8 bits.
   static void store(std::uint8_t* out, Mask mask, __m512i x, int) {
     _mm512_mask_cvtepi16_storeu_epi8(out, mask, x);
   }
@@ -148,7 +147,7 @@ struct Lanes<std::uint32_t> {
   static __m512i signs(__m512i x) { return _mm512_srai_epi32(x, 31); }
   static __m512i shift_left(__m512i x, unsigned by) { return _mm512_slli_epi32(x, by); }
   static __m512i shift_right(__m512i x, unsigned by) { return _mm512_srli_epi32(x, by); }
-  // Codes of at most 16 bits.
+  // For codes of at most 16 bits.
   static void store(std::uint8_t* out, Mask mask, __m512i x, int width) {
     if (width > 8) {
       _mm512_mask_cvtepi32_storeu_epi16(out, mask, x);
@@ -162,7 +161,7 @@ struct Lanes<std::uint32_t> {
   }
 };
 
-// As `ordered` and `difference` of numbers, in every lane.
+// `ordered` and `difference` of every lane.
 template <class T>
 ZERO_COMM_INLINE __m512i ordered_lanes(__m512i bits) {
   using L = Lanes<T>;
@@ -177,8 +176,8 @@ ZERO_COMM_INLINE __m512i difference_lanes(__m512i old, __m512i now) {
   return _mm512_xor_si512(L::shift_left(d, 1), L::signs(d));
 }
 
-// Counts the n values that are at least bounds[k] - offset. What follows them is zero. Few blocks
-// have a value of 255 - offset or more. Only these compare the bounds from 255 on.
+// Counts the values that are at least kBounds[k] - offset, for each k. Zeros follow the n values in
+// memory. Bounds from 255 on are compared only for the few blocks with such a large value.
 template <class T>
 ZERO_COMM_INLINE void count_longer(const T* values, int n, int offset, int* counts) {
   using L = Lanes<T>;
@@ -208,7 +207,7 @@ ZERO_COMM_INLINE void count_longer(const T* values, int n, int offset, int* coun
   }
 }
 
-// Writes the positions of the bits that are set. Returns the end.
+// Writes the positions of the set bits. Returns the end of the written bytes.
 ZERO_COMM_INLINE std::uint8_t* write_positions(const std::uint8_t* bitmap, std::uint8_t* out) {
   alignas(64) std::uint8_t first[64];
   for (int k = 0; k < 64; ++k) first[k] = static_cast<std::uint8_t>(k);
@@ -225,7 +224,8 @@ ZERO_COMM_INLINE std::uint8_t* write_positions(const std::uint8_t* bitmap, std::
   return out;
 }
 
-// Fills `kept` with x - least of those elements of n that are at least `least`. May be in place.
+// Fills `kept` with x - least for the elements that are at least `least`. `kept` may be `x`.
+// Returns the number of these elements.
 template <class T>
 ZERO_COMM_INLINE int keep_from(const T* x, int n, T least, T* kept) {
   using L = Lanes<T>;
@@ -241,8 +241,8 @@ ZERO_COMM_INLINE int keep_from(const T* x, int n, T least, T* kept) {
   return found;
 }
 
-// Sets the bits of the elements that changed, and fills `values` with their z - 1. Where they are
-// more than kMostListed, it fills `z` too. Returns how many they are.
+// Sets the bits of changed elements, and fills `values` with their z - 1. Fills `z` only if more
+// than kMostListed elements changed. Returns the number of changed elements.
 template <class T>
 ZERO_COMM_INLINE int collect(const T* old, const T* now, std::uint8_t* bitmap, T* values, T* z) {
   using L = Lanes<T>;
@@ -267,7 +267,7 @@ ZERO_COMM_INLINE int collect(const T* old, const T* now, std::uint8_t* bitmap, T
   return changed;
 }
 
-// Adds the elements of `more`, one after another, to those that are `top`. Returns how many.
+// Adds the k-th element of `more` to the k-th element that equals `top`. Returns their number.
 template <class T>
 ZERO_COMM_INLINE int add_to_top(T* x, int n, T top, const T* more) {
   using L = Lanes<T>;
@@ -284,7 +284,7 @@ ZERO_COMM_INLINE int add_to_top(T* x, int n, T top, const T* more) {
   return found;
 }
 
-// Fills the elements of `z` whose bits are set with 1 + those of `values`, all others with 0.
+// Fills elements of `z` whose bit is set with 1 + the next element of `values`, and others with 0.
 template <class T>
 ZERO_COMM_INLINE void spread(const std::uint8_t* bitmap, const T* values, T* z) {
   using L = Lanes<T>;
@@ -310,7 +310,7 @@ ZERO_COMM_INLINE void count_longer(const T* ZERO_COMM_RESTRICT values, int n, in
   }
   for (int number = 0; number < Word<T>::kNumBounds; ++number) {
     const T least = static_cast<T>(Word<T>::kBounds[number] - static_cast<std::uint32_t>(offset));
-    T found = 0;  // a block has 256 elements: 16 bits hold the count
+    T found = 0;  // a count of at most 256 fits into 16 bits
     for (int i = 0; i < n && largest >= least; i += kVector) {
       for (int k = i; k < i + kVector; ++k) found = static_cast<T>(found + (values[k] >= least));
     }
@@ -385,8 +385,8 @@ constexpr T top_code() {
   return static_cast<T>((std::uint64_t{1} << kWidth) - 1);
 }
 
-// Codes of 2 and 4 bits: byte j has the codes of elements j, j + q, ..., q being their number of
-// bytes, so that vectors are loaded whole. Those past n are zeros.
+// In a level of 2-bit or 4-bit codes with q bytes, byte j has the codes of elements j, j + q, ...,
+// so that whole vectors are loaded. Codes after n elements are zero.
 #if defined(ZERO_COMM_VBMI2)
 
 template <class T>
@@ -415,7 +415,7 @@ ZERO_COMM_INLINE void pack(const T* x, int n, std::uint8_t* out) {
   }
 }
 
-// A quarter's or half's last vector reaches into the next one, which is written later.
+// The last vector of a part may reach into the next part, which is written later.
 template <class T, int kWidth>
 ZERO_COMM_INLINE void unpack(const std::uint8_t* codes, int n, T* x) {
   using L = Lanes<T>;
@@ -494,17 +494,17 @@ ZERO_COMM_INLINE void unpack(const std::uint8_t* ZERO_COMM_RESTRICT codes, int n
 
 #endif
 
-// Writes a level of n values, of codes of `kWidth` bits. Fills `values` with what is left of those
-// that are longer, and returns how many they are.
+// Writes a level of n codes of `kWidth` bits. Replaces `values` by the excess of the values with
+// the largest code, and returns the number of these values.
 template <class T, int kWidth>
 ZERO_COMM_INLINE int write_level(T* values, int n, std::uint8_t* out) {
-  clear_past<T>(values, n);  // the last byte's absent codes
+  clear_past<T>(values, n);  // absent codes of the last byte are zero
   pack<T, kWidth>(values, n, out);
   if constexpr (kWidth == Word<T>::kBits) return 0;
   return keep_from<T>(values, n, top_code<T, kWidth>(), values);
 }
 
-// Writes the levels of n values, which it changes. One loop serves all starts: a copy of the code
+// Writes the levels of n values and overwrites `values`. One loop serves all starts. Separate code
 // for each start makes reading faster, but made writing 5% slower.
 template <class T>
 ZERO_COMM_INLINE void write_levels(T* values, int n, int start, std::uint8_t* out) {
@@ -525,7 +525,7 @@ ZERO_COMM_INLINE void write_levels(T* values, int n, int start, std::uint8_t* ou
   }
 }
 
-// Reads the levels of n values, the first of `kWidth` bits. Returns whether they end at `end`.
+// Reads the levels of n values, the first with `kWidth` bits. Returns whether they end at `end`.
 template <class T, int kWidth>
 ZERO_COMM_INLINE bool read_levels_from(const std::uint8_t* codes, const std::uint8_t* end, int n,
                                        T* values) {
@@ -557,8 +557,8 @@ ZERO_COMM_INLINE bool read_levels(const std::uint8_t* codes, const std::uint8_t*
 
 // ---- blocks ----------------------------------------------------------------------------------
 
-// The smallest of the modes from `first_mode` on as bytes << 4 | mode: after `prefix` bytes levels
-// of n integers, of which `counts` are longer than the bounds.
+// Returns the minimum of `best` and the sizes of the modes first_mode + s, as bytes << 4 | mode. A
+// mode takes `prefix` bytes and levels of n integers, of which counts[k] are >= kBounds[k].
 template <class T>
 ZERO_COMM_INLINE int smallest(int n, const int* counts, int prefix, int first_mode, int best) {
   for (int start = 0; start < Word<T>::kNumStarts; ++start) {
@@ -572,7 +572,7 @@ ZERO_COMM_INLINE int smallest(int n, const int* counts, int prefix, int first_mo
   return best;
 }
 
-// Codes one block of `size` elements, of which there are 256 in memory. Returns its descriptor.
+// Encodes one block of `size` elements and returns its descriptor. The inputs have 256 elements.
 template <class T>
 ZERO_COMM_INLINE std::uint16_t encode_block(DifferenceCoding, const T* old, const T* now, int size,
                                             std::uint8_t* out) {
@@ -587,7 +587,7 @@ ZERO_COMM_INLINE std::uint16_t encode_block(DifferenceCoding, const T* old, cons
   int best = size * static_cast<int>(sizeof(T)) << 4 | kRaw;
   if (changed <= kMostListed) best = smallest<T>(changed, counts, 1 + changed, kList, best);
   best = smallest<T>(changed, counts, kBitmapNbytes, kBitmap, best);
-  if (changed > kMostListed) {  // fewer take less in a list
+  if (changed > kMostListed) {  // a list of fewer changes is always shorter
     count_longer<T>(values, changed, 1, counts);
     best = smallest<T>(kBlock, counts, 0, kDense, best);
   }
@@ -606,8 +606,8 @@ ZERO_COMM_INLINE std::uint16_t encode_block(DifferenceCoding, const T* old, cons
   return static_cast<std::uint16_t>((mode << kModeShift) | nbytes);
 }
 
-// Changes one block of `size` elements, of which there are 256 in memory. Returns whether its
-// bytes are those of a block.
+// Decodes one block of `size` elements into `x`, which has room for 256. Returns false if no
+// encoder can have written the block.
 template <class T>
 ZERO_COMM_INLINE bool decode_block(DifferenceCoding, std::uint16_t descriptor,
                                    const std::uint8_t* codes, int size, T* x) {

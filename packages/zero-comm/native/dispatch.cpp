@@ -35,7 +35,7 @@ Registers cpuid(unsigned leaf, unsigned subleaf) {
   return r;
 }
 
-// The register state that the operating system saves at a task switch (XCR0).
+// Registers that the operating system saves at a task switch (XCR0).
 unsigned long long saved_register_state() {
 #if defined(_MSC_VER)
   return _xgetbv(0);
@@ -59,7 +59,7 @@ struct Support {
   bool avx512_vbmi2;
 };
 
-// Bits as in Intel's Software Developer's Manual, volume 2A (CPUID) and volume 1, 13.3 (XCR0).
+// Bit numbers from Intel's Software Developer's Manual: volume 2A (CPUID), volume 1, 13.3 (XCR0).
 Support detect() {
   const Registers basic = cpuid(1, 0);
   if (!has_bits(basic.ecx, {27})) return {false, false, false};  // OSXSAVE
@@ -69,7 +69,7 @@ Support detect() {
   const Registers extended = cpuid(7, 0);
   const bool avx2 = saves_ymm && has_bits(basic.ecx, {28, 29}) &&  // AVX, F16C
                     has_bits(extended.ebx, {5});
-  // Foundation, DQ, BW, VL
+  // AVX-512 F, DQ, BW and VL
   const bool avx512 = avx2 && saves_zmm && has_bits(extended.ebx, {16, 17, 30, 31});
   return {avx2, avx512, avx512 && has_bits(extended.ecx, {6})};
 }
@@ -90,7 +90,7 @@ std::vector<const KernelTable*> find_tables() {
 }  // namespace
 
 const std::vector<const KernelTable*>& available_tables() {
-  // Leaked: threads may outlive static destructors.
+  // Never deleted, because threads may outlive static destructors.
   static const auto* tables = new std::vector<const KernelTable*>(find_tables());
   return *tables;
 }

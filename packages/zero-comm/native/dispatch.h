@@ -1,4 +1,4 @@
-// Which instruction sets this build has and this CPU and operating system can run.
+// Instruction sets of this build that the CPU and the operating system support.
 #pragma once
 
 #include <vector>
@@ -7,10 +7,10 @@
 
 namespace zero_comm {
 
-// Usable kernels, plainest first.
+// Usable kernels, from the most basic instruction set to the fastest.
 const std::vector<const KernelTable*>& available_tables();
 
-// Every instruction set that some build of this package has, usable here or not.
+// All instruction sets of all builds of this package, usable here or not.
 std::vector<const char*> known_isas();
 
 }  // namespace zero_comm

@@ -10,13 +10,13 @@
 namespace zero_comm {
 namespace {
 
-// Elements that a thread takes at once: few enough to share evenly, many enough not to show.
+// Elements that a thread processes at once, a compromise between balance and overhead.
 constexpr std::int64_t kGrainNumel = 1 << 17;
-// A thread is started for no less than this: it takes as long as some hundred thousand elements.
+// Elements per started thread. Starting a thread takes as long as some 100,000 elements.
 constexpr std::int64_t kThreadNumel = 1 << 20;
-constexpr std::uint32_t kSeedStep = 0x9e3779b9u;  // between two rows
+constexpr std::uint32_t kSeedStep = 0x9e3779b9u;  // between the seeds of two rows
 
-// Wellons' lowbias32, see [Note: stochastic rounding].
+// `mix` of [Note: stochastic rounding].
 std::uint32_t mix(std::uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
@@ -25,7 +25,7 @@ std::uint32_t mix(std::uint32_t x) {
 
 std::int64_t element_nbytes(int dtype) { return dtype == kFloat32 ? 4 : 2; }
 
-// Memory of one thread for a few blocks; on a cache line of its own.
+// Workspace of one thread for kScratchBlocks blocks, aligned to a cache line.
 class Scratch {
  public:
   explicit Scratch(const Format& format)
@@ -33,7 +33,7 @@ class Scratch {
     const auto address = reinterpret_cast<std::uintptr_t>(memory_.data());
     start_ = memory_.data() + ((64 - address % 64) % 64) / sizeof(float);
   }
-  Scratch(Scratch&&) = default;  // the memory stays where it is
+  Scratch(Scratch&&) = default;  // start_ stays valid: a moved vector keeps its memory
   float* get() { return start_; }
 
  private:
@@ -41,8 +41,8 @@ class Scratch {
   float* start_;
 };
 
-// Calls run(row, first block, last block, scratch) for all blocks of all rows, on this thread and
-// up to num_threads - 1 others.
+// Calls run(row, first block, last block, scratch) for all blocks of all rows, on at most
+// num_threads threads including this one.
 template <class Run>
 void share(const Layout& layout, std::int64_t num_rows, std::int64_t work, int num_threads,
            const Run& run) {
@@ -81,7 +81,7 @@ bool run_encode(const KernelTable& table, const Layout& layout, const char* x, c
   };
   share(layout, rows.count, rows.count * layout.numel, num_threads, run);
   const auto padding = static_cast<std::size_t>(layout.nbytes - layout.used_nbytes);
-  if (padding == 0) return is_bad.load();  // an empty row has no address
+  if (padding == 0) return is_bad.load();  // also avoids the null address of empty rows
   for (std::int64_t index = 0; index < rows.count; ++index) {
     std::memset(rows.data + index * rows.stride + layout.used_nbytes, 0, padding);
   }

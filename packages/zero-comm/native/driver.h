@@ -1,4 +1,4 @@
-// Cuts rows into runs of blocks and shares them among threads.
+// Splits rows into groups of blocks and distributes the groups over threads.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace zero_comm {
 
-// `count` rows at a fixed distance of each other.
+// `count` rows with a constant stride.
 struct Rows {
   std::uint8_t* data;
   std::int64_t stride;  // bytes
@@ -17,14 +17,14 @@ struct Rows {
 struct Layout {
   Format format;
   int dtype;
-  std::int64_t numel;         // of one row
-  std::int64_t num_blocks;    // of one row
+  std::int64_t numel;         // per row
+  std::int64_t num_blocks;    // per row
   std::int64_t scale_offset;  // bytes
   std::int64_t used_nbytes;
   std::int64_t nbytes;
 };
 
-// Quantizes `rows.count` rows of `x`; returns whether one has NaN or Inf.
+// Quantizes `rows.count` rows of `x`. Returns whether `x` has NaN or Inf.
 bool run_encode(const KernelTable& table, const Layout& layout, const char* x, const Rows& rows,
                 bool has_noise, std::uint32_t seed, int num_threads);
 
@@ -32,7 +32,7 @@ bool run_encode(const KernelTable& table, const Layout& layout, const char* x, c
 void run_decode(const KernelTable& table, const Layout& layout, const Rows& rows, char* out,
                 int num_threads);
 
-// Adds up all rows, one at least, in `out`.
+// Fills `out` with the sum of all rows. There must be at least one row.
 void run_decode_sum(const KernelTable& table, const Layout& layout, const Rows& rows, float* out,
                     int num_threads);
 

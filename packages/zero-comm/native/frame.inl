@@ -1,4 +1,4 @@
-// Blocks one after another in either coding. A block past the end is coded from a padded copy.
+// Loops over the blocks of both codings. An incomplete last block is coded in a padded copy.
 
 template <class Coding, class T>
 std::int64_t encode_blocks(const void* old, const void* now, std::int64_t numel,

@@ -1,4 +1,4 @@
-// AVX2 and F16C.
+// Kernels for AVX2 and F16C.
 
 #include <immintrin.h>
 

@@ -1,4 +1,4 @@
-// AVX-512 (F, BW, VL, DQ), and F16C.
+// Kernels for AVX-512 (F, BW, VL, DQ) and F16C.
 
 #include <immintrin.h>
 

@@ -1,4 +1,4 @@
-// AVX-512 with VBMI2, which keeps and spreads 16-bit elements.
+// Kernels for AVX-512 with VBMI2, which compresses and expands vectors of 8-bit and 16-bit lanes.
 
 #include <immintrin.h>
 

@@ -1,4 +1,4 @@
-// The instructions that every processor of this architecture has (SSE2, NEON).
+// Kernels for the instructions that every processor of the architecture has (SSE2, NEON).
 
 #include <cstring>
 

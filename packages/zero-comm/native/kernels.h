@@ -1,6 +1,6 @@
-// The border between the code for one instruction set and everything else: plain structs and a
-// table of function pointers. Included by files with instruction-set flags, so it defines no
-// function and pulls in no standard template: the linker might keep their AVX copy for all.
+// Interface between the kernels of each instruction set and other code: plain structs and a table
+// of function pointers. Files with instruction-set flags include this header, so it contains no
+// function and no standard template. The linker could otherwise use their AVX code everywhere.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace zero_comm {
 
-// The numbers are shared with native_backend.py.
+// native_backend.py uses the same numbers.
 enum DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 enum Kind : int { kInt8 = 0, kInt4 = 1, kE4M3 = 2, kE5M2 = 3 };
 
@@ -28,17 +28,17 @@ struct Format {
 
 constexpr std::int64_t kRotationSize = 64;
 
-// Floats that a function below may overwrite, for a block size: see scratch_numel.
+// Size of a function's `scratch` in blocks of floats.
 constexpr std::int64_t kScratchBlocks = 4;
 
-// One row to quantize: [Note: the quantized buffer] in block_format.py.
+// One row to quantize. [Note: the quantized buffer] in block_format.py defines the bytes.
 struct EncodeRow {
   const void* x;
   std::uint8_t* codes;
   std::uint8_t* scales;
   std::int64_t numel;
   bool has_noise;
-  std::uint32_t seed;  // of this row, mixed already
+  std::uint32_t seed;  // mix(s) of [Note: stochastic rounding]
 };
 
 // One row to dequantize.
@@ -48,54 +48,54 @@ struct DecodeRow {
   std::int64_t numel;
 };
 
-// Quantizes blocks [first, last) of a row; returns whether one has NaN or Inf.
+// Quantizes blocks [first, last) of a row. Returns whether a block has NaN or Inf.
 using EncodeFunction = bool (*)(const Format& format, int dtype, const EncodeRow& row,
                                 std::int64_t first, std::int64_t last, float* scratch);
 
-// Dequantizes blocks [first, last) of a row into their place in `out`, the row's values.
+// Dequantizes blocks [first, last) of a row into their part of `out`, the values of the row.
 using DecodeFunction = void (*)(const Format& format, int dtype, const DecodeRow& row, void* out,
                                 std::int64_t first, std::int64_t last, float* scratch);
 
-// Adds up blocks [first, last) of all rows, from the first to the last, in fp32.
+// Sums blocks [first, last) of all rows in fp32, in row order.
 using SumFunction = void (*)(const Format& format, const DecodeRow* rows, std::int64_t num_rows,
                              float* out, std::int64_t first, std::int64_t last, float* scratch);
 
 // ---- lossless codings: [Note: the block frame] in block_frame.py ----
 
 constexpr int kFrameBlock = 256;  // elements
-constexpr int kModeShift = 11;    // a descriptor is mode << 11 | bytes
-enum Coding : int { kDifferences = 0, kValues = 1, kNumCodings = 2 };  // as in native_codec.py
+constexpr int kModeShift = 11;    // a descriptor is mode << 11 | number of bytes
+enum Coding : int { kDifferences = 0, kValues = 1, kNumCodings = 2 };  // native_codec.py uses these
 enum FrameMode : int { kEmpty = 0, kRaw = 1 };
 enum DifferenceMode : int { kList = 2, kBitmap = 6, kDense = 10 };
-enum ValueMode : int { kCoded = 2 };  // kCoded + bits of a code
+enum ValueMode : int { kCoded = 2 };  // plus the bits of a code
 
-// Codes `numel` elements of `now`, differences by `old`: a descriptor per block, and the blocks'
-// bytes one after another. Returns the number of bytes.
+// Encodes `numel` elements of `now`, as differences from `old` or as values. Writes one descriptor
+// per block, and the bytes of all blocks without gaps. Returns the number of bytes.
 using EncodeBlocksFunction = std::int64_t (*)(const void* old, const void* now, std::int64_t numel,
                                               std::uint16_t* descriptors, std::uint8_t* out);
 
-// Changes or fills `numel` elements. Returns whether the bytes are those of blocks; some elements
-// are changed even if not. Lengths have been checked.
+// Decodes `numel` elements in place. Returns false if no encoder can have written the bytes. Some
+// elements may have changed then. The caller has checked that the lengths of all blocks fit.
 using DecodeBlocksFunction = bool (*)(const std::uint16_t* descriptors, const std::uint8_t* codes,
                                       std::int64_t numel, void* values);
 
-// For elements of one size.
+// Functions of one coding for elements of one size.
 struct CodingTable {
   EncodeBlocksFunction encode;
   DecodeBlocksFunction decode;
 };
 
-// Sums 64-bit words, each times an odd number of its place: checksum.py. `odd` has 1,024 of them.
+// Checksum of 64-bit words, defined in checksum.py. `odd` has the 1,024 factors of a turn.
 using ChecksumFunction = std::uint64_t (*)(const std::uint64_t* words, std::int64_t count,
                                            const std::uint64_t* odd);
 
-// Everything that one instruction set offers.
+// All functions compiled for one instruction set.
 struct KernelTable {
   const char* name;
   EncodeFunction encode;
   DecodeFunction decode;
   SumFunction decode_sum;
-  CodingTable codings[kNumCodings][2];  // of 16 bits, of 32 bits
+  CodingTable codings[kNumCodings][2];  // 16-bit and 32-bit elements
   ChecksumFunction checksum;
 };
 

@@ -10,7 +10,7 @@
 namespace zero_comm {
 namespace {
 
-// Blocks that a thread takes at once, and elements that a thread is started for.
+// Blocks that a thread processes at once, and elements per started thread.
 constexpr std::int64_t kGrainBlocks = 512;
 constexpr std::int64_t kGrainNumel = kGrainBlocks * kFrameBlock;
 constexpr std::int64_t kThreadNumel = 1 << 20;
@@ -25,10 +25,10 @@ std::int64_t run_encode_blocks(const CodingTable& table, std::int64_t itemsize, 
   auto* const descriptors = reinterpret_cast<std::uint16_t*>(out);
   std::uint8_t* const codes = out + count_blocks(numel) * 2;
   const std::int64_t most_threads = std::min<std::int64_t>(num_threads, numel / kThreadNumel);
-  if (most_threads <= 1) {  // there are no gaps
+  if (most_threads <= 1) {  // a single thread leaves no gaps
     return count_blocks(numel) * 2 + table.encode(old, now, numel, descriptors, codes);
   }
-  // Every grain is coded into the room of its raw elements, and then the gaps are closed.
+  // Each thread encodes a grain at the offset of its raw elements. memmove then closes the gaps.
   const std::int64_t num_grains = (numel + kGrainNumel - 1) / kGrainNumel;
   std::vector<std::int64_t> lengths(static_cast<std::size_t>(num_grains));
   const auto run = [&](std::int64_t grain) {

@@ -1,5 +1,5 @@
-// The Python face of the kernels: addresses and numbers in, nothing of Python beyond this file.
-// Callers (zero_comm/native_backend.py) have checked every argument.
+// Python bindings of the kernels, which take addresses and numbers. No other file uses Python.
+// The callers in zero_comm check the memory behind every address.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -26,7 +26,7 @@ const KernelTable& table_of(int isa) {
   return *tables[static_cast<std::size_t>(isa)];
 }
 
-// (kind, block_size, is_symmetric, has_rotation, dtype, numel of a row)
+// (kind, block_size, is_symmetric, has_rotation, dtype, elements per row)
 using Shape = std::tuple<int, std::int64_t, bool, bool, int, std::int64_t>;
 
 Layout layout_of(const Shape& shape) {

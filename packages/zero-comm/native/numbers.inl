@@ -1,5 +1,5 @@
-// Numbers and their bits: conversions that compilers turn into vector code, without branches.
-// Included by codec.inl, inside an anonymous namespace of each instruction set's file.
+// Conversions between numbers and their bits without branches, so that compilers vectorize them.
+// Included by codec.inl, in the anonymous namespace of each instruction set's file.
 
 ZERO_COMM_INLINE std::uint32_t bits_of(float x) {
   std::uint32_t bits;
@@ -17,7 +17,7 @@ constexpr std::uint32_t kSign = 0x80000000u;
 constexpr std::uint32_t kInfinity = 0x7f800000u;
 constexpr std::uint32_t kNan = 0x7fc00000u;
 
-// To the nearest integer, ties to even, for |x| < 2**22: the low bits of the sum are the integer,
+// Rounds |x| < 2**22 to the nearest integer, ties to even. The low bits of the sum are the integer
 // in two's complement.
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2**23
 ZERO_COMM_INLINE std::int32_t rounded(float x) {
@@ -29,7 +29,7 @@ ZERO_COMM_INLINE float load(const std::uint16_t* bfloat16) {
   return float_of(static_cast<std::uint32_t>(*bfloat16) << 16);
 }
 
-// To bfloat16, ties to even; not for NaN with bits set in the lower half.
+// Rounds to bfloat16, ties to even. NaN must have zeros in its lower half.
 ZERO_COMM_INLINE std::uint16_t to_bfloat16_unless_nan(float x) {
   const std::uint32_t bits = bits_of(x);
   return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
@@ -52,7 +52,7 @@ ZERO_COMM_INLINE float half_to_float(std::uint16_t half) {
   return float_of(bits | sign);
 }
 
-// Ties to even.
+// Rounds to fp16, ties to even.
 ZERO_COMM_INLINE std::uint16_t float_to_half(float x) {
   const std::uint32_t bits = bits_of(x);
   const std::uint32_t magnitude = bits & ~kSign;
@@ -88,7 +88,7 @@ ZERO_COMM_INLINE void floats_to_halves(const float* ZERO_COMM_RESTRICT x,
   for (; i < count; ++i) out[i] = float_to_half(x[i]);
 }
 
-// Of [Note: stochastic rounding].
+// `mix` and `u` of [Note: stochastic rounding]. `seed` is mixed already.
 ZERO_COMM_INLINE std::uint32_t mix(std::uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
@@ -99,7 +99,7 @@ ZERO_COMM_INLINE float uniform(std::uint32_t index, std::uint32_t seed) {
          5.9604644775390625e-08f;
 }
 
-// The fp8 types of [Note: symmetric codes].
+// Codes of the fp8 types, see [Note: symmetric codes].
 template <int kKind>
 struct Float8 {
   static constexpr int kMantissaBits = kKind == kE4M3 ? 3 : 2;
@@ -114,7 +114,7 @@ struct Float8 {
     magnitude = magnitude < kTop ? magnitude : kTop;
     const std::uint32_t own = bits_of(magnitude) >> 23;
     const std::uint32_t exponent = own > kSmallestExponent ? own : kSmallestExponent;
-    // |v| / q, by the reciprocal of a power of two
+    // |v| / q is exact as a product, because q is a power of two.
     const float count = magnitude * float_of((254u + kMantissaBits - exponent) << 23);
     const std::int32_t n = kHasNoise ? static_cast<std::int32_t>(count + u) : rounded(count);
     std::int32_t code =
@@ -127,7 +127,7 @@ struct Float8 {
   static ZERO_COMM_INLINE float decode(std::uint8_t code) {
     constexpr int kShift = 23 - kMantissaBits;
     constexpr std::uint32_t kBias = (kSmallestExponent - 1) << 23;
-    constexpr std::uint32_t kLargest = kKind == kE4M3 ? 0x7eu : 0x7cu;  // before NaN; with Inf
+    constexpr std::uint32_t kLargest = kKind == kE4M3 ? 0x7eu : 0x7cu;  // 0x7c is Inf
     const std::uint32_t magnitude = code & 0x7fu;
     const std::uint32_t shifted = magnitude << kShift;
     const float subnormal =

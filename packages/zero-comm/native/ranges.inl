@@ -1,6 +1,7 @@
-// Blocks of a row, one after another: the functions of the table. Included by codec.inl.
+// Loops over the blocks of a row: the quantizer functions of the kernel table. Included by
+// codec.inl.
 
-// The values of a block as fp32 in `scratch`, padded with zeros and rotated.
+// Copies the values of a block to `scratch` as fp32, pads them with zeros and rotates them.
 void stage(const Format& format, int dtype, const void* x, std::int64_t offset,
            std::int64_t num_valid, float* scratch) {
   if (dtype == kFloat32) {
@@ -100,7 +101,7 @@ void decode_symmetric_to_float(int kind, const std::uint8_t* codes, const std::u
   decode_symmetric<kE5M2, 0>(codes, step, size, sink);
 }
 
-// One block to fp32, rotated back.
+// Decodes one block to fp32 in `scratch` and reverses the rotation.
 void unstage(const Format& format, const DecodeRow& row, std::int64_t block, float* scratch) {
   const std::int64_t size = format.block_size;
   const std::uint8_t* const codes = row.codes + block * (format.kind == kInt4 ? size / 2 : size);
@@ -129,7 +130,7 @@ void put_all(const float* ZERO_COMM_RESTRICT x, std::int64_t count, const ToFloa
   floats_to_halves(x, sink.out, count);
 }
 
-// One block to where it belongs. Through `scratch` unless the loop can write it there at once.
+// Decodes one block into `sink`. Only whole symmetric blocks without rotation avoid `scratch`.
 template <int kKind, int kSize, class Sink>
 ZERO_COMM_INLINE void decode_block(const Format& format, const DecodeRow& row, std::int64_t block,
                                    float* scratch, const Sink& sink) {

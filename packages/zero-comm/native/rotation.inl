@@ -1,4 +1,4 @@
-// [Note: rotation] of block_format.py, on fp32 in place. Included by numbers.inl's includer.
+// In-place fp32 rotation, see [Note: rotation] in block_format.py. Included by codec.inl.
 
 #if defined(__GNUC__) && defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
@@ -8,11 +8,12 @@
 
 #if defined(ZERO_COMM_HAS_VECTORS)
 
-// Eight floats; where registers are smaller, the compiler takes two.
+// Eight floats. The compiler uses two registers if registers are smaller.
 using Floats = float __attribute__((vector_size(32)));
 using Words = std::uint32_t __attribute__((vector_size(32)));
 
-// (a, b) -> (a + b, a - b) of lanes that `swapped` exchanged: the sign turns b in its own lane.
+// (a, b) -> (a + b, a - b) for pairs of lanes. `swapped` is x with the lanes of each pair swapped,
+// and `sign` negates x in the lanes of b.
 ZERO_COMM_INLINE Floats within(Floats x, Floats swapped, Words sign) {
   return swapped + reinterpret_cast<Floats>(reinterpret_cast<Words>(x) ^ sign);
 }

@@ -1,6 +1,6 @@
-// The kernels of one instruction set as a table. Included within its unnamed namespace.
+// Table of the kernels of one instruction set. Included in the anonymous namespace of its file.
 
-// Chooses between the functions of a block by overloading.
+// Tags that select the overloads of encode_block and decode_block.
 struct DifferenceCoding {};
 struct ValueCoding {};
 

@@ -1,4 +1,4 @@
-// Threads that share grains of work.
+// Distribution of grains (numbered parts of the work) over threads.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace zero_comm {
 
-// Calls run(grain) for all grains, on this thread and up to num_threads - 1 others. Each thread has
-// a `run` of its own, made here by make_run().
+// Calls run(grain) for all grains, on at most num_threads threads including this one. Each thread
+// gets its own `run` from make_run().
 template <class MakeRun>
 void share_grains(std::int64_t num_grains, std::int64_t num_threads, const MakeRun& make_run) {
   std::atomic<std::int64_t> next{0};
@@ -26,7 +26,7 @@ void share_grains(std::int64_t num_grains, std::int64_t num_threads, const MakeR
       threads.emplace_back([&take_grains, run = make_run()]() mutable { take_grains(run); });
     }
   } catch (const std::exception&) {
-    // Out of threads or memory: those that exist, and the caller, do the work.
+    // No more threads or memory: the existing threads do all the work.
   }
   take_grains(own);
   for (std::thread& thread : threads) thread.join();

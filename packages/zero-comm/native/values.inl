@@ -1,8 +1,8 @@
-// Codes blocks of values, without any loss: one source, compiled once for each instruction set.
-// Modes and bytes are those of [Note: the value buffer] in value_format.py; torch_values.py is the
-// definition. Included inside an anonymous namespace, after difference.inl.
+// Codes blocks of values without loss. Compiled once for each instruction set, in an anonymous
+// namespace, after difference.inl. [Note: the value buffer] in block_frame.py defines modes and
+// bytes, and torch_codec.py is the reference.
 
-// The top byte of a number without its sign: of bfloat16 and float32 the exponent.
+// Rotates the bits left by one, which moves the sign to the lowest bit.
 template <class T>
 ZERO_COMM_INLINE T turned(T bits) {
   return static_cast<T>(static_cast<T>(bits << 1) | static_cast<T>(bits >> (Word<T>::kBits - 1)));
@@ -29,10 +29,10 @@ ZERO_COMM_INLINE void count_escapes(const std::uint8_t* codes, int* counts) {
   }
 }
 
-// Writes `width` planes of a bit of each code, and then the bytes that have the largest code.
+// Writes `width` planes with one bit of each code, and then the escapes.
 ZERO_COMM_INLINE void write_planes(const std::uint8_t* codes, const std::uint8_t* tops, int width,
                                    std::uint8_t* out) {
-  if (width == 0) return;  // the only code is no escape
+  if (width == 0) return;  // width 0 has no escapes
   const __m512i largest = _mm512_set1_epi8(static_cast<char>((1 << width) - 1));
   std::uint8_t* escapes = out + width * kBitmapNbytes;
   for (int i = 0; i < kBlock; i += 64) {
@@ -52,8 +52,8 @@ ZERO_COMM_INLINE void write_planes(const std::uint8_t* codes, const std::uint8_t
   }
 }
 
-// Reads codes from their planes, and sets those that are the largest one to `base` less the bytes
-// that follow. Returns whether there are `num_escapes` of them.
+// Reads codes from their planes, and replaces each largest code by `base` minus its escape, so that
+// `base` minus the code is the top byte. Returns whether there are `num_escapes` largest codes.
 ZERO_COMM_INLINE bool read_planes(const std::uint8_t* planes, int width, int num_escapes,
                                   std::uint8_t base, std::uint8_t* codes) {
   const __m512i largest = _mm512_set1_epi8(static_cast<char>((1 << width) - 1));
@@ -107,7 +107,7 @@ ZERO_COMM_INLINE void write_planes(const std::uint8_t* codes, const std::uint8_t
       const int code = codes[i + j] < largest ? codes[i + j] : largest;
       eight |= static_cast<std::uint64_t>(code) << (8 * j);
     }
-    // The product has the lowest bits of the eight bytes in its highest byte, one beside another.
+    // The multiplication gathers the lowest bits of the eight bytes in the highest byte.
     for (int k = 0; k < width; ++k) {
       const std::uint64_t bits = (eight >> k) & 0x0101010101010101ull;
       out[k * kBitmapNbytes + i / 8] =
@@ -125,7 +125,7 @@ ZERO_COMM_INLINE bool read_planes(const std::uint8_t* planes, int width, int num
   for (int k = 0; k < width; ++k) {
     for (int i = 0; i < kBlock; i += 8) {
       const std::uint64_t bits = planes[k * kBitmapNbytes + i / 8];
-      // A copy of the byte in each place, of which a place keeps its own bit.
+      // The byte is copied to all eight bytes, and byte j keeps only bit j.
       const std::uint64_t kept = (bits * 0x0101010101010101ull) & 0x8040201008040201ull;
       const std::uint64_t ones =
           ((kept + 0x7f7f7f7f7f7f7f7full) >> 7 | kept >> 7) & 0x0101010101010101ull;
@@ -149,8 +149,8 @@ ZERO_COMM_INLINE bool read_planes(const std::uint8_t* planes, int width, int num
 
 #endif
 
-// Codes one block of `size` elements, of which there are 256 in memory, absent ones zero. Returns
-// its descriptor.
+// Encodes one block of `size` elements and returns its descriptor. `x` has 256 elements, and absent
+// ones are zero.
 template <class T>
 ZERO_COMM_INLINE std::uint16_t encode_block(ValueCoding, const T*, const T* x, int size,
                                             std::uint8_t* out) {
@@ -172,7 +172,7 @@ ZERO_COMM_INLINE std::uint16_t encode_block(ValueCoding, const T*, const T* x, i
     for (int i = 0; i < kBlock; ++i) base = tops[i] > base ? tops[i] : base;
     for (int i = 0; i < kBlock; ++i) codes[i] = static_cast<std::uint8_t>(base - tops[i]);
     count_escapes(codes, counts);
-    int least = kBlock - 1;  // what raw elements take for their top bytes, less the base
+    int least = kBlock - 1;  // bytes of raw top bytes, minus the base
     if (counts[1] == 0) {
       best_width = 0;
     } else {
@@ -202,8 +202,8 @@ ZERO_COMM_INLINE std::uint16_t encode_block(ValueCoding, const T*, const T* x, i
   return static_cast<std::uint16_t>(((kCoded + best_width) << kModeShift) | nbytes);
 }
 
-// Fills one block of `size` elements, of which there are 256 in memory. Returns whether its bytes
-// are those of a block.
+// Decodes one block of `size` elements into `x`, which has room for 256. Returns false if no
+// encoder can have written the block.
 template <class T>
 ZERO_COMM_INLINE bool decode_block(ValueCoding, std::uint16_t descriptor, const std::uint8_t* codes,
                                    int size, T* x) {

@@ -1,11 +1,11 @@
-"""Settings for all tests: a busy machine must not fail a property by being slow."""
+"""Settings for all tests, including hypothesis without deadlines for busy machines."""
 
 import os
 
 import torch
 from hypothesis import HealthCheck, settings
 
-# Without an accelerator Triton's kernels are interpreted. It reads this when it is imported.
+# Without an accelerator Triton interprets its kernels. It reads this variable at import.
 if not torch.accelerator.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

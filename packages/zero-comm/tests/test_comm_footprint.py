@@ -1,4 +1,4 @@
-"""Closed forms of `zero_comm.footprint` against what real collectives send and keep."""
+"""Closed forms of `zero_comm.footprint`, compared with the bytes of real collectives."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_bytes_sent_and_kept_are_those_of_real_collectives(config: dict[str, Any
     reduction = form.reduction(numel, dtype)
     assert gather is not None
     assert reduction is not None
-    # Two groups of two ranks, two nodes: one peer in each phase and in each hop.
+    # With two groups or nodes of two ranks, each phase and each hop sends to one peer.
     gathered = tuple(b - a for a, b in zip(before, between, strict=True))
     assert gathered == (gather.across_nbytes, gather.within_nbytes)
     reduced = tuple(b - a for a, b in zip(between, after, strict=True))

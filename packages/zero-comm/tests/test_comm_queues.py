@@ -1,4 +1,4 @@
-"""Jobs beside their caller, on hosts."""
+"""Asynchronous jobs on the host queue."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""The factory: its entry point, the settings it reads, the settings it refuses."""
+"""`create_collectives`: its entry point, its settings, and the settings that it refuses."""
 
 import ast
 import re

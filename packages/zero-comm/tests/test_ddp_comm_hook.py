@@ -1,6 +1,6 @@
-"""Quantized gradients in DistributedDataParallel, against plain DDP of the same run.
+"""Quantized gradients in DistributedDataParallel, compared with plain DDP.
 
-Bounds are twice what was measured, or more; see docs/benchmarks.md.
+Bounds are at least twice the measured errors.
 """
 
 import multiprocessing
@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_comm import BlockFormat, LocoSettings, ddp_comm_hook
 
 DTYPES_16 = (torch.bfloat16, torch.float16)
-LOSS_BOUND = 0.03  # of any step's loss, against plain DDP's at that step
+LOSS_BOUND = 0.03  # relative to plain DDP's loss, at any step
 
 
 def ddp(model: nn.Module, hook: Any = None, **kwargs: Any) -> DistributedDataParallel:
@@ -79,11 +79,11 @@ def train_ddp_with_settings(rank: int, world_size: int) -> Outcomes:
 
 
 def ddp_gradients(rank: int, world_size: int) -> Outcomes:
-    """Compute the gradients of two steps, and of one that accumulates two batches."""
+    """Compute the gradients of two steps, and of a step that accumulates two batches."""
     found: Outcomes = {}
     for name, hook in (("plain", None), ("quantized", ddp_comm_hook())):
         model = ddp(make_model(), hook)
-        for step in range(2):  # DDP makes its buckets anew after the first
+        for step in range(2):  # DDP rebuilds its buckets after step 0
             model.zero_grad()
             backward(model, step, rank)
             found[f"{name} {step}"] = gradients(model)
@@ -96,7 +96,7 @@ def ddp_gradients(rank: int, world_size: int) -> Outcomes:
 
 
 def bucket_of(values: Tensor, parameters: Sequence[Tensor] = ()) -> Any:
-    """Make the bucket that DDP would give to a hook."""
+    """Return a stand-in for a bucket of DDP."""
     return SimpleNamespace(index=lambda: 0, buffer=lambda: values, parameters=lambda: parameters)
 
 
@@ -113,7 +113,7 @@ def average_single_buckets(rank: int, world_size: int) -> Outcomes:
 
 
 def buckets_made_anew(rank: int, world_size: int) -> Outcomes:
-    """Average the same gradients at first, again, and in a bucket of other parameters."""
+    """Average equal gradients twice in one bucket, then in a bucket of other parameters."""
     hook = ddp_comm_hook(error_feedback=LocoSettings())
     one, other = torch.ones(4099), torch.ones(4099)
     parameters = {"first": [one], "again": [one], "anew": [other]}
@@ -124,13 +124,13 @@ def buckets_made_anew(rank: int, world_size: int) -> Outcomes:
 
 
 def overlap_with_a_late_rank(rank: int, world_size: int) -> Outcomes:
-    """Call the hook on the first rank before the others have started."""
+    """Call the hook on the first rank before the other ranks start."""
     hook = ddp_comm_hook()
     late = torch.zeros(1)
     if rank == 0:
         future = hook(None, bucket_of(values_of(rank, 4096)))
         was_done = future.done()
-        dist.broadcast(late, src=0)  # only now may the others start
+        dist.broadcast(late, src=0)  # the other ranks wait for this broadcast
     else:
         dist.broadcast(late, src=0)
         future = hook(None, bucket_of(values_of(rank, 4096)))
@@ -141,14 +141,13 @@ def overlap_with_a_late_rank(rank: int, world_size: int) -> Outcomes:
 
 def count_ddp(rank: int, world_size: int) -> Outcomes:
     hook = ddp_comm_hook()
-    hook(None, bucket_of(torch.ones(50000))).wait()  # the topology is found once
+    hook(None, bucket_of(torch.ones(50000))).wait()  # the first call discovers the topology
     with counted() as sent:
         hook(None, bucket_of(torch.ones(50000, dtype=torch.bfloat16))).wait()
     return dict(sent)
 
 
 def fail_in_the_hook(rank: int, world_size: int) -> Outcomes:
-    """Send messages that do not match the receiver's settings, and return the error."""
     if world_size == 1:
         return {}
     fmt = BlockFormat("int8" if rank % 2 else "e4m3", 256)
@@ -161,9 +160,9 @@ def fail_in_the_hook(rank: int, world_size: int) -> Outcomes:
 
 
 def train_until_a_rank_dies(rank: int, folder: str) -> None:
-    """Train on two ranks, of which the second ends in the middle.
+    """Train on two ranks. The second one exits during the training.
 
-    The first writes the error that it sees to ``folder``.
+    The first rank writes its error to ``folder``.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
@@ -176,7 +175,7 @@ def train_until_a_rank_dies(rank: int, folder: str) -> None:
             backward(model, step, rank)
         except RuntimeError as error:
             Path(folder, "error").write_text(f"step {step}: {error}")
-            os._exit(0)  # the group cannot be destroyed in good order any more
+            os._exit(0)  # a group with a dead rank cannot be destroyed
 
 
 SCENARIOS = (
@@ -192,7 +191,6 @@ MORE: dict[int, tuple[Scenario, ...]] = {2: (train_ddp_with_settings,)}
 
 
 def ranks_of(world_size: int, ranks_per_node: int) -> list[Outcomes]:
-    """Run all scenarios of a shape once."""
     return outcomes_of((*SCENARIOS, *MORE.get(world_size, ())), world_size, ranks_per_node)
 
 
@@ -225,7 +223,7 @@ def test_gradients_are_near_those_of_plain_ddp(ranks: list[Outcomes], which: str
     got = ranks[0]["ddp_gradients"]
     plain = got[f"plain {which}"]
     error = (got[f"quantized {which}"] - plain).norm() / plain.norm()
-    # 4 bits twice and 8 bits once; an average over other ranks, or a sum, is off by 0.5 and more.
+    # Rounded twice to 4 bits and once to 8. A sum, or a wrong average, has an error above 0.5.
     assert error <= (0.3 if len(ranks) > 1 else 0)
 
 
@@ -237,9 +235,9 @@ def test_buckets_of_any_length_and_dtype_are_averaged(ranks: list[Outcomes]) -> 
             for outcomes in ranks:
                 got = outcomes["average_single_buckets"][f"{numel} {dtype}"]
                 assert got.dtype == dtype
-                # Half a step of 4 bits per message of a hop, and of 8 bits in the gather.
+                # Half a 4-bit step for each hop, and half an 8-bit step for the gather.
                 bound = max(s.abs().max() for s in shares) * (1 / 14 + 1 / 14 + 1 / 254) * 1.05
-                if numel < 10:  # not shorter as messages: exact, but for the dtype's rounding
+                if numel < 10:  # sent exactly, with the dtype's rounding
                     bound = 2 * torch.finfo(dtype).eps * exact.abs().max()
                 assert (got.double() - exact).abs().max() <= bound, (numel, dtype)
 
@@ -273,7 +271,7 @@ def test_traffic_is_that_of_the_formula(size: int, per_node: int) -> None:
         gathered = message(numel, "int8")
         assert sent["all_to_all"] == [hop_1 + hop_2, hop_2]
         assert sent["all_gather"] == [(size - 1) * gathered, (size - per_node) * gathered]
-        # A ring all-reduce of 16 bit sends two slices to each other rank's account.
+        # A 16-bit ring all-reduce sends two slices per other rank.
         plain = 2 * (size - 1) * numel * 2
         assert plain / (sent["all_to_all"][0] + sent["all_gather"][0]) >= 2.5
 
@@ -309,9 +307,9 @@ def test_a_format_that_does_not_exist_is_refused_at_once() -> None:
 
 @contextmanager
 def _bound_device(backends: str) -> Iterator[None]:
-    """Bind a device and give groups ``backends``, until a group is made.
+    """Pretend that a device is bound, and that groups have ``backends``.
 
-    torch binds accelerators alone, and none is here.
+    torch binds only accelerators.
     """
     world, new_group = dist.group.WORLD, dist.new_group
     assert world is not None
@@ -330,16 +328,16 @@ def _bound_device(backends: str) -> Iterator[None]:
 
 
 def make_hook_of_some_ranks(rank: int, world_size: int) -> Outcomes:
-    """Make hooks on ranks 0 and 2, first with equally many groups on both and then not."""
+    """Create hooks on ranks 0 and 2, first with equally many groups on both, then not."""
     group, every = dist.new_group([0, 2]), dist.new_group([0, 1, 2])
     with _bound_device("cpu:gloo,cuda:nccl"):
-        ddp_comm_hook(group=every)  # no rank is left out
+        ddp_comm_hook(group=every)  # a group of all ranks needs no check
     found = {"error": "", "bound": ""}
     if rank == 1:
         return found
     ddp_comm_hook(group=group)
     with _bound_device("cpu:gloo,cuda:gloo"):
-        ddp_comm_hook(group=group)  # Gloo splits no communicator
+        ddp_comm_hook(group=group)  # gloo never splits a communicator
     with _bound_device("cpu:gloo,cuda:nccl"), pytest.raises(RuntimeError) as bound:
         ddp_comm_hook(group=group)
     kept = [dist.new_group([2], use_local_synchronization=True)] if rank == 2 else []

@@ -1,4 +1,4 @@
-"""Lossless differences and values, for every input and backend: bits, bytes, length, refusals."""
+"""Lossless differences and values for every backend: bits, bytes, lengths, and refusals."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ from support.lossless import (
 from torch import Tensor
 
 from zero_comm import CorruptMessageError, encode_difference, encode_values
-from zero_comm.lossless.expectation import expected_gradient_nbytes
+from zero_comm.footprint import expected_gradient_nbytes
 from zero_comm.lossless.message import GradientMessages, unpack
 from zero_comm.lossless.upload import UploadCodec
 from zero_comm.quantizer.checksum import checksum_of, checksums
@@ -51,7 +51,7 @@ def assert_refused(fmt: Lossless, message: Tensor, old: Tensor, what: str = "") 
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Fail if the host waits for the device, which CUDA alone can detect."""
+    """Fail if the host waits for the device. Only CUDA can detect this."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -94,12 +94,13 @@ def test_damaged_bytes_have_the_verdict_of_torch(
     verdicts = []
     with target.forced():
         flips = {300: 2, 2049: 2} if target.is_interpreted else {1: 40, 300: 40, 2049: 40}
-        for numel in {0, 2049, *flips}:  # 2049 are more than a tile: the last has one of them
+        for numel in {0, 2049, *flips}:  # a tile has 2048 elements
             old, new = fmt.pair(numel, dtype, 0.3, 9, numel)
             buffer = fmt.encoded(fmt.reference, old, new)
             others = damaged(buffer, numel, flips.get(numel, 0), numel)
             verdicts += [fmt.check_verdict(target.device, other, old) for other in others]
-    assert len(verdicts) / 4 < verdicts.count(False) < len(verdicts)  # a flipped code may be good
+    # A flipped bit in a code may be valid.
+    assert len(verdicts) / 4 < verdicts.count(False) < len(verdicts)
 
 
 @both_formats
@@ -128,7 +129,7 @@ def test_values_of_normal_numbers_take_the_bits_that_the_format_note_says(
 
 
 @both_formats
-@pytest.mark.parametrize("target", {t.name: t for t in HOSTS}.values(), ids=str)  # one per backend
+@pytest.mark.parametrize("target", {t.name: t for t in HOSTS}.values(), ids=str)  # by backend
 def test_messages_bring_any_bit_patterns_and_are_refused_once_a_bit_or_a_byte_is_lost(
     fmt: Lossless, target: Target
 ) -> None:
@@ -146,7 +147,7 @@ def test_messages_bring_any_bit_patterns_and_are_refused_once_a_bit_or_a_byte_is
         assert_refused(fmt, message, old)
 
     with target.forced():
-        old, new = fmt.pair(257, torch.bfloat16, 1.0, 60, 1)  # nothing saves a byte
+        old, new = fmt.pair(257, torch.bfloat16, 1.0, 60, 1)  # a pair that no mode shortens
         fmt.unpack(fmt.message(old, new), old)
         target.for_all(check, st.data())
 
@@ -174,7 +175,7 @@ def test_bytes_that_are_not_those_of_their_checksum_are_refused() -> None:
     shorter = DIFFERENCES.message(old, torch.cat([old[:300], new[300:]]))
     joined = message.clone()
     joined[32:48], joined[48 : shorter.numel()] = shorter[32:48], shorter[48:]
-    joined[48:50] = message[48:50]  # the checksum is now that of no bytes
+    joined[48:50] = message[48:50]  # no longer matches the checksum
     assert_refused(DIFFERENCES, joined, old, "checksum does not match")
 
 
@@ -186,7 +187,7 @@ def test_short_slices_and_bytes_are_not_coded() -> None:
 
 
 @both_formats
-@pytest.mark.parametrize(  # what a function makes of its dtype comes before any backend
+@pytest.mark.parametrize(  # all dtypes for one backend, which the checks do not depend on
     ("target", "dtype"), [(t, d) for t in HOSTS for d in (DTYPES if t == TORCH else DTYPES[::3])]
 )
 def test_functions_take_any_shape_and_address_and_fill_values_in_place(
@@ -200,7 +201,7 @@ def test_functions_take_any_shape_and_address_and_fill_values_in_place(
             values = torch.nn.Parameter(old.T.contiguous(), requires_grad=dtype.is_floating_point)
             fmt.decode_checked(given_buffer, values)
             assert torch.equal(integers_of(values.detach()), integers_of(new.T.contiguous()))
-        one = torch.zeros(1, 2, dtype=dtype)[:, 0]  # contiguous, with a stride of 2
+        one = torch.zeros(1, 2, dtype=dtype)[:, 0]  # contiguous despite its stride of 2
         fmt.decode_checked(fmt.encode_checked(one, torch.ones_like(one)), one)
         assert one.tolist() == [1]
 
@@ -272,7 +273,7 @@ def test_checksums_are_the_same_at_any_address_and_by_any_backend(target: Target
             expected = int(checksum_of(values[:numel]))
         with target.forced():
             assert {int(checksum_of(x)) for x in (values[:numel], moved)} == {expected}
-    rows = values[: 3 * 8200].view(torch.uint8).view(3, -1)[:, :16_384]  # with gaps
+    rows = values[: 3 * 8200].view(torch.uint8).view(3, -1)[:, :16_384]  # rows with gaps
     with TORCH.forced():
         sums = checksums(rows)
     with target.forced():
@@ -282,7 +283,7 @@ def test_checksums_are_the_same_at_any_address_and_by_any_backend(target: Target
 @every_host
 @both_sizes
 def test_checksums_see_what_was_edited(target: Target, dtype: torch.dtype) -> None:
-    # The signs of every fourth 16-bit weight are the highest bits of words.
+    # The sign of every fourth 16-bit weight is the highest bit of a 64-bit word.
     weight = torch.randn(256, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
     edits = [weight.clone() for _ in range(6)]
     edits[1][:, 3].neg_()
@@ -314,7 +315,7 @@ def test_encoding_and_uploads_wait_for_nothing_on_the_device() -> None:
     room = torch.empty_like(out, device=CPU)
     difference = room[: upload.encode(old, new, room, num_threads=1)].to(DEVICE)
     ours, tried = old.to(DEVICE), old.to(DEVICE)
-    first = codec.encode(*there, out=out)  # compiles, as the next two do
+    first = codec.encode(*there, out=out)  # this and the next two calls compile kernels
     upload.decode(difference, tried)
     before = upload.checksum(ours)
     with no_waiting():

@@ -1,4 +1,4 @@
-"""Lossless differences in gathers among threads: exact bits, and whole values where needed."""
+"""Gathers of lossless differences on simulated ranks: exact bits, and whole values if needed."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,7 +15,8 @@ from zero_comm import CorruptMessageError
 LAYOUTS = [(2, 1), (3, 1), (4, 2), (6, 2), (6, 3)]
 LOSSLESS = {"zero_lossless_weights": True}
 NUMEL = 4099
-MOST = {torch.bfloat16: 0.15, torch.float16: 0.55, torch.float32: 0.75}  # of the bytes of values
+# Largest bytes of a gather relative to exact values.
+MOST = {torch.bfloat16: 0.15, torch.float16: 0.55, torch.float32: 0.75}
 
 
 def weights(rank: int, dtype: torch.dtype) -> Tensor:
@@ -24,7 +25,7 @@ def weights(rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def stepped(weights: Tensor, version: int) -> Tensor:
-    """Move weights by about a learning rate of 1e-5, and one of them to NaN, -0.0 or Inf."""
+    """Change weights by about a learning rate of 1e-5, and one weight to NaN, -0.0 or Inf."""
     generator = torch.Generator().manual_seed(version)
     moved = weights.float() + 1e-5 * torch.randn(NUMEL, generator=generator)
     moved[version % NUMEL] = (float("nan"), -0.0, float("inf"))[version % 3]
@@ -41,7 +42,7 @@ class Run:
         self.disturb: Callable[[Any, int, int, Tensor], None] = lambda *_: None
 
     def gather(self, versions: int) -> list[int]:
-        """Gather on all ranks and compare bits. Returns what rank 0 sent to others by version."""
+        """Gather on all ranks, compare bits, and return rank 0's sent bytes by version."""
         world_size, sent = self.network.world_size, [0]
 
         def program(transport: SimulatedTransport) -> None:
@@ -70,7 +71,7 @@ class Run:
         return [after - before for before, after in pairwise(sent)]
 
 
-@pytest.mark.parametrize(  # every layout with each buffer, and each dtype with both
+@pytest.mark.parametrize(  # every layout with and without kept buffers, each with one dtype
     ("layout", "is_kept", "dtype"),
     [(x, k, [*MOST][(i + k) % 3]) for i, x in enumerate(LAYOUTS) for k in (False, True)],
 )

@@ -48,7 +48,7 @@ def reduce_with_the_function(rank: int, world_size: int) -> Outcomes:
 
 
 def take_nodes_from_a_mesh(rank: int, world_size: int) -> Outcomes:
-    """Reduce with nodes 0 1 and 2 3 given in three ways, and with meshes that don't fit."""
+    """Reduce with two nodes of two ranks given in three ways, and with invalid meshes."""
     mesh = init_device_mesh("cpu", (2, 2))
     full = values_of(rank, 4 * 1001)
     reduce = quantized_reduce_scatter
@@ -82,9 +82,9 @@ def as_received(values: Tensor, kind: str, dtype: torch.dtype = torch.float32) -
 
 
 def two_hops(fulls: list[Tensor], rank: int, within: str, between: str) -> Tensor:
-    """Return the sum by the paper's definition, slice by slice in fp32.
+    """Return the sum by the definition of [Note: the two hops], slice by slice in fp32.
 
-    ``fulls``: the input of each rank, [W, s].
+    ``fulls`` holds the input of each rank, [W, s].
     """
     size = len(fulls)
     per_node = PER_NODE[size]
@@ -115,7 +115,7 @@ def test_the_sum_is_that_of_the_two_hops(ranks: list[Outcomes]) -> None:
             got = outcomes["reduce_with_the_function"]
             average = (two_hops(fulls, rank, "int4", "int4") * (1 / size)).to(dtype)
             total = two_hops(fulls, rank, "int8", "e4m3").to(dtype)
-            if size == 1:  # nothing is sent, nothing is rounded
+            if size == 1:  # a single rank sends and rounds nothing
                 average = total = fulls[0][0]
             assert got[f"int4 {dtype}"].equal(average), dtype
             assert got[f"int8 e4m3 {dtype}"].equal(total), dtype

@@ -1,4 +1,4 @@
-"""Equality of every available backend with plain torch, byte by byte, and its selection."""
+"""Equality of every available backend with plain torch, byte by byte, and backend selection."""
 
 import os
 import sys
@@ -35,7 +35,7 @@ from zero_comm.quantizer.block_format import seed_of_group
 from zero_comm.quantizer.torch_backend import BACKEND as REFERENCE
 
 KINDS = ("int8", "int4", "e4m3", "e5m2")
-GAP = 16  # bytes between rows, which belong to someone else
+GAP = 16  # bytes between rows, which must not change
 
 
 def name_of(fmt: BlockFormat) -> str:
@@ -44,7 +44,7 @@ def name_of(fmt: BlockFormat) -> str:
     return f"{fmt.kind} {symmetry}{' rotated' if fmt.has_rotation else ''}"
 
 
-# Every kind with and without symmetry and rotation; a power of two and another size.
+# Every kind, symmetry and rotation, each with a power of two and another block size.
 FORMATS = [
     BlockFormat(kind, block_size, is_symmetric, has_rotation)
     for kind in KINDS
@@ -66,7 +66,7 @@ class Case:
     is_finite: bool
 
     def rows(self) -> Tensor:
-        """Draw magnitudes far apart, signed zeros, and NaN and Inf in some blocks if asked for."""
+        """Draw very different magnitudes, signed zeros, and optionally some NaN and Inf."""
         generator = torch.Generator().manual_seed(self.numel + self.num_rows)
         x = torch.randn(self.num_rows, self.numel, generator=generator, dtype=torch.float64)
         low = -24 if self.dtype == torch.float16 else -135
@@ -83,9 +83,9 @@ class Case:
         return x.to(self.dtype)
 
     def _make_close(self, part: Tensor, generator: torch.Generator) -> None:
-        """Fill ``part`` with quantized values that are about one spacing of the dtype per step.
+        """Fill ``part`` with dequantized values whose step is about the dtype's spacing.
 
-        There, codes are moved to fit.
+        Encoders then have to correct codes.
         """
         spacing = torch.finfo(self.dtype if self.dtype != torch.float64 else torch.float32).eps
         around_one = torch.rand(part.shape, generator=generator, dtype=torch.float64) - 0.5
@@ -122,34 +122,34 @@ class Case:
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:
-    """Compare bits, with all NaNs equal."""
+    """Compare bits, but treat all NaNs as equal."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
     is_equal = (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
     return bool(is_equal.all())
 
 
 def cases() -> Iterator[Case]:
-    """Yield each kind, symmetry and rotation in each dtype of the kernels, and long rows.
+    """Yield cases for each kind, symmetry and rotation in each dtype, and cases with long rows.
 
-    int8 is also in fp64.
+    Only int8 is tested with fp64.
     """
     index = 0
     for fmt in FORMATS:
-        has_float64 = fmt.kind == "int8"  # it becomes fp32 before any kernel
+        has_float64 = fmt.kind == "int8"  # fp64 is converted to fp32 before any kernel
         wide = (torch.float16, torch.float64) if has_float64 else (torch.float16,)
         for dtype in ALL_DTYPES[:2] if fmt.block_size in (24, 192) else wide:
-            # These periods differ, so that over all formats each setting meets each.
+            # Settings cycle with different periods, so that their combinations vary.
             numel = (517, 256, 1, 1000, 64)[index % 5]
             seed = (None, None, 3_000_000_019)[index % 3]
             yield Case(fmt, dtype, (2, 1, 3, 1)[index // 2 % 4], numel, seed, index % 7 != 0)
             index += 1
-    for index, kind in enumerate(KINDS):  # several tiles of a kernel that takes some thousand
+    for index, kind in enumerate(KINDS):  # rows of several tiles of the Triton kernel
         fmt, seed = BlockFormat(kind, 128, kind != "int8"), 7 if index % 2 else None
         yield Case(fmt, torch.bfloat16, 2, 5000 - index, seed, index != 1)
 
 
 def check_rows_of_all_bytes(fmt: BlockFormat, device: torch.device) -> None:
-    """Check codes of all 256 bytes with good scales."""
+    """Check the decoding of all 256 code bytes, with valid scales."""
     numel = 512 if fmt.kind == "int4" else 256
     row = torch.zeros(1, fmt.nbytes(numel), dtype=torch.uint8)
     REFERENCE.encode(torch.linspace(-3, 5, numel).view(1, numel), row, fmt, None)
@@ -158,7 +158,7 @@ def check_rows_of_all_bytes(fmt: BlockFormat, device: torch.device) -> None:
 
 
 def check_extreme_rows(fmt: BlockFormat, device: torch.device) -> None:
-    """Check a row over nearly all of fp32's range, and one with about the smallest step."""
+    """Check a row with nearly all of fp32's range, and a row with about the smallest step."""
     numel = 2 * fmt.block_size
     ends = torch.linspace(-1, 1, numel)
     rows = torch.zeros(2, fmt.nbytes(numel), dtype=torch.uint8)
@@ -167,12 +167,12 @@ def check_extreme_rows(fmt: BlockFormat, device: torch.device) -> None:
 
 
 def check_groups(fmt: BlockFormat, device: torch.device) -> None:
-    """Check that rows in groups are quantized like each group by itself."""
+    """Check that rows in groups are quantized like each group alone."""
     backend = find_backend(device)
     num_groups, num_rows, numel, seed = 3, 2, 301, 3_000_000_019
     x = Case(fmt, torch.float32, num_groups * num_rows, numel, seed, True).rows()
     x = x.to(device).view(num_groups, num_rows, numel)
-    # As in an all-to-all: the messages to one rank are adjacent, those of a group are not.
+    # As in an all-to-all, rows of one receiver are adjacent, and rows of one group are not.
     shape = (num_rows, num_groups, fmt.nbytes(numel))
     rows = torch.full(shape, 7, dtype=torch.uint8, device=device).transpose(0, 1)
     expected = torch.full_like(rows, 7)
@@ -202,7 +202,7 @@ def test_rows_have_the_bytes_and_values_of_plain_torch(target: Target, name: str
             if name_of(fmt) == name and fmt.block_size == 128:
                 check_rows_of_all_bytes(fmt, target.device)
                 check_extreme_rows(fmt, target.device)
-            # Interpreted groups take long: of each format one size, with rotation or without.
+            # Interpreted kernels are slow, so each kind tests groups with one size only.
             is_chosen = fmt.block_size == (64 if fmt.kind in ("int4", "e5m2") else 128)
             is_chosen &= fmt.kind.startswith("e") or not fmt.is_symmetric
             if name_of(fmt) == name and (is_chosen or not target.is_interpreted):
@@ -249,18 +249,18 @@ def test_millions_of_elements_on_a_device_give_the_bytes_of_the_host(
 
 @pytest.mark.skipif(DEVICE is None, reason="torch finds no accelerator")
 def test_quantizing_waits_for_nothing_on_the_device() -> None:
-    # It runs on the current stream, and what follows there needs no host synchronization.
+    # Kernels run on the current stream, so later work there needs no host synchronization.
     fmt, numel = BlockFormat.make("int4"), 1 << 16
     x = torch.ones(2 * numel, device=DEVICE)
     rows = torch.empty(2, fmt.nbytes(numel), dtype=torch.uint8, device=DEVICE)
     total = torch.empty(numel, device=DEVICE)
     stream = torch.Stream(DEVICE)
-    stream.wait_stream(torch.accelerator.current_stream())  # x is filled on it
+    stream.wait_stream(torch.accelerator.current_stream())  # the current stream fills x
     with stream:
         x.mul_(3)
         assert quantize_rows(x, fmt, rows) is None
         dequantize_sum(rows, numel, fmt, total)
-    torch.accelerator.current_stream().wait_stream(stream)  # total is filled on it
+    torch.accelerator.current_stream().wait_stream(stream)  # ``stream`` fills total
     assert torch.equal(total.cpu(), torch.full((numel,), 6.0))
 
 

@@ -1,4 +1,4 @@
-"""Properties for every input: the exact bytes, the error, values that are not finite."""
+"""Properties for every input: exact bytes, error bounds, and non-finite values."""
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ def rounding(y: Tensor) -> Tensor:
 
 
 def spacing_in_steps(x: Tensor, y: Tensor, steps: Tensor, fmt: BlockFormat) -> Tensor:
-    """Return the distance of two neighbouring codes at ``x``, counted in steps."""
+    """Return the distance of two neighbouring codes at ``x``, in steps."""
     if fmt.kind in ("int8", "int4"):
         return torch.ones(len(x), dtype=torch.float64)
     emin, mantissa_bits = {"e4m3": (-6, 3), "e5m2": (-14, 2)}[fmt.kind]
@@ -46,7 +46,7 @@ def spacing_in_steps(x: Tensor, y: Tensor, steps: Tensor, fmt: BlockFormat) -> T
 def error_bound(x: Tensor, y: Tensor, fmt: BlockFormat, in_steps: float) -> Tensor:
     steps = steps_per_element(x, fmt)
     bound = steps * spacing_in_steps(x, y, steps, fmt) * in_steps
-    # fp32: some roundings of values of up to LEVEL steps, or of the largest of the block.
+    # Error of fp32 arithmetic with values of up to LEVEL steps, the largest of the block.
     noise = steps * LEVEL[fmt.kind] * 2.0**-21 + x.double().abs() * 2.0**-22
     if not fmt.is_symmetric:
         noise = steps * 2.0**-13 + x.double().abs() * 2.0**-23
@@ -110,11 +110,11 @@ def test_stochastic_rounding_is_right_on_average(
     values = torch.stack(draws).double()
     steps = steps_per_element(x, fmt)
     spacing = steps * spacing_in_steps(x, values.abs().amax(0), steps, fmt)
-    # A draw's standard deviation is at most half the spacing: the mean's, here times six.
+    # A draw has a standard deviation of at most half the spacing. The bound is six of the mean's.
     error = (values.mean(0) - x.double()).abs()
-    is_end = x.abs() == x.abs().max()  # the maximum is rounded to bf16: the top may be clamped
+    is_end = x.abs() == x.abs().max()  # bf16 may round the maximum down, which clamps x
     bound = spacing * (6 * 0.5 / num_draws**0.5)
     assert (error <= bound)[~is_end].all()
     assert (values[:, 0] == 0).all()
-    # It isn't rounding to the nearest: some element came out on both sides of itself.
+    # Unlike with rounding to the nearest, some element was rounded both up and down.
     assert ((values > x.double()).any(0) & (values < x.double()).any(0)).any()

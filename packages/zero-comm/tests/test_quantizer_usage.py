@@ -1,4 +1,4 @@
-"""The quantizer's arguments: shapes, devices, given outputs, refusals."""
+"""The quantizer's arguments: shapes, devices, output tensors, and refusals."""
 
 import re
 from collections.abc import Callable
@@ -35,7 +35,7 @@ INT4_FORMATS = [BlockFormat("int4", 128, s, r) for s in (False, True) for r in (
             [127.0, -127.0, 0.0, 1.0, -1.0, 2.0, 4.0, 0.0],
         ),
         (
-            BlockFormat("int4", 8, is_symmetric=False),  # a step of 1
+            BlockFormat("int4", 8, is_symmetric=False),  # the values give a step of 1
             [-4.0, 10.0, 0.0, -0.0, -3.0, 9.4, 0.4, 1.0],
             [1 + (2 << 4), 15 + (14 << 4), 5 << 4, 6 << 4],
             torch.tensor([-4.0, 10.0]),
@@ -148,7 +148,7 @@ def test_each_row_is_its_part_quantized_alone(kind: str, seed: int | None, numel
 @pytest.mark.parametrize("fmt", INT4_FORMATS)
 @pytest.mark.parametrize("numel", [0, 1, 128, 1000])
 def test_rows_are_summed_from_left_to_right(fmt: BlockFormat, numel: int) -> None:
-    # Each row of another magnitude: another order, or another precision, gives another sum.
+    # Rows differ in magnitude, so another order or precision would change the sum.
     parts = [torch.randn(numel) * 10.0**i for i in (0, 3, -2, 3)]
     rows = torch.stack([quantize(part, fmt) for part in parts])
     total = torch.empty(numel)

@@ -1,4 +1,4 @@
-"""hpZ with delays everywhere: threads that sleep, and works waited for in any order."""
+"""hpZ under random delays: jobs sleep, and works are waited for in any order."""
 
 import random
 import threading
@@ -24,8 +24,8 @@ from torch import Tensor
 
 WORLD_SIZE, PER_NODE, NUMEL, NUM_UNITS, NUM_STEPS = 4, 2, 301, 5, 6
 CPU = torch.device("cpu")
+# Scale of the weights. Weights of another version differ by about a seventh of the scale.
 LARGEST = 1e5 * NUM_STEPS + 1e5
-"""The scale of the weights. Those of another version are off by a seventh of it."""
 
 
 class _Job:
@@ -39,8 +39,8 @@ class _Job:
 class LateTransport(SimulatedTransport):
     """A transport that runs jobs in threads and sleeps before and after every exchange.
 
-    Peers get ``zeros`` memory itself instead of a copy, as ranks with shared memory do: what a peer
-    reads late and finds overwritten shows.
+    Peers get the ``zeros`` memory itself instead of a copy, like ranks with shared memory. If a
+    rank overwrites the memory too early, a late peer reads wrong values.
     """
 
     def __init__(self, network: Network, ranks: Sequence[int], me: int, seed: int = 0) -> None:
@@ -79,7 +79,7 @@ class LateTransport(SimulatedTransport):
 
 
 class InPlace(Network):
-    """A network that hands over memory of ``zeros`` without copying it."""
+    """A network that passes memory of ``zeros`` without copying it."""
 
     def __init__(self, world_size: int, ranks_per_node: int) -> None:
         super().__init__(world_size, ranks_per_node)
@@ -134,10 +134,10 @@ def test_no_stale_or_half_written_shard_is_served(config: dict[str, Any], seed: 
                     )
                     for unit in range(NUM_UNITS)
                 ]
-                if version % 2 and not backward:  # while gathers are under way
+                if version % 2 and not backward:  # gathers of this version are still running
                     collectives.forget_values()
                     exchange_of_all_ranks.wait(TIMEOUT_S)
-                order.shuffle(works)  # each rank waits as it likes
+                order.shuffle(works)  # each rank waits in another order
                 for unit, work in works:
                     work.wait()
                     shards_now = [shard_of(r, unit, version) for r in range(WORLD_SIZE)]

@@ -1,4 +1,4 @@
-"""The carrier over plain torch.distributed: what each rank receives."""
+"""`TorchCollectives` between real processes."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def exchange(rank: int, world_size: int) -> Outcomes:
 
 
 def exchange_in_subgroups(rank: int, world_size: int) -> Outcomes:
-    """Exchange among the even and among the odd ranks, then on each rank alone."""
+    """Exchange among the even ranks and among the odd ranks, then on each rank alone."""
     everyone = TorchCollectives()
     ranks = list(range(rank % 2, world_size, 2))
     group = everyone.subgroup(ranks)

@@ -1,4 +1,4 @@
-"""The shim over what torch's releases name differently."""
+"""The wrappers of torch functions whose names differ between torch's releases."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor")
 def leave_only(monkeypatch: pytest.MonkeyPatch, name: str, names: tuple[str, str]) -> None:
     """Make ``name`` the only one of ``names`` that torch has.
 
-    Its output shows what it was given.
+    The stand-in writes its input to the output.
     """
 
     def collective(

@@ -1,4 +1,4 @@
-"""Triton's kernels compiled for GPUs that need not be present. Other files run them."""
+"""Compilation of the Triton kernels for GPUs that need not be present."""
 
 import json
 import os
@@ -21,9 +21,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run the program by itself and return the JSON that it prints.
+    """Run the program in its own process and return the JSON that it prints.
 
-    It needs a process of its own because triton reads its settings on import.
+    Triton reads its settings at import, and this process may have imported it for the interpreter.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TRITON")}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""qgZ: gradients reduced in two quantized hops, on simulated ranks."""
+"""qgZ on simulated ranks: gradients reduced in two quantized hops."""
 
 from importlib import import_module
 from typing import Any
@@ -16,7 +16,7 @@ from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.scratch import Scratch
 
-# (ranks, ranks per node): one node, one rank per node, both, odd numbers of nodes.
+# (ranks, ranks per node)
 LAYOUTS = [(1, 1), (2, 2), (3, 1), (4, 2), (6, 2), (6, 3), (12, 4)]
 
 
@@ -53,7 +53,7 @@ def reduce_on_ranks(
 def test_every_slice_reaches_its_owner_when_quantizing_is_exact(
     world_size: int, per_node: int, numel: int
 ) -> None:
-    # Multiples of one pattern whose blocks reach the top code: each node's sum is one again.
+    # All gradients and node sums are multiples of one pattern, which quantizes exactly.
     index = torch.arange(world_size * numel)
     pattern = (index * 5 + index // 7) % 15 - 7.0
     pattern[::8] = 7.0
@@ -78,7 +78,7 @@ def test_nothing_is_lost_to_the_output_dtype(out_dtype: torch.dtype) -> None:
 
 def test_rotation_makes_less_of_outliers() -> None:
     numel, world_size = 1024, 4
-    # Heavy tails: of plain blocks, one element in many sets the step of all others.
+    # With heavy tails, one large element sets the step of its whole unrotated block.
     fulls = [gradient(rank, world_size * numel) ** 5 for rank in range(world_size)]
     exact = torch.stack(fulls).sum(0)
     errors = []
@@ -99,7 +99,7 @@ def test_damaged_messages_are_refused_by_the_senders_name(target: str) -> None:
         elif source == 2 and target == "scale":
             row[32 + 5 * 64 : 32 + 5 * 64 + 2] = 0  # a maximum of zero
         elif source == 2:
-            row[8] += 1  # it says that it has another length
+            row[8] += 1  # the header has a wrong length
 
     network = Network(3, 1)
     network.tamper = damage
@@ -124,7 +124,7 @@ def test_a_flipped_bit_is_found_by_the_checksum_only() -> None:
 
 
 def repeated_sums(loco: LocoSettings | None, *, is_stochastic: bool, steps: int) -> Tensor:
-    """The mean over steps of what one unchanging gradient is reduced to."""
+    """Return the mean over steps of the reductions of a constant gradient."""
     numel, network = 256, Network(4, 2)
     fmt = GradientFormat.make("int4", None, is_stochastic=is_stochastic, error_feedback=loco)
 
@@ -172,7 +172,7 @@ def test_errors_are_dropped_when_asked_in_time_and_if_they_are_not_finite() -> N
 
 
 class Counted:
-    """A backend whose calls are counted: each is a kernel's launch on an accelerator."""
+    """A backend that counts calls. On an accelerator each call is a kernel launch."""
 
     def __init__(self) -> None:
         self._backend = find_backend(torch.device("cpu"))

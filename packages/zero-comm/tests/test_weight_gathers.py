@@ -1,4 +1,4 @@
-"""Gathers by qwZ, hpZ and differences on simulated ranks: bytes sent, received and kept."""
+"""Gathers with qwZ, hpZ and differences on simulated ranks: bytes sent, received and kept."""
 
 from typing import Any
 
@@ -109,7 +109,7 @@ def test_a_version_crosses_nodes_once_and_a_new_one_is_never_missed(config: Any)
 
     (first, *others), _ = versions_on_ranks(config, program)
     steps = torch.tensor(crossed).view(3, 3).diff(dim=1)
-    assert not steps.any()  # within a version nothing more crosses
+    assert not steps.any()  # later gathers of a version send nothing between nodes
     assert len(set(crossed)) == 3
     for version in range(3):
         expected = torch.cat([shard_of(r, numel, dtype) + version for r in range(4)])
@@ -138,8 +138,8 @@ def test_differences_follow_the_weights_to_within_half_a_step_of_the_change() ->
         return errors
 
     (errors, *_), network = versions_on_ranks(FOUR_BIT, program)
-    assert errors[0] == 0.0  # the first time the weights themselves travel
-    # Half a step of a block whose largest change, the last error included, is below 5e-3.
+    assert errors[0] == 0.0  # the first gather sends the weights exactly
+    # Half a step. The largest change of a block, including the last error, is below 5e-3.
     assert 0.0 < max(errors[1:]) <= 0.5 / 7 * 5e-3 * 1.01
     exact, packed = 4 * numel, Packing(BlockFormat("int4", 256)).nbytes(numel)
     assert network.between == [exact + 19 * packed] * world_size
@@ -155,7 +155,7 @@ def test_forgetting_starts_from_the_weights_themselves(config: Any) -> None:
             shard = shard_of(transport.rank, numel, torch.float32, version)
             gather(collectives, shard, 4, version=version)
         collectives.forget_values()
-        # The same version number with other weights: nothing of the old ones may be served.
+        # Other weights with the same version number. The gather must not use the kept weights.
         shard = shard_of(transport.rank, numel, torch.float32, 7)
         outs.append(gather(collectives, shard, 4, version=1))
         return outs
@@ -170,7 +170,7 @@ def test_forgetting_starts_from_the_weights_themselves(config: Any) -> None:
 
 @pytest.mark.parametrize("config", [hpz(2), {**QWZ, **hpz(2)}, FOUR_BIT, QWZ])
 def test_evaluation_may_come_before_training(config: Any) -> None:
-    # Buffers made for a first gather in inference mode serve later gathers outside of it.
+    # The first gather, in inference mode, allocates buffers that later gathers reuse outside it.
 
     def program(collectives: Any, transport: SimulatedTransport) -> bool:
         shards = [shard_of(transport.rank, 2048, torch.float32, v) for v in (0, 1)]

@@ -1,4 +1,4 @@
-"""The README's examples run and do what its comments say."""
+"""The README's examples run and have the results that their comments state."""
 
 import os
 import re

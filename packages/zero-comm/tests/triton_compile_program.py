@@ -1,7 +1,6 @@
-"""Compiles the Triton kernels for GPUs that need not be there.
+"""Compiles the Triton kernels for GPUs that need not be present.
 
-Started as ``python triton_compile_program.py``; prints a JSON object of assembly, by GPU and
-kernel.
+``python triton_compile_program.py`` prints a JSON object of assembly by GPU and kernel.
 """
 
 import json
@@ -18,12 +17,12 @@ from zero_comm.quantizer import triton_backend, triton_checksum, triton_tiles
 CUDA, HOPPER = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)
 HIP = GPUTarget("hip", "gfx942", 64)
 POINTER = {"fp32": "*fp32", "bf16": "*i16", "fp16": "*fp16"}
-# Between them every function of the kernels.
+# Together these formats use every function of the kernels.
 ROTATED = BlockFormat("int4", 192, is_symmetric=False, has_rotation=True)
 ASYMMETRIC = BlockFormat("int8", 256, is_symmetric=False)
 FLOAT8 = BlockFormat("e4m3", 128)
 INT4 = BlockFormat("int4", 128)
-# Of the arguments of all kernels whose names say their type; other integers have 32 bits.
+# Types of arguments by name. Other arguments are 32-bit integers.
 TYPES = {
     "rows_ptr": "*u8",
     "codes_ptr": "*u8",
@@ -38,7 +37,7 @@ TYPES = {
 
 
 def assembly(kernel: Any, target: GPUTarget, constants: dict[str, Any], **types: str) -> str:
-    """PTX, or that of an AMD GPU, with pointers and strides known to be aligned."""
+    """Return PTX, or the assembly of an AMD GPU, with pointers and strides assumed aligned."""
     constants = dict(constants)
     options = {**triton_backend.LAUNCH_OPTIONS, "num_warps": constants.pop("num_warps")}
     types = {**TYPES, **types, **dict.fromkeys(constants, "constexpr")}
@@ -76,7 +75,7 @@ def decode_sum(fmt: BlockFormat) -> str:
 
 
 def lossless(blocks: Any, name: str, itemsize: int, target: GPUTarget) -> str:
-    """One of the kernels of lossless differences, or of coded values."""
+    """Compile one kernel of lossless differences or of coded values."""
     kernel, element = getattr(blocks, f"{name}_kernel"), f"*i{8 * itemsize}"
     elements = dict.fromkeys(("old_ptr", "new_ptr", "values_ptr"), element)
     return assembly(kernel, target, triton_codec.constants_of(itemsize), numel="i64", **elements)
@@ -88,7 +87,6 @@ def checksum(target: GPUTarget) -> str:
 
 
 def main() -> None:
-    """Compile, print."""
     cuda = {
         "encode rotated": encode(ROTATED, "bf16", CUDA, is_stochastic=True),
         "encode asymmetric": encode(ASYMMETRIC, "fp16", CUDA, is_stochastic=False),

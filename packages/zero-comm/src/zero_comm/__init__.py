@@ -1,9 +1,9 @@
 """zero-comm: collectives that send fewer bytes, after ZeRO++ (Wang et al., arXiv 2306.10209).
 
-Usable alone (`quantize`, `dequantize`, `quantized_all_gather`, `quantized_reduce_scatter`), with
-torch's DistributedDataParallel (`ddp_comm_hook`) and FSDP2 (`zero_comm.fsdp2.apply`), and as a
-plug-in of an engine that supports quantized weights and gradients and secondary shards
-(`create_collectives`, registered as an entry point).
+The package works alone (`quantize`, `dequantize`, `quantized_all_gather`,
+`quantized_reduce_scatter`), with torch's DistributedDataParallel (`ddp_comm_hook`) and FSDP2
+(`zero_comm.fsdp2.apply`), and as a plug-in of a sharded-training engine (`create_collectives`,
+registered as an entry point).
 """
 
 import importlib
@@ -64,7 +64,7 @@ warn_without_kernels()
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import `zero_comm.fsdp2` on first use: torch's FSDP2 takes seconds to import."""
+    """Import `zero_comm.fsdp2` on first use, because torch's FSDP2 takes seconds to import."""
     if name != "fsdp2":
         raise AttributeError(f"module 'zero_comm' has no attribute {name!r}")
     return importlib.import_module("zero_comm.fsdp2")

@@ -1,14 +1,14 @@
-"""Quantized gradients for torch's DistributedDataParallel, as a communication hook.
+"""Communication hook that quantizes the gradients of torch's DistributedDataParallel.
 
 [Note: reduction of a bucket]
-A bucket has ``numel`` gradients of one dtype. It is padded to a slice of equal length for every
-rank. Slices are reduced in two quantized hops (`zero_comm.collectives.two_hop`), so that every rank
-has the average of its own, and the averages are gathered, quantized by default. Every rank
-dequantizes the same messages, its own included, so all ranks get the same bits. A ring all-reduce
-sends each gradient twice; this sends it once in the reduction's format and once in the gather's.
+A bucket has ``numel`` gradients of one dtype. Padding gives every rank a slice of equal length. Two
+quantized hops (`zero_comm.collectives.two_hop`) reduce the slices, so every rank has the average of
+its own slice. The averages are then gathered, by default quantized. Every rank dequantizes the same
+messages, including its own, so all ranks get the same bits. Each gradient is sent once in the
+reduction's format and once in the gather's format. A ring all-reduce also sends it twice.
 """
 
-# Annotations are evaluated here, unlike elsewhere: DDP compares those of a hook with its own types.
+# No `from __future__ import annotations`: DDP compares a hook's annotations with its own types.
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,15 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
 from zero_comm.collectives.feedback import LocoSettings
-from zero_comm.collectives.slices import SliceReducer, gather_slices
-from zero_comm.collectives.two_hop import GradientFormat
+from zero_comm.collectives.two_hop import GradientFormat, SliceReducer, gather_slices
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.queues import CommQueue, open_queue
 from zero_comm.transport.torch_collectives import TorchCollectives
 from zero_comm.transport.torch_compat import all_gather_single, count_groups
 
-Hook = Callable[[object, Any], Future[Tensor]]  # torch's stubs leave dist.GradBucket out
+Hook = Callable[[object, Any], Future[Tensor]]  # Any: torch's stubs lack dist.GradBucket
 
 
 def ddp_comm_hook(
@@ -43,36 +42,32 @@ def ddp_comm_hook(
     has_checksum: bool = False,
     timeout: timedelta | None = None,
 ) -> Hook:
-    """Make a hook that averages DDP's gradients in quantized form (ZeRO++, arXiv 2306.10209: qgZ).
+    """Create a hook that averages DDP's gradients quantized (qgZ of ZeRO++, arXiv 2306.10209).
 
-    Every rank calls it, and passes the result to ``ddp.register_comm_hook(None, hook)``, one hook
-    for each DDP module. Buckets are exchanged beside backward: in a thread on hosts, on a stream
-    of their own on accelerators. See [Note: reduction of a bucket]. A bucket so small that its
-    messages would be no shorter is averaged exactly. NaN and Inf arrive as NaN in their whole
-    block, on all ranks.
+    Every rank must call it and pass the result to ``ddp.register_comm_hook(None, hook)``, with one
+    hook per DDP module. Buckets are exchanged while backward runs: in a thread on hosts, on a
+    separate stream on accelerators. Buckets too small for shorter messages are averaged exactly. A
+    block with NaN or Inf arrives as NaN on all ranks. See [Note: reduction of a bucket].
 
     Args:
-        gradients: format of the gradients that are reduced: "int8", "int4", "e4m3", "e5m2" or a
-            `BlockFormat`.
-        between: their format between nodes; None: the same.
-        gathered: format of the reduced gradients; None: exact.
-        group: DDP's process group; None for the default one. The hook makes one of its own with
-            the same ranks, so that its exchanges don't mix with DDP's. The group of a subgroup is
-            made by its ranks alone: torch names such groups after the number of groups that a rank
-            is in, so this must be equal on them, and on NCCL no device may be bound to the default
-            group.
-        ranks_per_node: consecutive ranks of the group that share a node; or a 2-D DeviceMesh
-            whose last dimension lies within a node; None asks the launcher's environment.
+        gradients: format of reduced gradients: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.
+        between: format of reduced gradients between nodes. None: same as ``gradients``.
+        gathered: format of the averaged gradients in the gather. None sends them exactly.
+        group: DDP's process group. None: the default group. The hook creates a new group of the
+            same ranks, which keeps its exchanges separate from DDP's. For a subgroup, only its
+            ranks create the new group. torch then requires that all these ranks are in equally many
+            groups. With NCCL, no device may be bound to the default group either.
+        ranks_per_node: number of consecutive ranks that share a node, or a 2-D DeviceMesh whose
+            last dimension is within a node. None uses the launcher's environment.
         is_stochastic: whether gradients are rounded stochastically.
         error_feedback: `LocoSettings` to add the quantization error of a bucket's reduction to the
-            next bucket of the same parameters. The gather has none: what ``gathered`` rounds away
-            is lost.
+            next bucket of the same parameters. The gather has no error feedback.
         has_checksum: whether messages carry a checksum.
-        timeout: of an exchange, for the hook's own group; None: torch's default.
+        timeout: timeout of the hook's new group. None: torch's default.
 
     Raises:
-        ValueError: an argument that doesn't fit, by name.
-        RuntimeError: the group of a subgroup cannot be made; raised on all of its ranks.
+        ValueError: an argument does not fit.
+        RuntimeError: the new group of a subgroup cannot be created. Raised on all of its ranks.
     """
     fmt = GradientFormat.make(
         gradients,
@@ -86,7 +81,7 @@ def ddp_comm_hook(
 
 
 def _own_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make a new process group of the same ranks. A collective over them."""
+    """Create a new process group of the same ranks. A collective over these ranks."""
     if group is None or group is dist.group.WORLD:
         own = dist.new_group(timeout=timeout)
     else:
@@ -102,9 +97,10 @@ def _own_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> di
 
 
 def _check_can_make_group(group: dist.ProcessGroup, ranks: list[int]) -> None:
-    """Refuse what would wait until the timeout: a group that its ranks cannot make alone."""
+    """Raise RuntimeError instead of a later hang if the ranks cannot create the group alone."""
     world = dist.group.WORLD
-    is_split = "nccl" in dist.get_backend_config(group)  # off the communicator of a bound device
+    # NCCL splits the communicator of a bound device, which needs all ranks of the job.
+    is_split = "nccl" in dist.get_backend_config(group)
     if is_split and world is not None and world.bound_device_id is not None:
         raise RuntimeError(
             f"ddp_comm_hook(group=...) over ranks {ranks}, with a device bound by "
@@ -142,7 +138,7 @@ class _BucketAverager:
         self._parameters: dict[int, tuple[int, ...]] = {}
 
     def average(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        """Start to average a bucket's gradients in place. ``state`` is DDP's, unused."""
+        """Start to average a bucket's gradients in place. ``state`` is unused."""
         values = bucket.buffer()
         if self._collectives.world_size == 1:
             future: Future[Tensor] = Future()
@@ -150,7 +146,7 @@ class _BucketAverager:
             return future
         if self._queue is None:
             self._queue = open_queue(values.device)
-        # The bucket is DDP's own again once this returns.
+        # Read now, because DDP reuses the bucket object after this call.
         index, parameters = bucket.index(), tuple(map(id, bucket.parameters()))
         return self._queue.run(lambda: self._average(index, parameters, values))
 
@@ -159,12 +155,10 @@ class _BucketAverager:
         numel = -(-values.numel() // world_size)
         wide = torch.promote_types(values.dtype, torch.float32)
         average = torch.empty(numel, dtype=wide, device=values.device)
-        full = values
-        if numel * world_size > values.numel():
-            full = values.new_zeros(numel * world_size)
-            full[: values.numel()].copy_(values)
+        num_absent = numel * world_size - values.numel()
+        full = torch.nn.functional.pad(values, (0, num_absent)) if num_absent else values
         if self._parameters.setdefault(index, parameters) != parameters:
-            # DDP rebuilds its buckets after the first step: the kept errors are of other gradients.
+            # DDP rebuilds its buckets after the first step, and kept errors no longer match.
             self._reducer.forget_errors()
             self._parameters[index] = parameters
         self._reducer.reduce(average, full, scale=1 / world_size, key=index)

@@ -1,19 +1,29 @@
-"""Closed forms of what quantized collectives send and keep, for plans that allocate nothing.
+"""Closed forms of the bytes that the collectives send and keep, without allocating anything.
 
-Entry points ``collectives`` and ``uploads`` of the group ``zero_core.footprints``.
-`zero_comm.create_collectives` serves the same configuration for real. ZeRO++ (arXiv 2306.10209),
-sections 3.1 to 3.3; weight differences: SDP4Bit (arXiv 2410.15526).
+Entry points ``collectives`` and ``uploads`` of the group ``zero_core.footprints``. The forms
+describe `zero_comm.create_collectives` for the same configuration. ZeRO++ (arXiv 2306.10209),
+sections 3.1 to 3.3; SDP4Bit (arXiv 2410.15526) for weight differences.
 
 [Note: phases and hops]
-Phases of gathers are those of [Note: the two phases] in `zero_comm.collectives.weight_gathers`:
-phase 1 runs **across** groups, phase 2 **within** one. With secondary shards phase 2 carries exact
-elements, without them both phases carry messages. Hops of reductions are those of [Note: the two
-hops] in `zero_comm.collectives.two_hop`. A shard that no message would shorten travels exactly.
+[Note: the two phases] in `zero_comm.collectives.weight_gathers` defines the phases of gathers:
+phase 1 **across** groups, phase 2 **within** a group. Phase 2 sends exact elements from secondary
+shards. Otherwise both phases send messages. [Note: the two hops] in `zero_comm.collectives.two_hop`
+defines the hops of reductions. Shards that no message would shorten are sent exactly.
 
-Lossless differences are phase 1 at stage 3, and secondary shards are kept. At stages 1 and 2, where
-every rank keeps all weights, both phases carry them; not counted are 16 bytes per rank of lengths
-and checksums. Losslessly coded gradients replace what the engine's own reduction sends to another
-node: a slice, or a partial sum.
+At stage 3, lossless differences are sent in phase 1 and update secondary shards. At stages 1 and 2,
+where every rank keeps all weights, both phases send differences. The forms omit the 16 or 24 bytes
+per rank of lengths, versions and checksums. Losslessly coded gradients replace the slices or
+partial sums that the engine's reduction sends to other nodes.
+
+[Note: expected bytes]
+A step of Adam changes each weight by about the learning rate ``lr``. The number of changed bits
+depends on the spacing of numbers, which is proportional to the weight. The size of a difference is
+therefore a function of ``lr * 2**p / std``, with the dtype's precision p in bits (8 for bf16, 11
+for fp16, 24 for fp32) and the standard deviation std of the weights.
+
+`_BITS` is the measured bits per weight for 2**21 normally distributed weights that change by 0.3
+lr times a normal number. Adam's first steps change all weights by lr and take up to 2.5 times as
+many bits (recorded steps: docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -22,21 +32,25 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from zero_comm.collectives.feedback import STORED
 from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
-from zero_comm.lossless.expectation import (
-    expected_difference_bits,
-    expected_difference_nbytes,
-    expected_gradient_nbytes,
+from zero_comm.lossless.block_frame import BLOCK_NUMEL, descriptors_nbytes, fixed_nbytes, num_blocks
+from zero_comm.lossless.message import (
+    HEADER_NBYTES,
+    is_worthwhile,
+    max_message_nbytes,
+    message_nbytes,
 )
-from zero_comm.lossless.message import GradientMessages, is_worthwhile, max_message_nbytes
 from zero_comm.quantizer.message import Packing
 
 _FP32_NBYTES = torch.float32.itemsize
+_STD: Final = 0.02  # standard deviation of initial weights in most transformers
+_FIRST_POWER, _POWER_STEP = -10, 2  # log2(lr * 2**p / std) of `_BITS`: first value, step
+_BITS: Final = (0.09, 0.14, 0.26, 0.59, 1.43, 2.21, 3.97, 6.53, 9.2, 12.3, 16.1, 16.5, 18.2, 24.3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +58,9 @@ class GatherFootprint:
     """Bytes of one segment's gather. See [Note: phases and hops].
 
     Attributes:
-        across_nbytes: bytes that a rank hands into phase 1.
-        within_nbytes: bytes that a rank hands into phase 2.
-        format: format of phase 1's messages; None if it carries exact elements.
+        across_nbytes: bytes that a rank sends into phase 1.
+        within_nbytes: bytes that a rank sends into phase 2.
+        format: format of phase 1's messages, None for exact elements.
         is_kept: whether phase 2 starts from a secondary shard.
     """
 
@@ -64,6 +78,29 @@ class ReduceFootprint:
     across_nbytes: int
 
 
+def expected_difference_nbytes(numel: int, dtype: torch.dtype, learning_rate: float) -> int:
+    """Return the expected bytes of a step's fp32, bf16 or fp16 difference, without the header."""
+    bits = 0.0625  # no change: a 16-bit descriptor per block
+    if learning_rate > 0.0:
+        precision = 1 - math.log2(torch.finfo(dtype).eps)
+        power = math.log2(learning_rate / _STD) + precision
+        place = min(max((power - _FIRST_POWER) / _POWER_STEP, 0.0), len(_BITS) - 1.0)
+        low = min(int(place), len(_BITS) - 2)
+        interpolated = _BITS[low] + (place - low) * (_BITS[low + 1] - _BITS[low])
+        bits = min(8.0 * dtype.itemsize, interpolated)
+    return math.ceil(numel * bits / 8)
+
+
+def expected_gradient_nbytes(numel: int, itemsize: int) -> int:
+    """Return the expected message bytes of normally distributed bfloat16 or float32 gradients.
+
+    The largest of 256 such values is 2 to 4 standard deviations. The elements below 1/32 of a
+    standard deviation, 1 in 40, are then escapes.
+    """
+    coded = fixed_nbytes(3, itemsize) + BLOCK_NUMEL // 40
+    return message_nbytes(descriptors_nbytes(numel) + num_blocks(numel) * coded)
+
+
 def comm_footprint(
     *,
     config: Mapping[str, Any],
@@ -71,18 +108,17 @@ def comm_footprint(
     ranks_per_node: int,
     learning_rate: float | None = None,
 ) -> CommFootprint:
-    """Return the closed forms of the collectives that a configuration asks for.
+    """Return the closed forms for the collectives of a configuration.
 
     Args:
         config: the resolved ``zero_optimization`` block.
         world_size: number of ranks.
-        ranks_per_node: ranks of a node, which are consecutive; divides ``world_size``.
-        learning_rate: of the optimizer, on which lossless differences depend: see
-            `zero_comm.lossless.expectation`. None counts the most that they and coded gradients
-            may take.
+        ranks_per_node: number of ranks on a node, which are consecutive. Divides ``world_size``.
+        learning_rate: learning rate of the optimizer, which determines [Note: expected bytes]. None
+            counts the largest possible size of differences and coded gradients.
 
     Raises:
-        ValueError: a setting that makes no sense, by key.
+        ValueError: a setting is invalid. The message names its key.
     """
     settings = CommSettings.from_config(config)
     is_gathered = config.get("stage", 3) == 3
@@ -92,23 +128,23 @@ def comm_footprint(
 
 
 def upload_nbytes(*, numel: int, dtype: torch.dtype, learning_rate: float | None = None) -> int:
-    """Return the expected bytes of a lossless difference that goes from the host to a device.
+    """Return the expected bytes of a lossless difference uploaded from the host to a device.
 
     Args:
-        numel: parameters in it.
-        dtype: of the parameters.
-        learning_rate: of the optimizer; None counts the parameters' own bytes, which are the most.
+        numel: number of parameters.
+        dtype: dtype of the parameters.
+        learning_rate: learning rate of the optimizer. None counts the parameters' own bytes.
     """
     if learning_rate is None or not is_worthwhile(dtype, numel):
         return numel * dtype.itemsize
-    return math.ceil(numel * expected_difference_bits(dtype, learning_rate) / 8)
+    return expected_difference_nbytes(numel, dtype, learning_rate)
 
 
 class CommFootprint:
-    """Phases, hops and memory of one configuration's collectives.
+    """Bytes sent and kept by the collectives of one configuration.
 
     Attributes:
-        group_size: ranks of a group of gathers.
+        group_size: number of ranks in a group of gathers.
         num_groups: number of these groups.
     """
 
@@ -118,33 +154,31 @@ class CommFootprint:
         world_size: int,
         ranks_per_node: int,
         *,
-        is_gathered: bool = True,
-        learning_rate: float | None = None,
+        is_gathered: bool,
+        learning_rate: float | None,
     ) -> None:
-        """Prepare. ``is_gathered``: stage 3, whose weights are not kept whole."""
         self._settings = settings
         self._is_gathered = is_gathered
         self._learning_rate = learning_rate
         self._world_size = world_size
         self._per_node = ranks_per_node
         self._num_nodes = world_size // ranks_per_node
-        self._has_partition = settings.partition_size > 1
         self.group_size = settings.group_size(ranks_per_node)
         self.num_groups = world_size // self.group_size
 
     def gather(
         self, numel: int, dtype: torch.dtype, *, is_trainable: bool
     ) -> GatherFootprint | None:
-        """Return a shard's gather, or None if the engine's own collective serves it."""
+        """Return the footprint of a shard's gather, or None for the engine's own collective."""
         if self._world_size == 1:
             return None
         settings = self._settings
         if settings.is_lossless and is_trainable:
             if self.num_groups > 1 and is_worthwhile(dtype, numel):
-                across = numel * dtype.itemsize  # at most: a whole shard's
+                across = numel * dtype.itemsize  # upper limit: the whole shard
                 if self._learning_rate is not None:
                     expected = expected_difference_nbytes(numel, dtype, self._learning_rate)
-                    across = min(across, expected)
+                    across = min(across, HEADER_NBYTES + expected)
                 within = numel * dtype.itemsize if self._is_gathered else across
                 return GatherFootprint(
                     across, self.num_groups * within, LOSSLESS, is_kept=self._is_gathered
@@ -155,9 +189,9 @@ class CommFootprint:
         if kind is not None and not settings.weight_packing(kind).shortens(dtype, numel):
             kind = None
         is_one_group = self.num_groups == 1
-        is_kept = not is_one_group and (self._has_partition or kind == DIFFERENCE)
+        is_kept = not is_one_group and (settings.partition_size > 1 or kind == DIFFERENCE)
         if is_one_group and kind == DIFFERENCE:
-            kind = None  # there is no other group that needs the change
+            kind = None  # one group has no other group to send differences to
         if kind is None and not is_kept:
             return None
         exact = numel * dtype.itemsize
@@ -167,9 +201,9 @@ class CommFootprint:
         )
 
     def reduction(self, numel: int, dtype: torch.dtype) -> ReduceFootprint | None:
-        """Return the reduction, or None if the engine's own collective serves it.
+        """Return the footprint of a reduction, or None for the engine's own collective.
 
-        ``numel`` is of the shard that a rank receives, ``dtype`` that of communication.
+        ``numel`` is the size of a rank's received shard, ``dtype`` the communication dtype.
         """
         fmt = self._settings.gradients
         if self._world_size == 1 or fmt is None:
@@ -181,16 +215,15 @@ class CommFootprint:
         return ReduceFootprint(within.nbytes(numel), across.nbytes(numel))
 
     def coded_nbytes(self, numel: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Return the expected and the most bytes of a slice that is sent to another node.
+        """Return expected and largest bytes of a coded slice for another node, None if not coded.
 
-        None if slices are sent as they are. Expected are gradients of a normal distribution. Those
-        of float16 are counted with the most, and so are all without a learning rate.
+        The expected bytes assume normally distributed gradients. For float16, or without a learning
+        rate, the largest size is returned for both.
         """
-        messages = GradientMessages()
         is_coded = self._settings.codes_gradients and self._num_nodes > 1
-        if not is_coded or not messages.serves(dtype, numel):
+        if not is_coded or not is_worthwhile(dtype, numel):
             return None
-        most = messages.max_nbytes(dtype, numel)
+        most = max_message_nbytes(numel, dtype.itemsize)
         if dtype == torch.float16 or self._learning_rate is None:
             return most, most
         return expected_gradient_nbytes(numel, dtype.itemsize), most
@@ -200,14 +233,14 @@ class CommFootprint:
         shards: Iterable[tuple[int, torch.dtype, bool]],
         reduced: Iterable[tuple[int, torch.dtype, torch.dtype]],
     ) -> dict[str, int]:
-        """Return the bytes that a rank holds between exchanges, by `QuantizedCollectives`' kinds.
+        """Return the bytes that a rank holds between exchanges, keyed as in `private_nbytes`.
 
         Args:
             shards: elements, dtype and trainability of each segment's shard of weights.
-            reduced: elements, communicated dtype and summed dtype of each segment's gradients.
+            reduced: elements, communication dtype and sum dtype of each segment's gradients.
         """
         kept: Counter[str] = Counter()
-        buffers: Counter[object] = Counter()  # by purpose, each as long as its longest use
+        buffers: Counter[object] = Counter()  # bytes per purpose: the maximum over segments
         for numel, dtype, is_trainable in shards:
             gather = self.gather(numel, dtype, is_trainable=is_trainable)
             if gather is not None:
@@ -230,7 +263,6 @@ class CommFootprint:
     def _gather_buffers(
         self, numel: int, dtype: torch.dtype, gather: GatherFootprint
     ) -> Counter[object]:
-        """Return the buffers of one gather, since gathers run one after another."""
         size, groups = self.group_size, self.num_groups
         found: Counter[object] = Counter()
         if gather.format is not None and groups > 1:
@@ -244,7 +276,7 @@ class CommFootprint:
             found["message"] = gather.across_nbytes
         if gather.format == DIFFERENCE:
             found["change"] = numel * _FP32_NBYTES
-        if size > 1:  # slices of the groups are interleaved in the gathered buffer
+        if size > 1:  # phase 2 needs a buffer to re-order the groups' slices
             found["values", dtype] = size * gather.within_nbytes
         return found
 

@@ -1,28 +1,29 @@
-"""Quantized weights and gradients for torch's FSDP2 (``fully_shard``), by its public hooks.
+"""Quantized weights and gradients for torch's FSDP2 (``fully_shard``), through its public hooks.
 
     model = fully_shard(model)
     zero_comm.fsdp2.apply(model, weights="int8", gradients="int4")
 
 [Note: FSDP2's buffers]
-All-gather: FSDP2 copies a group's shards into its own slice of the gather's output and passes that
-slice as the input. Here it is quantized into a separate buffer, messages are gathered, and all of
-the output is dequantized, this rank's slice too: every rank computes with the same weights, while
-the sharded parameters, which the optimizer updates, keep every bit. Where parameters of several
-dtypes are gathered together, FSDP2 passes bytes, which are sent unquantized.
+All-gather: FSDP2 passes the flat shards of a parameter group, which are a slice of the gather's
+output. `apply` quantizes the input into a separate buffer, gathers the messages, and dequantizes
+all slices of the output, including this rank's. All ranks therefore compute with the same weights,
+while the sharded parameters keep every bit. If a group has parameters of several dtypes, FSDP2
+passes bytes, which are sent exactly.
 
-Reduce-scatter: one flat buffer of gradients in the reduce dtype, a slice for every rank, reduced in
-two hops (`zero_comm.collectives.two_hop`).
+Reduce-scatter: FSDP2 passes one flat buffer of gradients in the reduce dtype with a slice per rank.
+Two hops reduce it (`zero_comm.collectives.two_hop`).
 
-Both run on the streams on which FSDP2 calls them and use the process group passed with the call,
-the shard group: with a replicate dimension (HSDP) the all-reduce across it is still FSDP2's. Each
-root has a stream of its own to reduce on, so a reducer's memory is kept for each stream: two roots
-over one group never write the same bytes at the same time. Nothing is set up among ranks
-beforehand, see [Note: one order] in `zero_comm.transport.torch_collectives`.
+Both run on FSDP2's streams and use the process group that FSDP2 passes, the shard group. With a
+replicate dimension (HSDP), FSDP2 still runs its own all-reduce across replicas. Each root module
+reduces on its own stream. There is one reducer per group and stream, so two roots never write to
+the same buffers at once. No set-up among ranks is needed, see [Note: one order] in
+`zero_comm.transport.torch_collectives`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -34,14 +35,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zero_comm.collectives.feedback import LocoSettings
-from zero_comm.collectives.slices import SliceReducer
-from zero_comm.collectives.two_hop import GradientFormat
+from zero_comm.collectives.two_hop import GradientFormat, SliceReducer
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.torch_collectives import TorchCollectives
 from zero_comm.transport.torch_compat import all_gather_single, premultiplier, reduce_scatter_single
 
-# Modules whose gathers or reductions were replaced here: the others keep what they have.
+# Modules whose gather or reduction `apply` has set. It leaves hooks on other modules unchanged.
 _GATHERING: WeakSet[FSDPModule] = WeakSet()
 _REDUCING: WeakSet[FSDPModule] = WeakSet()
 
@@ -57,31 +57,31 @@ def apply(
     error_feedback: LocoSettings | None = None,
     has_checksum: bool = False,
 ) -> None:
-    """Let FSDP2 gather weights and reduce gradients in quantized form (ZeRO++, arXiv 2306.10209).
+    """Make FSDP2 gather weights and reduce gradients in quantized form (ZeRO++, arXiv 2306.10209).
 
-    Applies to every FSDPModule in the tree of ``module``. Every rank calls it, after
-    ``fully_shard`` and outside of forward and backward. A further call changes the settings;
-    ``weights=None, gradients=None`` restores FSDP2's own. See [Note: FSDP2's buffers]. Shards that
-    quantizing would not shorten are sent exactly. With one rank in a shard group FSDP2 has nothing
-    to send and nothing changes.
+    It applies to every FSDPModule in the tree of ``module``. Every rank must call it, after
+    ``fully_shard`` and outside of forward and backward. Another call changes the settings, and
+    ``weights=None, gradients=None`` restores FSDP2's collectives. Shards that no message would
+    shorten are sent exactly. With one rank per shard group nothing changes. See [Note: FSDP2's
+    buffers].
 
     Args:
-        module: the root, or any part.
-        weights: format of gathered weights: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`;
+        module: the root module, or any submodule.
+        weights: format of gathered weights: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.
             None: FSDP2's own gather.
-        gradients: format of reduced gradients; None: FSDP2's own reduction.
-        between: their format between nodes; None: the same.
-        ranks_per_node: consecutive ranks of a shard group that share a node; or a 2-D DeviceMesh
-            over its ranks whose last dimension lies within a node; None asks the launcher's
-            environment. Checked when gradients are first reduced.
+        gradients: format of reduced gradients. None: FSDP2's own reduction.
+        between: format of reduced gradients between nodes. None: same as ``gradients``.
+        ranks_per_node: number of consecutive ranks of a shard group that share a node, or a 2-D
+            DeviceMesh whose last dimension is within a node. None uses the launcher's environment.
+            Checked at the first reduction.
         is_stochastic: whether gradients are rounded stochastically.
-        error_feedback: `LocoSettings` to add the quantization error of a group's gradients to the
-            next ones.
+        error_feedback: `LocoSettings` to add the quantization error of a group's gradients to its
+            next gradients.
         has_checksum: whether messages carry a checksum.
 
     Raises:
-        ValueError: an argument that doesn't fit, by name; a tree without FSDPModule; or, from
-            FSDP2, a module whose parameters are sharded over several meshes.
+        ValueError: an argument does not fit, the tree has no FSDPModule, or, from FSDP2, parameters
+            of one module are sharded over several meshes.
     """
     modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
     if not modules:
@@ -100,7 +100,7 @@ def apply(
         )
     reducers: dict[tuple[dist.ProcessGroup, object], SliceReducer] = {}
     for index, part in enumerate(modules):
-        # By shape: the base classes that FSDP2's stubs ask for have no public name.
+        # Any, because the base classes in FSDP2's type stubs have no public name.
         if packing is not None or part in _GATHERING:
             gather: Any = _Gather(packing)
             part.set_custom_all_gather(gather)
@@ -116,18 +116,17 @@ def apply(
 
 
 class _Comm:
-    """Base of both collectives: allocates FSDP2's buffers in ordinary memory."""
+    """Base of both collectives, which allocates FSDP2's buffers in ordinary memory."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new, uninitialised tensor of this shape."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
+@dataclass(eq=False)
 class _Gather(_Comm):
-    """Gathers messages (see [Note: FSDP2's buffers]), or without a packing the exact shards."""
+    """Gather of messages, or exact shards if ``packing`` is None. See [Note: FSDP2's buffers]."""
 
-    def __init__(self, packing: Packing | None) -> None:
-        self._packing = packing
+    packing: Packing | None
 
     def __call__(
         self,
@@ -136,7 +135,7 @@ class _Gather(_Comm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        packing, numel = self._packing, input_tensor.numel()
+        packing, numel = self.packing, input_tensor.numel()
         if packing is None or not packing.shortens(input_tensor.dtype, numel):
             return all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
         nbytes = packing.nbytes(numel)
@@ -152,10 +151,9 @@ class _Gather(_Comm):
 
 
 class _Arrival(dist.Work):
-    """Work of a gather of messages: the first ``wait`` dequantizes them into the output.
+    """Work of a gather of messages, whose first ``wait`` dequantizes them into the output.
 
-    FSDP2 waits where it reads the output: on an accelerator its current stream waits for the
-    gather, and dequantizes.
+    FSDP2 waits on the stream that reads the output, which then also dequantizes.
     """
 
     def __init__(self, work: dist.Work | None, packing: Packing, rows: Tensor, out: Tensor) -> None:
@@ -166,35 +164,28 @@ class _Arrival(dist.Work):
         self._out = out
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the bytes, then dequantize them."""
         if self._gather is not None:
             self._gather.wait() if timeout is None else self._gather.wait(timeout)
         if self._rows is not None:
             self._packing.unpack(self._rows, self._out, senders=range(len(self._rows)))
             if self._rows.device.type != "cpu":
-                # Memory of the gather's stream, which must not reuse it until this one has read.
+                # Keeps the gather's stream from reusing the memory before this stream has read it.
                 self._rows.record_stream(torch.accelerator.current_stream(self._rows.device))
             self._rows = None
         return True
 
 
+@dataclass(eq=False)
 class _ReduceScatter(_Comm):
-    """Reduces messages (see [Note: FSDP2's buffers]), or without a format exact gradients.
+    """Reduction of messages, or of exact gradients if ``fmt`` is None. See [Note: FSDP2's buffers].
 
-    ``reducers`` are those of each process group and stream, shared by the modules of one `apply`.
+    All modules of one `apply` share ``reducers``: one reducer per process group and stream.
     """
 
-    def __init__(
-        self,
-        fmt: GradientFormat | None,
-        ranks_per_node: int | DeviceMesh | None,
-        reducers: dict[tuple[dist.ProcessGroup, object], SliceReducer],
-        index: int,
-    ) -> None:
-        self._format = fmt
-        self._ranks_per_node = ranks_per_node
-        self._reducers = reducers
-        self._index = index
+    fmt: GradientFormat | None
+    ranks_per_node: int | DeviceMesh | None
+    reducers: dict[tuple[dist.ProcessGroup, object], SliceReducer]
+    index: int
 
     def __call__(
         self,
@@ -204,7 +195,7 @@ class _ReduceScatter(_Comm):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if self._format is None:
+        if self.fmt is None:
             return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op)
         if async_op:
             raise ValueError(
@@ -213,13 +204,12 @@ class _ReduceScatter(_Comm):
             )
         scale, on_host = _scale_of(op, group.size()), input_tensor.device.type == "cpu"
         stream = None if on_host else torch.accelerator.current_stream(input_tensor.device)
-        reducer = self._reducers.get((group, stream))
+        reducer = self.reducers.get((group, stream))
         if reducer is None:
-            reducer = SliceReducer(
-                TorchCollectives(group), self._format, ranks_per_node=self._ranks_per_node
-            )
-            self._reducers[group, stream] = reducer
-        reducer.reduce(output_tensor, input_tensor, scale=scale, key=self._index)
+            collectives = TorchCollectives(group)
+            reducer = SliceReducer(collectives, self.fmt, ranks_per_node=self.ranks_per_node)
+            self.reducers[group, stream] = reducer
+        reducer.reduce(output_tensor, input_tensor, scale=scale, key=self.index)
         return None
 
 

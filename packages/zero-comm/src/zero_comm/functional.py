@@ -1,4 +1,4 @@
-"""Quantized collectives as plain functions over torch.distributed, without any engine."""
+"""Quantized collectives as functions over torch.distributed, without an engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_comm.collectives.slices import SliceReducer, gather_slices
-from zero_comm.collectives.two_hop import GradientFormat
+from zero_comm.collectives.two_hop import GradientFormat, SliceReducer, gather_slices
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
 from zero_comm.quantizer.quantize import check_float
@@ -23,26 +22,24 @@ def quantized_all_gather(
     group: dist.ProcessGroup | None = None,
     has_checksum: bool = False,
 ) -> Tensor:
-    """Gather every rank's shard, sending quantized bytes (ZeRO++, arXiv 2306.10209: qwZ).
+    """Gather every rank's shard as quantized messages (ZeRO++, arXiv 2306.10209: qwZ).
 
     Every rank of the group must call it, with a shard of the same shape and dtype. All ranks get
-    identical results, because a rank quantizes and dequantizes its own shard too. A shard that is
-    not floating point, or that quantizing would not shorten, is gathered exactly.
+    identical results, because a rank also quantizes and dequantizes its own shard. A shard that is
+    not floating point, or that a message would not shorten, is gathered exactly. Return a new
+    tensor with the dtype and device of ``shard``: all shards concatenated along the first dimension
+    in rank order.
 
     Args:
-        shard: at least one-dimensional; read, never changed. Gradients don't flow through.
-        format: a kind ("int8", "int4", "e4m3", "e5m2") or a whole format.
-        group: the process group; None for the default one. With no process group initialised,
-            the calling process is the only rank.
+        shard: at least 1-D, never changed. Gradients do not flow through.
+        format: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.
+        group: process group, None for the default group. Without torch.distributed initialized, the
+            calling process is the only rank.
         has_checksum: whether messages carry a checksum.
 
-    Returns:
-        A new tensor of ``shard``'s dtype and device: the shards joined along the first dimension,
-        in rank order.
-
     Raises:
-        ValueError: an argument that doesn't fit, by name.
-        CorruptMessageError: a message arrived damaged; it names the sender.
+        ValueError: an argument does not fit.
+        CorruptMessageError: a message is damaged. The error names its sender.
     """
     packing = Packing(format, has_checksum=has_checksum)
     if shard.dim() == 0:
@@ -69,30 +66,20 @@ def quantized_reduce_scatter(
 
     qgZ (ZeRO++, arXiv 2306.10209, section 3.3), see [Note: the two hops] in
     `zero_comm.collectives.two_hop`. Every rank of the group must call it, with a tensor of the same
-    shape and dtype and the same other arguments. Sums are taken in fp32 in rank order, so the
-    result is the same in every run. A slice that quantizing would not shorten is reduced exactly.
+    shape and dtype and the same other arguments. Sums are in fp32 and in rank order, so the result
+    is the same in every run. A slice that a message would not shorten is reduced exactly. Return a
+    new tensor with the dtype and device of ``full``, whose first dimension has ``full.shape[0] /
+    ranks`` elements. Other arguments and errors are those of `quantized_all_gather`.
 
     Args:
-        full: fp32, bf16, fp16 or fp64; its first dimension is divisible by the ranks; read, never
-            changed. Gradients don't flow through.
-        format: a kind ("int8", "int4", "e4m3", "e5m2") or a whole format.
-        between: format between nodes; None: the same as within a node.
+        full: fp32, bf16, fp16 or fp64, never changed. The number of ranks divides its first
+            dimension. Gradients do not flow through.
+        between: format between nodes. None: same as ``format``.
         op: "avg" or "sum".
-        group: the process group; None for the default one. With no process group initialised,
-            the calling process is the only rank.
-        ranks_per_node: consecutive ranks of the group that share a node; or a 2-D DeviceMesh
-            whose last dimension lies within a node; None asks the launcher's environment, at the
-            cost of one small exchange the first time.
-        seed: rounds stochastically; None: to the nearest.
-        has_checksum: whether messages carry a checksum.
-
-    Returns:
-        A new tensor of ``full``'s dtype and device, ``full.shape[0] / ranks`` long in its first
-        dimension.
-
-    Raises:
-        ValueError: an argument that doesn't fit, by name.
-        CorruptMessageError: a message arrived damaged; it names the sender.
+        ranks_per_node: number of consecutive ranks that share a node, or a 2-D DeviceMesh whose
+            last dimension is within a node. None uses the launcher's environment, with one small
+            exchange at the first call.
+        seed: seed of stochastic rounding. None rounds to the nearest.
     """
     if op not in ("avg", "sum"):
         raise ValueError(f"op must be 'avg' or 'sum', got {op!r}")

@@ -1,4 +1,4 @@
-"""The backends that are there, each on its device, and one of them in use for a while."""
+"""Backends available on this machine, and a context that forces one of them."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_comm.quantizer.backend import find_backend_name
+from zero_comm.quantizer.backend import backend as find_backend_name
 
 CPU = torch.device("cpu")
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -31,7 +31,7 @@ if HAS_NATIVE:
 
 @dataclass(frozen=True)
 class Target:
-    """A backend, its instruction set if it has several, and the device whose tensors it serves."""
+    """A backend, its instruction set if it has several, and the device of its tensors."""
 
     name: str
     isa: str = ""
@@ -42,23 +42,23 @@ class Target:
 
     @property
     def is_interpreted(self) -> bool:
-        """Whether its kernels take seconds."""
+        """Whether Triton interprets the kernels, which takes seconds."""
         return self.name == "triton" and self.device == CPU
 
     @contextmanager
     def forced(self) -> Iterator[None]:
-        """Use this backend."""
+        """Use this backend within the block."""
         with ExitStack() as stack:
             stack.enter_context(mock.patch.dict(os.environ, ZERO_COMM_BACKEND=self.name))
             if self.isa:
                 stack.enter_context(use_isa(self.isa))
-            if self.is_interpreted:  # NumPy warns of NaN and overflow, which are meant, and of uses
+            if self.is_interpreted:  # the interpreter's NumPy warns about NaN
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
             yield
 
     def for_all(self, check: Callable[[Any], None], examples: st.SearchStrategy[Any]) -> None:
-        """Call ``check`` with many examples, or with fewer where they take long."""
+        """Call ``check`` with 40 examples, or with 4 if the kernels are interpreted."""
         settings(max_examples=4 if self.is_interpreted else 40)(given(examples)(check))()
 
 
@@ -71,5 +71,5 @@ if DEVICE is not None and find_backend_name(DEVICE) != "torch":
 
 every_host = pytest.mark.parametrize("target", HOSTS, ids=str)
 every_target = pytest.mark.parametrize("target", [*HOSTS, *ON_DEVICE], ids=str)
-every_device = pytest.mark.parametrize("target", ON_DEVICE, ids=str)  # skipped without one
+every_device = pytest.mark.parametrize("target", ON_DEVICE, ids=str)  # no accelerator: skipped
 needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="the compiled module isn't there")

@@ -1,6 +1,6 @@
-"""The two lossless formats in the same terms, and their codecs held against plain torch.
+"""The two lossless codings behind one interface, and checks of their codecs against plain torch.
 
-A format brings ``new`` to whoever has ``old``: as differences between them, or as values alone.
+A coding transfers ``new`` to a receiver that has ``old``, as differences or as values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +15,15 @@ from zero_comm import apply_difference, decode_values, encode_difference, encode
 from zero_comm.lossless.block_frame import Coding, descriptors_nbytes, max_buffer_nbytes
 from zero_comm.lossless.codec import find_codec
 from zero_comm.lossless.message import GradientMessages, max_message_nbytes, pack, unpack
-from zero_comm.lossless.torch_differences import TorchDifferences
-from zero_comm.lossless.torch_values import TorchValues
+from zero_comm.lossless.torch_codec import TorchDifferences, TorchValues
 
 DTYPES = (torch.bfloat16, torch.float16, torch.int16, torch.float32, torch.int32)
-GAP = 16  # bytes, or elements, that belong to someone else
+GAP = 16  # bytes or elements around a buffer that must not change
 VERSIONS, SENDER = (7, 8), 5
 Pair = tuple[Tensor, Tensor]
 
 
 def integers_of(x: Tensor) -> Tensor:
-    """The bits of elements, which compare NaN and signed zeros too."""
     return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
@@ -40,42 +38,41 @@ def any_bits(numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tens
 
 
 class Lossless:
-    """A format, its codecs and its tensors."""
+    """A coding, its codecs, and the tensors to test it with."""
 
     name: Coding
-    modes: ClassVar[dict[int, set[int]]]  # by the bytes of an element
-    shares: ClassVar[Sequence[float]]  # for `pair`
-    reference: Any  # plain torch's codec
+    modes: ClassVar[dict[int, set[int]]]  # possible modes by itemsize
+    shares: ClassVar[Sequence[float]]  # values of ``share`` for `pair`
+    reference: Any  # the plain torch codec
     by_definition: Callable[[Tensor, Tensor], bytes]
     pair: Callable[
         [int, torch.dtype, float, float, int], Pair
-    ]  # numel, dtype, share, octaves, seed
-    all_modes: Callable[[torch.dtype], Pair]  # a block of each kind: every mode of the format
-    # The functions and the messages of the package.
+    ]  # (numel, dtype, share, octaves, seed)
+    all_modes: Callable[[torch.dtype], Pair]  # tensors whose blocks have all modes
+    # The package's functions and messages, in terms of ``old`` and ``new``.
     encode_checked: Callable[[Tensor, Tensor], Tensor]
     decode_checked: Callable[[Tensor, Tensor], None]
     message: Callable[[Tensor, Tensor], Tensor]
     unpack: Callable[[Tensor, Tensor], None]
 
     def find(self, device: torch.device) -> Any:
-        """The codec in use."""
         return find_codec(self.name, device)
 
     def cases(self) -> Iterator[Pair]:
-        """All modes in each size of element, and lengths around whole blocks and tiles."""
+        """Yield tensors with all modes, both itemsizes, and lengths near whole blocks and tiles."""
         for dtype in (torch.bfloat16, torch.float32):
             yield self.all_modes(dtype)
             zeros = torch.where(torch.arange(256) % 3 == 0, -0.0, 0.0).to(dtype)
-            yield torch.zeros_like(zeros), zeros  # of values, one code at the end of the buffer
+            yield torch.zeros_like(zeros), zeros  # with values: a single code ends the buffer
         for index, numel in enumerate((0, 1, 3, 255, 256, 257, 2049)):
-            for dtype in (DTYPES[index % 3], DTYPES[3 + index % 2]):  # of 2 bytes and of 4
+            for dtype in (DTYPES[index % 3], DTYPES[3 + index % 2]):  # one dtype of each itemsize
                 share = (0.02, 0.3, 1.0)[(index + dtype.itemsize) % 3]
                 yield self.pair(numel, dtype, share, (1, 5, 9, 14, 20)[index % 5], index)
         yield self.pair(2049, torch.bfloat16, 0.0, 20, 7)
 
     @property
     def pairs(self) -> st.SearchStrategy[Pair]:
-        """Any length and spread, with some elements of any two patterns."""
+        """Tensors of any length and spread, some of whose elements have arbitrary bits."""
 
         @st.composite
         def draw_pair(draw: st.DrawFn) -> Pair:
@@ -94,7 +91,7 @@ class Lossless:
         return draw_pair()
 
     def encoded(self, codec: Any, old: Tensor, new: Tensor) -> Tensor:
-        """The bytes, made between bytes that must stay as they are."""
+        """Encode into the middle of a larger buffer, and check that its ends are unchanged."""
         nbytes = max_buffer_nbytes(old.numel(), old.element_size())
         out = torch.full((GAP + nbytes + GAP,), 7, dtype=torch.uint8, device=old.device)
         operands = (old, new) if self.name == "differences" else (new,)
@@ -106,7 +103,7 @@ class Lossless:
         return out[GAP : GAP + int(length)]
 
     def check(self, device: torch.device, old: Tensor, new: Tensor) -> None:
-        """The codec in use writes the bytes of plain torch on a CPU, and reads them."""
+        """Check that the current codec writes and reads the bytes of plain torch."""
         codec, expected = self.find(device), self.encoded(self.reference, old, new)
         assert torch.equal(self.encoded(codec, old.to(device), new.to(device)).cpu(), expected)
         is_good, values = decoded(codec, expected.to(device), old.to(device))
@@ -114,7 +111,10 @@ class Lossless:
         assert torch.equal(values.cpu(), integers_of(new))
 
     def check_verdict(self, device: torch.device, buffer: Tensor, old: Tensor) -> bool:
-        """The codec in use reads damaged bytes as plain torch does. Returns whether it accepts."""
+        """Check that the current codec treats a damaged buffer as plain torch does.
+
+        Return whether plain torch accepts the buffer.
+        """
         expected, values = decoded(self.reference, buffer, old)
         for around in (0, 255):
             found = decoded(self.find(device), buffer.to(device), old.to(device), around)
@@ -123,7 +123,7 @@ class Lossless:
         return expected
 
 
-# Zeros, denormals, infinities, NaN with and without payloads; each with its negative.
+# Zeros, denormals, infinities and NaN, with both signs.
 SPECIAL = {
     16: [x | sign for x in (0, 1, 0x7C00, 0x7E01, 0x7F80, 0x7F81, 0x7FFF) for sign in (0, 1 << 15)],
     32: [x | sign for x in (0, 1, 0x7F800000, 0x7F800001, 0x7FC01234) for sign in (0, 1 << 31)],
@@ -131,7 +131,7 @@ SPECIAL = {
 
 
 class Differences(Lossless):
-    """A ``share`` of any old bits is moved by up to ``octaves`` bits, evenly in logarithms."""
+    """Differences. A ``share`` of arbitrary old bits changes by up to ``octaves`` binary digits."""
 
     name = "differences"
     modes: ClassVar = {2: {0, 1, 2, 3, 4, 6, 7, 8, 10, 11, 12}, 4: set(range(14))}
@@ -177,9 +177,9 @@ class Differences(Lossless):
 
 
 class Values(Lossless):
-    """Numbers whose exponents are spread over ``octaves``, a ``share`` of them zeros.
+    """Values whose exponents spread over ``octaves``, with a ``share`` of zeros.
 
-    With more octaves than exponents there are, any bits.
+    With more than 100 octaves the bits are arbitrary.
     """
 
     name = "values"
@@ -231,7 +231,7 @@ DIFFERENCES, VALUES = Differences(), Values()
 
 
 def decoded(codec: Any, buffer: Tensor, old: Tensor, around: int = 7) -> tuple[bool, Tensor]:
-    """Whether the bytes are good, and the values: both between others, which must not matter."""
+    """Decode between guard bytes, and return whether the buffer was accepted, and the values."""
     numel, nbytes = old.numel(), buffer.numel()
     placed = torch.full((GAP + nbytes + GAP,), around, dtype=torch.uint8, device=old.device)
     placed[GAP : GAP + nbytes] = buffer
@@ -250,7 +250,7 @@ def modes_in(buffer: Tensor, numel: int) -> set[int]:
 
 
 def damaged(buffer: Tensor, numel: int, count: int, seed: int) -> Iterator[Tensor]:
-    """Buffers with ``count`` flipped bits of descriptors and of codes, and of other lengths."""
+    """Yield copies of ``buffer`` with one flipped bit (``count`` of them) or other damage."""
     generator = torch.Generator().manual_seed(seed)
     start = descriptors_nbytes(numel)
 
@@ -264,7 +264,7 @@ def damaged(buffer: Tensor, numel: int, count: int, seed: int) -> Iterator[Tenso
         other[at] ^= 1 << drawn(0, 8)
         yield other
     yield from (buffer[:-1], buffer[: start - 1], torch.cat([buffer, buffer[:2]]))
-    # Of the right length in all, but one block is longer and the next one shorter.
+    # The total length is right, but the first block is too long and the second too short.
     lengths = buffer.clone()
     lengths[:start].view(torch.int16)[:2] += torch.tensor([1, -1])[: start // 2]
     yield lengths

@@ -1,7 +1,7 @@
-"""The buffers of differences and of values by their definitions: one block, one integer at a time.
+"""The buffers of differences and values, written from their definitions one integer at a time.
 
-[Note: the difference buffer] and [Note: the value buffer] define them. Nothing of zero_comm and of
-torch is used. Elements are integers, their bits.
+[Note: the difference buffer] and [Note: the value buffer] define them. The module uses neither
+zero_comm nor torch. An element is the integer of its bits.
 """
 
 import struct
@@ -13,13 +13,13 @@ Blocks = list[tuple[int, bytes]]
 
 
 def difference_buffer(old: Sequence[int], new: Sequence[int], bits: int) -> bytes:
-    """Encode what changed between elements of ``bits`` bits."""
+    """Encode the change between elements of ``bits`` bits."""
     starts = range(0, len(old), BLOCK)
     return _joined([_difference(old[i : i + BLOCK], new[i : i + BLOCK], bits) for i in starts])
 
 
 def value_buffer(elements: Sequence[int], bits: int) -> bytes:
-    """Code elements of ``bits`` bits."""
+    """Encode elements of ``bits`` bits."""
     starts = range(0, len(elements), BLOCK)
     return _joined([_values(elements[i : i + BLOCK], bits) for i in starts])
 
@@ -39,7 +39,7 @@ def _raw(elements: Sequence[int], bits: int) -> bytes:
 
 
 def _ordered(pattern: int, bits: int) -> int:
-    """The ordered integer of a bit pattern: all bits inverted below zero, else the sign's."""
+    """Return the ordered integer of a bit pattern."""
     sign = 1 << (bits - 1)
     return pattern ^ (2**bits - 1) if pattern & sign else pattern ^ sign
 

@@ -1,6 +1,6 @@
-"""The buffer of [Note: the quantized buffer] by its definition, in NumPy: one block at a time.
+"""The buffer of [Note: the quantized buffer], written from its definition in NumPy, block by block.
 
-Of zero_comm only the name of a format is used; torch only converts between its own dtypes.
+The module uses only the format's fields of zero_comm, and only torch's conversions between dtypes.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ HALF = np.float32(0.5)
 
 @dataclass(frozen=True)
 class Block:
-    """One quantized block: bytes of its codes and scale, and the values they stand for."""
+    """One quantized block: the bytes of its codes and scale, and its dequantized values."""
 
     codes: bytes
     scale: bytes
@@ -32,7 +32,6 @@ class Block:
 
 
 def reference_blocks(x: Tensor, fmt: BlockFormat, seed: int | None = None) -> list[Block]:
-    """Quantize finite 1-D ``x``."""
     noise = uniform(seed, len(x) + fmt.block_size)
     starts = range(0, len(x), fmt.block_size)
     return [
@@ -41,27 +40,27 @@ def reference_blocks(x: Tensor, fmt: BlockFormat, seed: int | None = None) -> li
 
 
 def reference_buffer(x: Tensor, fmt: BlockFormat, seed: int | None = None) -> Tensor:
-    """The bytes that quantizing finite 1-D ``x`` must give."""
+    """Return the expected bytes of quantizing finite 1-D ``x``."""
     blocks = reference_blocks(x, fmt, seed)
     data = b"".join([b.codes for b in blocks] + [b.scale for b in blocks])
     return torch.tensor(list(data + bytes(-len(data) % 16)), dtype=torch.uint8)
 
 
 def reference_values(x: Tensor, fmt: BlockFormat, seed: int | None = None) -> Tensor:
-    """The fp32 values that dequantizing the bytes must give."""
+    """Return the expected fp32 values of dequantizing the bytes."""
     blocks = reference_blocks(x, fmt, seed)
     values = np.concatenate([b.values for b in blocks] or [np.zeros(0, np.float32)])
     return torch.from_numpy(values)[: len(x)]
 
 
 def steps_per_element(x: Tensor, fmt: BlockFormat) -> Tensor:
-    """The step that applies to each element of 1-D ``x``, fp64."""
+    """Return the step of the block of each element of 1-D ``x``, in fp64."""
     steps = [b.step for b in reference_blocks(x, fmt)]
     return torch.tensor(steps, dtype=torch.float64).repeat_interleave(fmt.block_size)[: len(x)]
 
 
 def uniform(seed: int | None, count: int) -> Array | None:
-    """The random numbers of stochastic rounding, in [0, 1)."""
+    """Return ``u`` of [Note: stochastic rounding]."""
     if seed is None:
         return None
     mixed = _mix(np.array([seed], np.uint64))
@@ -79,7 +78,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def hadamard(values: Array) -> Array:
-    """Rotate groups of 64 in fp32, in the order of operations that the note gives."""
+    """Rotate groups of 64 in fp32, in the order of operations of [Note: rotation]."""
     groups = values.reshape(-1, 64) * np.float32(0.125)
     for h in (1, 2, 4, 8, 16, 32):
         pairs = groups.reshape(-1, 32 // h, 2, h)
@@ -143,15 +142,15 @@ def _asymmetric(
     values: Array, fmt: BlockFormat, dtype: torch.dtype, num_valid: int, noise: Array | None
 ) -> Block:
     top = TOP_INDEX[fmt.kind]
-    lo = np.float32(values[:num_valid].min() + np.float32(0))  # -0 + 0 is +0
+    lo = np.float32(values[:num_valid].min() + np.float32(0))  # adding zero turns -0 into +0
     hi = np.float32(values[:num_valid].max() + np.float32(0))
     step = max((hi * HALF - lo * HALF) / np.float32(top // 2), np.float32(2.0**-107))
-    with np.errstate(over="ignore"):  # the padding may lie far out of [lo, hi]
+    with np.errstate(over="ignore"):  # padding may be far outside [lo, hi]
         place = (values * HALF - lo * HALF) * (np.float32(2) * (np.float32(1) / step))
     k = _rounded(place, noise).clip(0, top).astype(np.int64)
 
     def value(index: NDArray[np.int64]) -> Array:
-        with np.errstate(over="ignore"):  # at the top, where it isn't used
+        with np.errstate(over="ignore"):  # only the value at ``top`` overflows, which is not used
             grid = np.float32(2) * (lo * HALF + index.astype(np.float32) * (step * HALF))
         return np.where(index == 0, lo, np.where(index == top, hi, grid)).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: formats and flat tensors that are hard on a quantizer."""
+"""Hypothesis strategies for formats and for tensors that are difficult to quantize."""
 
 import numpy as np
 import torch
@@ -24,18 +24,18 @@ seeds = st.one_of(st.none(), st.integers(0, 2**32 - 1))
 
 @st.composite
 def extreme_values(draw: st.DrawFn) -> Tensor:
-    """Few elements, each anywhere in its dtype's range: subnormal, zero, the largest."""
+    """Draw few elements from the dtype's whole range: subnormal, zero, the largest."""
     dtype = draw(dtypes)
     top = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     value = st.floats(-top, top, width=16 if dtype == torch.float16 else 32)
     values = draw(st.lists(value, max_size=40))
     x = torch.tensor(values, dtype=torch.float64).to(dtype)
-    return x.clamp(-top, top)  # a bfloat16 may have been rounded up to Inf
+    return x.clamp(-top, top)  # bfloat16 may round up to Inf
 
 
 @st.composite
 def typical_values(draw: st.DrawFn) -> Tensor:
-    """Any length, every run of 8 elements at a magnitude of its own, some elements zero."""
+    """Draw any length, with a magnitude per 8 elements, and some zeros."""
     numel = draw(st.one_of(st.sampled_from([0, 1, 2, 3, 7, 255, 256, 257]), st.integers(0, 900)))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     dtype = draw(dtypes)
@@ -48,7 +48,7 @@ def typical_values(draw: st.DrawFn) -> Tensor:
 
 @st.composite
 def close_values(draw: st.DrawFn) -> Tensor:
-    """Values around a power of two, in a range of few to many spacings of their dtype."""
+    """Draw values near a power of two, in a range of few to many of the dtype's spacings."""
     dtype = draw(dtypes)
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     spread = draw(st.sampled_from([2.0**-22, 2.0**-16, 2.0**-9, 0.1, 1.0, 2.0]))

@@ -1,4 +1,4 @@
-"""Real gloo ranks, each a forked process, that run functions of a test file."""
+"""Runs functions of a test file on real gloo ranks, each of which is a forked process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# The first optimizer imports it: once in the server from which ranks are forked, not in each rank.
+# Imported here, in the forkserver, because the first optimizer would import it on every rank.
 import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -23,11 +23,10 @@ from torch import Tensor
 from zero_comm import quantized_nbytes
 
 Outcomes = dict[str, Any]
+# A scenario gets the rank and the number of ranks, and returns tensors and builtins.
 Scenario = Callable[[int, int], Outcomes]
-"""A function of the rank and the number of ranks; returns tensors and builtins."""
-
+# Modules that the forkserver imports. It cannot import modules of this folder.
 PRELOADED = ["hypothesis", "pytest", "torch._dynamo", "torch.distributed.fsdp", "zero_comm"]
-"""Imports of the server that ranks are forked from. It does not find modules of this folder."""
 SHAPES = ((1, 1), (2, 2), (3, 1), (4, 2))  # ranks, ranks per node
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -35,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def outcomes_of(
     scenarios: tuple[Scenario, ...], world_size: int, ranks_per_node: int
 ) -> list[Outcomes]:
-    """Return each rank's outcomes by the scenario's name. Ranks run once for equal arguments."""
+    """Return each rank's outcomes by scenario name. Equal arguments run only once."""
     outcomes = _outcomes_or_error(scenarios, world_size, ranks_per_node)
     if isinstance(outcomes, Exception):
         raise outcomes
@@ -51,7 +50,7 @@ def _outcomes_or_error(
             start_ranks(_run, (world_size, ranks_per_node, folder, scenarios), world_size)
             paths = [f"{folder}/rank{rank}.pt" for rank in range(world_size)]
             return [torch.load(path, weights_only=True) for path in paths]
-    except Exception as error:  # kept, so that ranks which fail fail once
+    except Exception as error:  # the cache keeps a failure, so that it happens only once
         return error
 
 
@@ -66,7 +65,7 @@ def start_ranks(program: Callable[..., None], arguments: tuple[Any, ...], world_
 def _run(
     rank: int, world_size: int, ranks_per_node: int, folder: str, scenarios: tuple[Scenario, ...]
 ) -> None:
-    gc.freeze()  # the collector need not look at what the server has imported
+    gc.freeze()  # spares the garbage collector the imports of the forkserver
     warnings.simplefilter("error")
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": str(ranks_per_node)}
     torch.set_num_threads(1)
@@ -79,19 +78,18 @@ def _run(
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values that ``rank`` contributes, the same in every process."""
+    """Return the values that ``rank`` contributes, equal in every process."""
     generator = torch.Generator().manual_seed(1000 * numel + rank)
     return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def message(numel: int, kind: str) -> int:
-    """Bytes of a message of ``numel`` elements."""
     return 32 + quantized_nbytes(numel, kind)
 
 
 @contextmanager
 def counted() -> Iterator[dict[str, list[int]]]:
-    """Count the bytes that this rank gives torch's collectives, for other ranks and nodes."""
+    """Count the bytes that this rank passes to torch's collectives, for other ranks and nodes."""
     sent: dict[str, list[int]] = {}
     kept = {name: getattr(dist, name) for name in _NAMES if hasattr(dist, name)}
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -102,7 +100,7 @@ def counted() -> Iterator[dict[str, list[int]]]:
             ranks, rank = range(dist.get_world_size(group)), dist.get_rank(group)
             given = kwargs["input"] if "input" in kwargs else args[1]
             each = [given.nbytes if name in _GATHERS else given.nbytes // len(ranks)] * len(ranks)
-            if len(args) > 3 and args[3]:  # an all-to-all's splits, in bytes
+            if len(args) > 3 and args[3]:  # split sizes of an all-to-all, in bytes
                 each = args[3]
             totals = sent.setdefault(_NAMES[name], [0, 0])
             totals[0] += sum(each[peer] for peer in ranks if peer != rank)

@@ -1,7 +1,7 @@
-"""Simulated ranks: one thread each, with collectives that copy tensors between them.
+"""Simulated ranks: one thread each, with collectives that copy tensors between threads.
 
-The network counts what each rank sends within its node and to others, so that the traffic of many
-nodes is measured without having them. Tensors are copied when a collective starts.
+The network counts the bytes that each rank sends within its node and to other nodes. Tensors are
+copied when a collective starts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Deferred:
 
 
 class Network:
-    """Carries and counts. ``within`` and ``between`` are bytes sent by each rank."""
+    """Copies tensors between ranks. ``within`` and ``between`` count bytes sent by each rank."""
 
     def __init__(self, world_size: int, ranks_per_node: int) -> None:
         self.world_size = world_size
@@ -159,7 +159,7 @@ def run_ranks(network: Network, program: Callable[[SimulatedTransport], Any]) ->
         transport = SimulatedTransport(network, range(network.world_size), rank)
         try:
             results[rank] = program(transport)
-        except BaseException as error:  # handed to the caller
+        except BaseException as error:  # `run_ranks` raises it
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(r,)) for r in range(network.world_size)]

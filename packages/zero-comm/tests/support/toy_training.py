@@ -16,7 +16,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return inputs, and the targets that a fixed function computes from them."""
+    """Return inputs, and targets that a fixed function computes from the inputs."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(32, 33, generator=generator)
     y = (x @ TARGET).tanh()
@@ -24,10 +24,7 @@ def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, rank: int, *, num_steps: int = NUM_STEPS) -> list[float]:
-    """Train with plain SGD, which is sensitive to the gradients' scale.
-
-    Returns the losses, averaged over ranks.
-    """
+    """Train with plain SGD, which is sensitive to the gradients' scale. Return average losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     dtype = next(model.parameters()).dtype
     losses = []
@@ -58,6 +55,6 @@ def weights(module: nn.Module) -> Tensor:
 
 
 def gap(losses: list[float], plain: list[float]) -> float:
-    """Return the largest difference of a step's loss, relative to the plain run's."""
+    """Return the largest difference between both runs' losses, relative to the plain run."""
     assert plain[-1] < plain[0] / 2, "the plain run must have learned something"
     return max(abs(a - b) / b for a, b in zip(losses, plain, strict=True))

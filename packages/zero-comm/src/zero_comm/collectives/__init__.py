@@ -1,4 +1,4 @@
-"""Quantized collectives: weight gathers (qwZ, hpZ) and gradient reductions (qgZ)."""
+"""Collectives for weight gathers (qwZ, hpZ) and gradient reductions (qgZ) with fewer bytes."""
 
 from zero_comm.collectives.quantized import ExactGradients, QuantizedCollectives, create_collectives
 

@@ -1,10 +1,10 @@
-"""Error feedback: a gradient's quantization error is added to the next gradient.
+"""Error feedback, which adds a gradient's quantization error to the next gradient.
 
-After LoCo (Xie et al., arXiv 2407.04480), section 3. A rank adds the error that it keeps to its
-gradient before quantizing it, and keeps a moving average of the quantization error in 8 bits. The
-error is dropped every ``reset_T`` reductions, since it belongs to older weights, and when a step is
-skipped, since its gradients had overflowed. (When an fp16 loss scale grows, which is rare, the kept
-error counts half once.)
+After LoCo (Xie et al., arXiv 2407.04480), section 3. A rank adds its kept error to a gradient
+before quantizing it. The kept error is a moving average of quantization errors in 8 bits. It is
+dropped every ``reset_T`` reductions, because it belongs to older weights, and after a skipped step,
+because the step's gradients overflowed. If an fp16 loss scale doubles, which is rare, the kept
+error counts half once.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from torch import Tensor
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.quantize import dequantize, quantize
 
-STORED = BlockFormat.make("int8")
-"""Format of kept errors."""
+STORED = BlockFormat.make("int8")  # format of the kept errors
 
 
 @dataclass(frozen=True, slots=True)
 class LocoSettings:
-    """``zeropp_loco_param`` of DeepSpeed's configuration.
+    """Settings of error feedback, ``zeropp_loco_param`` in DeepSpeed's configuration.
 
     Args:
         err_beta: weight of the kept error in the moving average, in [0, 1].
-        reset_T: reductions after which the error is dropped, at least 1.
+        reset_T: number of reductions after which the error is dropped, at least 1.
     """
 
     err_beta: float = 0.8
     reset_T: int = 1024
 
     def __post_init__(self) -> None:
-        """Check the values, or raise ValueError."""
         beta: object = self.err_beta
         if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0.0 <= beta <= 1.0:
             raise ValueError(f"err_beta must be a number within [0, 1], got {beta!r}")
@@ -43,10 +41,7 @@ class LocoSettings:
 
 
 class ErrorFeedback:
-    """Errors of gradients that are quantized repeatedly, one for each key.
-
-    A key's values always have the same number of elements and the same device.
-    """
+    """Errors of repeatedly quantized gradients. A key always has the same length and device."""
 
     def __init__(self, settings: LocoSettings) -> None:
         self._settings = settings
@@ -54,7 +49,7 @@ class ErrorFeedback:
         self._num_uses: dict[object, int] = {}
 
     def compensate(self, key: object, values: Tensor) -> None:
-        """Add the kept error to ``values`` (fp32, flat), in place."""
+        """Add the kept error to ``values`` (fp32, flat) in place."""
         uses = self._num_uses[key] = self._num_uses.get(key, 0) + 1
         if uses > self._settings.reset_T:
             self._num_uses[key] = 1
@@ -64,10 +59,10 @@ class ErrorFeedback:
             values.add_(dequantize(error, values.numel(), STORED))
 
     def update(self, key: object, values: Tensor, arrived: Tensor) -> None:
-        """Update the kept error by two flat fp32 tensors, before quantization and after it.
+        """Update the kept error from ``values`` and their values after quantization, ``arrived``.
 
-        ``values`` are overwritten. Where ``arrived`` is not finite, the error counts as zero: such
-        a step is skipped.
+        Both are flat fp32. ``values`` is overwritten. The error counts as zero where ``arrived`` is
+        not finite, because such a step is skipped.
         """
         beta = self._settings.err_beta
         fresh = values.sub_(arrived).mul_(1.0 - beta)
@@ -78,11 +73,9 @@ class ErrorFeedback:
         self._errors[key] = quantize(fresh, STORED, out=error)
 
     def forget(self) -> None:
-        """Drop every error."""
         self._errors.clear()
         self._num_uses.clear()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Kept errors."""
         return [*self._errors.values()]

@@ -1,14 +1,13 @@
-"""Collectives of a sharded-training engine that send less: qwZ, hpZ, qgZ and lossless coding.
+"""Collectives of a sharded-training engine with compression: qwZ, hpZ, qgZ and lossless coding.
 
-They wrap the engine's own collectives, which carry the bytes (`zero_comm.transport.protocol`), and
-offer the same methods. This module chooses how each segment is sent;
-`zero_comm.collectives.weight_gathers` and `zero_comm.collectives.two_hop` send weights and
-gradients. Nothing here imports an engine.
+`QuantizedCollectives` wraps the engine's collectives (`zero_comm.transport.protocol`), has the same
+methods, and chooses how each segment is sent. `weight_gathers` and `two_hop` do the sending.
 
 [Note: what is sent exactly]
-Values that are not floating point; a shard so small that its message would be no shorter; and
-values of a negative version, which are no weights (an engine may gather reduced gradients so). The
-choice depends on dtype, length and version alone, so all ranks make the same.
+Three kinds of values are never compressed: values that are not floating point, shards too small for
+a shorter message, and values with a negative version. Engines use negative versions for values that
+are not weights, such as reduced gradients. The choice depends only on dtype, length and version, so
+all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -16,15 +15,22 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from zero_comm.collectives.lossless_gathers import LosslessSecondaryGather, PublishedGather
 from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
 from zero_comm.collectives.two_hop import TwoHopReduce
-from zero_comm.collectives.weight_gathers import Grid, MessageGather, SecondaryGather, WeightGather
+from zero_comm.collectives.weight_gathers import (
+    Grid,
+    LosslessSecondaryGather,
+    MessageGather,
+    PublishedGather,
+    SecondaryGather,
+    WeightGather,
+)
 from zero_comm.lossless.message import GradientMessages, is_worthwhile
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import (
@@ -38,7 +44,7 @@ from zero_comm.transport.scratch import Scratch
 from zero_comm.transport.torch_collectives import DoneWork
 
 _log = logging.getLogger(__name__)
-_PUBLISHED = "published"  # the key of a gather, beside the formats
+_PUBLISHED = "published"  # key of a `PublishedGather`; other keys are formats
 
 
 def create_collectives(
@@ -50,26 +56,26 @@ def create_collectives(
     ranks_per_node: int,
     frozen: Collection[int],
 ) -> TransportCollectives | QuantizedCollectives:
-    """Make the collectives that a configuration asks for, on top of the ``native`` ones.
+    """Create the collectives of a configuration on top of the ``native`` ones.
 
-    The entry point ``quantized`` of the group ``zero_core.collectives``. ZeRO++ (arXiv
-    2306.10209); SDP4Bit (arXiv 2410.15526) for differences and rotation. Every rank calls it.
+    Entry point ``quantized`` of the group ``zero_core.collectives``. Every rank must call it.
+    Papers: ZeRO++ (arXiv 2306.10209), and SDP4Bit (arXiv 2410.15526) for differences and rotation.
 
     Args:
         native: the transport collectives, which carry the bytes.
-        rank: this process's rank in ``native``'s group.
+        rank: this process's rank in the group of ``native``.
         world_size: size of that group.
-        config: the resolved ``zero_optimization`` block; see `CommSettings` for the keys.
-        ranks_per_node: ranks of a node, which are consecutive; divides ``world_size``.
+        config: the resolved ``zero_optimization`` block. `CommSettings` reads its keys.
+        ranks_per_node: number of ranks on a node, which are consecutive. Divides ``world_size``.
         frozen: units whose weights are never trained.
 
     Returns:
-        A `QuantizedCollectives`, or ``native`` itself when the config asks for no compression or
-        there is only one rank. With ``zero_lossless_gradients`` alone: ``native`` with a codec.
+        A `QuantizedCollectives`. ``native`` itself if nothing is compressed or there is one rank.
+        ``native`` with a codec if only ``zero_lossless_gradients`` is set.
 
     Raises:
-        ValueError: a setting is out of range, or ``native`` cannot serve it; the message names its
-            key.
+        ValueError: a setting is out of range, or ``native`` does not support it. The message names
+            the setting's key.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be within [0, {world_size}), got {rank}")
@@ -103,10 +109,9 @@ def create_collectives(
 
 
 class QuantizedCollectives:
-    """Collectives that compress weights and gradients. `create_collectives` makes them.
+    """Collectives that compress weights and gradients. `create_collectives` creates them.
 
-    Several exchanges may run at once and may be waited for in any order. Not to be used by several
-    threads at the same moment.
+    Several exchanges may run at once and finish in any order. Methods are not thread-safe.
     """
 
     def __init__(
@@ -115,7 +120,7 @@ class QuantizedCollectives:
         settings: CommSettings,
         *,
         ranks_per_node: int,
-        frozen: Collection[int] = frozenset(),
+        frozen: Collection[int],
     ) -> None:
         self._transport = transport
         self._settings = settings
@@ -133,24 +138,23 @@ class QuantizedCollectives:
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
-        """Start to gather weights. A collective. See also [Note: what is sent exactly].
+        """Start to gather weights. A collective. See [Note: what is sent exactly].
 
-        A block with NaN or Inf arrives as NaN on every rank, if it is quantized. ``out`` must not
-        overlap a shard that is to be quantized: the exact weights would be overwritten by rounded
-        ones.
+        A quantized block with NaN or Inf arrives as NaN on every rank. ``out`` must not overlap a
+        shard that is quantized, because rounded weights would overwrite the exact ones.
 
         Args:
-            out: 1-D, contiguous, ``world_size * shard.numel()`` elements of ``shard``'s dtype,
-                on its device; filled when ``wait`` of the result returns.
+            out: 1-D, contiguous, ``world_size * shard.numel()`` elements of the dtype and on the
+                device of ``shard``. Filled when ``wait`` of the result returns.
             shard: 1-D, contiguous; never written to.
-            unit: key of the messages or secondary shards that are kept.
-            version: must grow whenever the values of any rank's shard may have changed; negative
-                for values that are no weights. Frozen weights have one version until
-                `forget_values`.
-            backward: whether the gather serves a backward pass; passed on.
+            unit: key of the kept messages or secondary shards.
+            version: must grow whenever any rank's shard may have changed. Negative for values that
+                are not weights. Ignored for frozen weights, which change only at `forget_values`.
+            backward: whether the gather serves a backward pass. Passed on to the transport.
         """
         _check(out, shard, self._transport.world_size)
-        is_kept = _overlap(out, shard)
+        shard_end, out_end = shard.data_ptr() + shard.nbytes, out.data_ptr() + out.nbytes
+        is_kept = out.data_ptr() < shard_end and shard.data_ptr() < out_end  # they overlap
         gather = None if version < 0 else self._gather_for(shard, unit, is_kept=is_kept)
         if gather is None:
             return self._transport.all_gather(
@@ -179,27 +183,23 @@ class QuantizedCollectives:
 
     @property
     def reduces_in_place(self) -> bool:
-        """Whether works of reductions have ``acknowledge``, as those of the transport then do."""
+        """Whether works of the transport's reductions have ``acknowledge``."""
         return isinstance(self._transport, InPlaceCollectives) and self._transport.reduces_in_place
 
     def forget_values(self) -> None:
-        """Invalidate kept weights and errors, since weights changed or a checkpoint is written.
+        """Invalidate kept weights and errors after weights changed or a checkpoint was written.
 
-        All ranks call it, between the same exchanges. The next gather of each unit starts from the
-        exact weights and gradient errors are dropped, so that a run continued after a checkpoint
-        equals one started from it.
+        All ranks must call it between the same exchanges. The next gather of each unit starts from
+        the exact weights, and gradient errors are dropped. A run that continues after a checkpoint
+        therefore equals a run that starts from the checkpoint.
         """
-        # In the queue: a gather that is still running must not record its version afterwards.
+        # Queued, because a gather that still runs would otherwise record its version later.
         self._transport.launch(self._forget_weights, is_reduction=False).wait()
         if self._reduction is not None:
             self._transport.launch(self._reduction.forget, is_reduction=True).wait()
 
     def forget_errors(self) -> None:
-        """Drop the errors of gradients after a skipped step.
-
-        They belong to gradients that overflowed, or to another loss scale. All ranks call it, after
-        their reductions.
-        """
+        """Drop gradient errors after a skipped step. All ranks must call it after reductions."""
         feedback = None if self._reduction is None else self._reduction.feedback
         if feedback is not None:
             self._transport.launch(feedback.forget, is_reduction=True).wait()
@@ -222,16 +222,14 @@ class QuantizedCollectives:
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        """Return all tensors held between exchanges, by the part of an engine's states.
+        """Return all tensors held between exchanges, by category of an engine's states.
 
-        Kept weights belong to "parameters", errors of gradients to "optimizer_states" (they are
-        kept from step to step), and "buffers" hold nothing. While no exchange is under way the
-        storages may be emptied, if they are filled again with the same bytes (for buffers: any).
+        Kept weights are "parameters". Gradient errors are "optimizer_states", because they last
+        from step to step. While no exchange runs, a caller may free the storages and later restore
+        them with the same bytes. "buffers" have no contents to preserve.
         """
         found = {
-            "parameters": [
-                tensor for gather in self._gathers.values() for tensor in gather.tensors
-            ],
+            "parameters": [kept for gather in self._gathers.values() for kept in gather.tensors],
             "buffers": self._scratch.tensors,
         }
         if self._reduction is not None:
@@ -241,7 +239,7 @@ class QuantizedCollectives:
         return found
 
     def _make_gathers(self, ranks_per_node: int) -> dict[str | None, WeightGather]:
-        """Make the gather of each format, with the key None for exact values."""
+        """Create the gather of each format, with the key None for exact values."""
         group_size = self._settings.group_size(ranks_per_node)
         is_one_group = group_size == self._transport.world_size
         if is_one_group and not self._packings:
@@ -255,7 +253,7 @@ class QuantizedCollectives:
         for kind, packing in self._packings.items():
             if kind != DIFFERENCE and not has_secondary:
                 gathers[kind] = MessageGather(*shared, packing)
-            elif not is_one_group:  # in one group there is nobody to send differences to
+            elif not is_one_group:  # one group has no other group to send differences to
                 is_difference = kind == DIFFERENCE
                 gathers[kind] = SecondaryGather(*shared, packing, sends_differences=is_difference)
         if has_secondary:
@@ -263,10 +261,7 @@ class QuantizedCollectives:
         return gathers
 
     def _gather_for(self, shard: Tensor, unit: int, *, is_kept: bool) -> WeightGather | None:
-        """Choose the gather of this shard, or None for the transport's.
-
-        ``is_kept``: the shard is a part of the buffer that is filled.
-        """
+        """Choose a shard's gather, None for the transport's. ``is_kept``: it is part of ``out``."""
         settings = self._settings
         if settings.is_lossless and unit not in self._frozen:
             if not is_worthwhile(shard.dtype, shard.numel()):
@@ -279,42 +274,30 @@ class QuantizedCollectives:
 
 
 class ExactGradients(QuantizedCollectives):
-    """`QuantizedCollectives` that send and add gradients as the transport does."""
+    """`QuantizedCollectives` whose transport sends and adds gradients exactly."""
 
-    def __init__(
-        self,
-        transport: AddingCollectives,
-        settings: CommSettings,
-        *,
-        ranks_per_node: int,
-        frozen: Collection[int] = frozenset(),
-    ) -> None:
-        assert settings.gradients is None
-        super().__init__(transport, settings, ranks_per_node=ranks_per_node, frozen=frozen)
-        self._adding = transport
+    _transport: AddingCollectives
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to add this rank's slice of every rank's ``full`` to ``out``, in rank order."""
-        return self._adding.reduce_add(out, full, unit=unit)
+        return self._transport.reduce_add(out, full, unit=unit)
 
 
+@dataclass(slots=True, eq=False)
 class _Exchange:
-    """Work of an exchange. A reduction's ``full`` may be reused after ``wait``."""
+    """Work of an exchange. ``full`` of a reduction may be reused after ``wait``."""
 
-    contributions = ()
-
-    def __init__(self, work: Work, packings: Collection[Packing]) -> None:
-        self._work = work
-        self._packings = packings
+    work: Work
+    packings: Collection[Packing]
+    contributions: tuple[()] = ()
 
     def wait(self) -> None:
-        """Block until ``out`` is filled (on CUDA: for the caller's current stream)."""
-        self._work.wait()
-        for packing in self._packings:
+        self.work.wait()
+        for packing in self.packings:
             packing.check_deferred()
 
     def acknowledge(self) -> Work:
-        """Return a work that is done: no other rank reads ``full``, only its messages."""
+        """Return a finished work: other ranks read only messages, never ``full``."""
         return DoneWork()
 
 
@@ -334,17 +317,8 @@ def _check(out: Tensor, shard: Tensor, world_size: int) -> None:
         )
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors share a byte of memory."""
-    return (
-        a.device == b.device
-        and a.data_ptr() < b.data_ptr() + b.nbytes
-        and b.data_ptr() < a.data_ptr() + a.nbytes
-    )
-
-
 def _log_limits(settings: CommSettings, world_size: int, ranks_per_node: int) -> None:
-    """Log settings that have less effect here than their names promise."""
+    """Log settings that have less effect in this group than their names promise."""
     size = settings.partition_size
     if size > 1 and size == world_size:
         _log.warning(

@@ -1,7 +1,6 @@
-"""Settings of the collectives, read from the ``zero_optimization`` block.
+"""Settings of the collectives, read from a resolved ``zero_optimization`` block.
 
-The block arrives resolved, as plain builtins under DeepSpeed's names. Keys that concern other
-packages are ignored.
+The block has DeepSpeed's key names and plain Python values. Keys for other packages are ignored.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ KINDS: Final = tuple(DEFAULT_BLOCK_SIZE)
 DIFFERENCE: Final = "int4_difference"
 LOSSLESS: Final = "lossless"
 _BLOCK: Final = "zero_optimization"
-# A block of differences is longer than one of 4-bit weights: changes of neighbouring weights are
-# of one size (each is a learning rate times about one), so few outliers cost their neighbours.
+# Blocks of differences are longer than blocks of 4-bit weights. A step changes all weights by about
+# the learning rate, so outliers, which cost their neighbours precision, are rare.
 _DIFFERENCE_FORMAT: Final = BlockFormat("int4", 256)
 
 
@@ -29,13 +28,14 @@ class CommSettings:
     """Formats and options of an engine's collectives.
 
     Args:
-        weights: format of gathered weights (qwZ): a kind or "int4_difference"; None: exact.
+        weights: format of gathered weights (qwZ): a kind or "int4_difference". None sends them
+            exactly.
         frozen_weights: format of gathered weights that are never trained.
-        partition_size: ranks of a group with secondary shards (hpZ); 1: there are none.
-        gradients: format of gradients (qgZ); None: reduced exactly.
+        partition_size: ranks per group with secondary shards (hpZ). 1 disables secondary shards.
+        gradients: format of gradients (qgZ). None reduces them exactly.
         has_checksum: whether messages of weights carry a checksum.
-        is_lossless: whether weights that are trained travel as lossless differences.
-        codes_gradients: whether gradients travel to other nodes coded without loss.
+        is_lossless: whether trained weights are sent as lossless differences.
+        codes_gradients: whether gradients are coded losslessly between nodes.
     """
 
     weights: str | None = None
@@ -68,7 +68,7 @@ class CommSettings:
                 "zero_quantized_gradients rounds them: choose one"
             )
         weights = read.choice("zero_quantized_weights_format", (*KINDS, DIFFERENCE), "int8")
-        # Frozen weights have no differences: they are sent in each gather, in 8 bits.
+        # Frozen weights never change, so differences do not apply to them.
         frozen = "int8" if weights == DIFFERENCE else weights
         intra_node, inter_node = (
             BlockFormat(kind, DEFAULT_BLOCK_SIZE[kind], has_rotation=has_rotation)
@@ -95,18 +95,16 @@ class CommSettings:
         )
 
     def group_size(self, ranks_per_node: int) -> int:
-        """Return the ranks of a group of gathers: hpZ's partition, or else a node."""
+        """Return the number of ranks per gather group: hpZ's partition if set, else a node."""
         return self.partition_size if self.partition_size > 1 else ranks_per_node
 
     def weight_packing(self, kind: str) -> Packing:
-        """Return the packing of weights in format ``kind``, `DIFFERENCE` included."""
+        """Return the packing of weights in format ``kind``, which may be `DIFFERENCE`."""
         fmt = _DIFFERENCE_FORMAT if kind == DIFFERENCE else BlockFormat.make(kind)
         return Packing(fmt, has_checksum=self.has_checksum, defers=True)
 
 
 class _Reader:
-    """Typed access to a block of builtins."""
-
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
 

@@ -1,18 +1,19 @@
 """Quantized reduce-scatter of gradients in two hops (qgZ, ZeRO++, arXiv 2306.10209, section 3.3).
 
 [Note: the two hops]
-``full`` has a slice of s elements for each of W = N * R ranks: N nodes of R ranks each. Rank
-n * R + l has local rank l on node n.
+W = N * R ranks run on N nodes with R ranks each. Rank n * R + l has local rank l on node n.
+``full`` has a slice of s elements for each of the W ranks.
 
-Hop 1, intra-node: slices are re-ordered so that those of all ranks with local rank l are adjacent,
-and sent to local rank l of this node: R * N messages in one all-to-all. The received messages are
-dequantized and summed in fp32 in rank order: this rank now has its node's sum of the N slices that
-belong to ranks of its own local rank. Hop 2, inter-node: each of them is quantized again and sent
-to its owner, N messages in one all-to-all, and the owner sums them in fp32 in the order of nodes.
-So only (N - 1) / W of the gradient leaves the node per rank, and every element is rounded twice at
-most.
+Hop 1, within a node: each rank sends to local rank l of its node the slices for all N ranks with
+local rank l. The slices for one receiver are re-ordered to be adjacent, and R * N messages travel
+in one all-to-all. The receiver dequantizes the messages and sums them in fp32 in rank order. It
+then holds its node's sums of N slices.
 
-With one rank per node there is only hop 2, on one node only hop 1.
+Hop 2, between nodes: each of the N sums is quantized again and sent to its owner, in one all-to-all
+of N messages. The owner sums them in fp32 in node order.
+
+Per rank, only (N - 1) / W of the gradient leaves the node. Every element is rounded at most twice.
+With one rank per node there is only hop 2, and on one node only hop 1.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_comm.collectives.feedback import ErrorFeedback, LocoSettings
 from zero_comm.quantizer.block_format import GROUP_SEED_STEP, BlockFormat, seed_of_group
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import TransportCollectives
 from zero_comm.transport.scratch import Scratch
+from zero_comm.transport.topology import check_ranks_per_node, find_ranks_per_node
+from zero_comm.transport.torch_collectives import TorchCollectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class GradientFormat:
         error_feedback: LocoSettings | None = None,
         has_checksum: bool = False,
     ) -> GradientFormat:
-        """Make a format in which ``inter_node`` defaults to ``intra_node``."""
+        """Create a format whose ``inter_node`` defaults to ``intra_node``."""
         near = BlockFormat.make(intra_node)
         far = near if inter_node is None else BlockFormat.make(inter_node)
         return cls(near, far, is_stochastic, error_feedback, has_checksum)
@@ -59,20 +63,19 @@ class GradientFormat:
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """One exchange: its ranks and its format."""
+    """Ranks and format of one exchange."""
 
     name: str
     transport: TransportCollectives
     packing: Packing
-    senders: Sequence[int]
-    """Ranks of the whole group, for error messages."""
+    senders: Sequence[int]  # ranks of the whole group, for error messages
 
 
 class TwoHopReduce:
     """Sums slices of gradients over all ranks, quantized in transit. See [Note: the two hops].
 
-    Every rank must construct it, and call it for the same units in the same order. Not to be called
-    by several threads at once. ``seed`` of stochastic rounding is equal on all ranks.
+    Every rank must construct it alike, with the same ``seed`` of stochastic rounding, and reduce
+    the same units in the same order. Methods are not thread-safe.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class TwoHopReduce:
             far = [n * per_node + local_rank for n in range(self._num_nodes)]
             self._inter_node = _Hop("between nodes", transport.subgroup(far), self.packings[1], far)
         self.feedback = None if fmt.error_feedback is None else ErrorFeedback(fmt.error_feedback)
-        # Seeds of stochastic rounding differ for every rank, use, and ``seed``.
+        # Every rank, use and ``seed`` gets its own seed of stochastic rounding.
         stream = seed * transport.world_size + rank
         self._first_seed = (stream * 0x85EBCA6B + 1) % 2**32 if fmt.is_stochastic else None
         self._num_seeds = 0
@@ -111,15 +114,15 @@ class TwoHopReduce:
         self._scratch = Scratch()
 
     def shortens(self, dtype: torch.dtype, numel: int) -> bool:
-        """Whether slices of ``numel`` elements of ``dtype`` become fewer bytes in every hop."""
+        """Whether slices of ``numel`` elements of ``dtype`` become shorter in every hop."""
         hops = [hop for hop in (self._intra_node, self._inter_node) if hop is not None]
         return bool(hops) and all(hop.packing.shortens(dtype, numel) for hop in hops)
 
     def reduce(self, out: Tensor, full: Tensor, *, unit: int) -> None:
-        """Sum this rank's slice of every rank's ``full`` into ``out``, and wait for it.
+        """Sum this rank's slice of every rank's ``full`` into ``out``, and wait for the result.
 
-        Both are flat and contiguous, ``out`` of any floating dtype. A block in which any rank has
-        NaN or Inf arrives as NaN.
+        Both are flat and contiguous. ``out`` may have any floating dtype. A block with NaN or Inf
+        on any rank arrives as NaN.
         """
         numel, num_nodes = out.numel(), self._num_nodes
         wide = out
@@ -142,13 +145,13 @@ class TwoHopReduce:
             out.copy_(wide)
 
     def _sum(self, hop: _Hop, slices: Tensor, sums: Tensor, unit: int) -> None:
-        """Sum ``slices``, [parts, ranks of the hop, s], over these ranks to fp32 [parts, s]."""
+        """Sum ``slices``, [parts, ranks of the hop, s], over the hop's ranks to fp32 [parts, s]."""
         num_parts, num_ranks, numel = slices.shape
         shape = (num_ranks, num_parts, hop.packing.nbytes(numel))
         size, device = math.prod(shape), slices.device
         sent = self._sent.take(f"sent {hop.name}", size, torch.uint8, device)
         received = self._scratch.take(f"received {hop.name}", size, torch.uint8, device)
-        rows = sent.view(shape).transpose(0, 1)  # re-ordered: a rank's messages are adjacent
+        rows = sent.view(shape).transpose(0, 1)  # messages to one rank are adjacent
         self._pack(hop.packing, slices, rows, key=(unit, hop.name))
         hop.transport.all_to_all(received, sent, unit=unit).wait()
         rows = received.view(shape).transpose(0, 1)
@@ -163,7 +166,7 @@ class TwoHopReduce:
         if self.feedback is None:
             packing.pack(slices.reshape(-1), rows, seed=seed)
             return
-        for part, values in enumerate(slices):  # an error for each part
+        for part, values in enumerate(slices):  # each part has its own error
             flat, own, own_key = values.reshape(-1), rows[part], (key, part)
             compensated = self._scratch.take("compensated", len(flat), torch.float32, flat.device)
             self.feedback.compensate(own_key, compensated.copy_(flat))
@@ -173,17 +176,90 @@ class TwoHopReduce:
             self.feedback.update(own_key, compensated, arrived)
 
     def forget(self) -> None:
-        """Begin anew: the seeds of stochastic rounding, and without errors."""
+        """Restart the seeds of stochastic rounding and drop all errors."""
         self._num_seeds = 0
         if self.feedback is not None:
             self.feedback.forget()
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Buffers that are kept between reductions, whose contents are not."""
+        """Buffers kept between reductions, whose contents need not be preserved."""
         return self._sent.tensors + self._scratch.tensors
 
     @property
     def nbytes(self) -> int:
-        """Bytes of buffers that are kept between reductions, without the errors."""
+        """Bytes of buffers kept between reductions, without the errors."""
         return self._sent.nbytes + self._scratch.nbytes
+
+
+class SliceReducer:
+    """Quantized sum of gradient slices over a process group (qgZ), for DDP, FSDP2 and functions.
+
+    Slices that no message would shorten are sent exactly. Every rank of the group must construct it
+    alike and call it in the same order. The first reduction may exchange node keys.
+    """
+
+    def __init__(
+        self,
+        collectives: TorchCollectives,
+        fmt: GradientFormat,
+        *,
+        ranks_per_node: int | DeviceMesh | None,
+        seed: int = 0,
+    ) -> None:
+        self._collectives = collectives
+        self._format = fmt
+        self._given = check_ranks_per_node(collectives, ranks_per_node)
+        self._seed = seed
+        self._two_hop: TwoHopReduce | None = None
+        self._units: dict[tuple[object, int], int] = {}
+
+    def reduce(self, out: Tensor, full: Tensor, *, scale: float, key: object = None) -> None:
+        """Fill ``out`` with ``scale`` times the sum of this rank's slice over all ranks.
+
+        The sum and the scaling are in fp32, so that fp16 cannot overflow before an average is
+        taken. An exact fp64 slice is summed in fp64. Both tensors are flat and contiguous. Error
+        feedback keeps one error per ``key`` and length.
+        """
+        if self._two_hop is None:
+            ranks_per_node = find_ranks_per_node(self._collectives, self._given, full.device)
+            self._two_hop = TwoHopReduce(
+                self._collectives, self._format, ranks_per_node=ranks_per_node, seed=self._seed
+            )
+        unit = self._units.setdefault((key, full.numel()), len(self._units))
+        if self._two_hop.shortens(full.dtype, out.numel()):
+            total = torch.empty_like(out, dtype=torch.float32)
+            self._two_hop.reduce(total, full, unit=unit)
+        else:
+            wide = torch.promote_types(full.dtype, torch.float32)
+            total = torch.empty_like(out, dtype=wide)
+            self._collectives.reduce_scatter(total, full, unit=unit).wait()
+        out.copy_(total.mul_(scale))
+
+    def forget_errors(self) -> None:
+        """Drop the kept errors of error feedback. Every rank must call it."""
+        if self._two_hop is not None and self._two_hop.feedback is not None:
+            self._two_hop.feedback.forget()
+
+
+def gather_slices(
+    collectives: TorchCollectives, packing: Packing | None, out: Tensor, own: Tensor
+) -> None:
+    """Fill ``out`` with every rank's slice, as messages if they are shorter in ``out``'s dtype.
+
+    Both tensors are flat and contiguous. ``own`` has the dtype of ``out`` or a wider one. If
+    ``packing`` is None, slices are gathered exactly.
+    """
+
+    def gather(gathered: Tensor, sent: Tensor) -> None:
+        collectives.all_gather(gathered, sent, unit=-1, version=-1, backward=False).wait()
+
+    if packing is None or not packing.shortens(out.dtype, own.numel()):
+        gather(out, own.to(out.dtype))
+        return
+    world_size, nbytes = collectives.world_size, packing.nbytes(own.numel())
+    message = torch.empty(nbytes, dtype=torch.uint8, device=own.device)
+    packing.pack(own, message.view(1, nbytes))
+    rows = message.new_empty(world_size, nbytes)
+    gather(rows.view(-1), message)
+    packing.unpack(rows, out, senders=range(world_size))

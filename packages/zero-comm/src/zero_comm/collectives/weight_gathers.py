@@ -1,30 +1,41 @@
-"""Gathers of a unit's weights: quantized (qwZ), from secondary shards (hpZ), or both.
+"""Gathers of a unit's weights: quantized (qwZ), from secondary shards (hpZ), or as differences.
 
 ZeRO++ (arXiv 2306.10209), sections 3.1 and 3.2.
 
 [Note: the two phases]
-W ranks are split into groups of G consecutive ones: nodes, or hpZ's partitions. A unit's buffer has
-a slice of s elements for each rank: [groups, G, s]. **Phase 1**, inter-group: the ranks with the
-same position in their groups gather their slices among themselves, W / G of them. Each slice enters
-every group once. **Phase 2**, intra-group: the ranks of a group exchange what phase 1 brought, and
-everything is put in place.
+W ranks form groups of G consecutive ranks: nodes, or hpZ's partitions. A unit's buffer has a slice
+of s elements per rank: [groups, G, s]. **Phase 1**, inter-group: the W / G ranks with the same
+position in their groups gather their slices, so each slice enters every group once. **Phase 2**,
+intra-group: the ranks of a group exchange the slices from phase 1 and put all slices in place.
 
 [Note: secondary shards]
-After phase 1 a rank holds 1/G of the unit: its **secondary shard**. hpZ keeps it, with the version
-of the weights that it was made from, so that later gathers of that version (backward's, and those
-of further micro-steps) run phase 2 alone and nothing leaves the group. The first gather of a
-version fills it as a by-product. A version is recorded after the bytes are complete, and a gather
-asks for the one it needs: a stale or half-written shard is never served. All ranks count versions
-alike, so all refresh in the same call. Other ranks of the group may read a secondary shard in
-place; it is overwritten only when a new version is gathered, which is after an exchange of all
-ranks that each entered after its earlier gathers (see `zero_comm.transport.protocol`).
+After phase 1 a rank holds 1/G of the unit, its **secondary shard**. hpZ keeps it with the version
+of its weights. Later gathers of that version, in backward or further micro-steps, then run phase 2
+only and send nothing outside the group. The first gather of a version fills the secondary shard. A
+version is recorded only after all bytes have arrived, so an incomplete shard is never used. All
+ranks count versions alike and refresh in the same call. Ranks of the group may read a secondary
+shard in place. It is overwritten only when a new version is gathered, and before that all ranks
+exchange data after their earlier gathers (see `zero_comm.transport.protocol`).
 
 [Note: differences]
-SDP4Bit (Jia et al., arXiv 2410.15526), section 3.1: weights change little from step to step, so
-the change needs fewer bits than the weights. A rank sends the quantized difference between its
-shard and what it published before, and adds the messages that it sends to its own copy as well. So
-it knows the others' values exactly, and the rounding error of a message is part of the next
-difference. Where there is no earlier version the shard is sent exactly, once.
+SDP4Bit (Jia et al., arXiv 2410.15526), section 3.1: weights change little per step, so a change
+needs fewer bits than a weight. A rank sends the quantized difference between its shard and the
+values that it published before. It also adds this message to its own copy of the published values.
+The copy therefore equals that of the receivers, and the next difference includes the rounding
+error. Without an earlier version the shard is sent exactly.
+
+[Note: lossless differences]
+In a step of fine-tuning most 16-bit weights keep their bits or move to a neighbouring number. A
+rank sends the change since its last published version, as a message of
+`zero_comm.lossless.message`.
+
+Sender and receivers must hold the same earlier values. Secondary shards guarantee this, because
+only gathers write to them. A buffer that the engine keeps, as in stages 1 and 2, also holds the
+earlier values, but user code may have edited them. Each rank therefore computes checksums of its
+buffer, with its own slice as published. The ranks compare the checksums, message lengths and
+versions. If any differ, if nothing was published before, or if a difference is not shorter, all
+ranks send whole values. This exchange is part of every gather, so a rank that lost its kept values
+never enters another collective than the other ranks.
 """
 
 from __future__ import annotations
@@ -32,50 +43,56 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import Final, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
+from zero_comm.lossless.message import max_message_nbytes, pack, unpack
+from zero_comm.quantizer.checksum import checksum_of, checksums
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import TransportCollectives
 from zero_comm.transport.scratch import Scratch
 
+# Version of the kept values, None without any, and version of the gathered values.
+_Versions = tuple[int | None, int]
+_NONE: Final = -1  # sent as the version of the kept values if there are none
+
 
 class Origin(TypedDict):
-    """Arguments of a gather that its exchanges get, too."""
+    """Arguments of a gather that are passed on to its exchanges."""
 
     unit: int
     backward: bool
 
 
 class Grid:
-    """Ranks in groups of equal size. Every rank must construct it. See [Note: the two phases]."""
+    """Groups of equally many ranks. Every rank must construct it. See [Note: the two phases]."""
 
     def __init__(self, transport: TransportCollectives, group_size: int) -> None:
         rank, size = transport.rank, group_size
         self.num_groups = transport.world_size // size
         self.group_size = size
         self.group, position = divmod(rank, size)
+        # Ranks that have this rank's position in their groups.
         self.peers = [g * size + position for g in range(self.num_groups)]
-        """Ranks at this rank's position in every group."""
         self._inter_group = transport.subgroup(self.peers) if self.num_groups > 1 else None
         own_group = [self.group * size + i for i in range(size)]
         self._intra_group = transport.subgroup(own_group) if size > 1 else None
 
     def gather_inter_group(self, rows: Tensor, row: Tensor, **origin: Unpack[Origin]) -> None:
-        """Fill ``rows`` ([groups, n], any dtype) with the ``row`` of every group: phase 1."""
+        """Phase 1: fill ``rows`` ([groups, n], any dtype) with the ``row`` of every group."""
         _gather(self._inter_group, rows.view(-1), row.view(-1), origin)
 
     def gather_intra_group(self, out: Tensor, rows: Tensor, **origin: Unpack[Origin]) -> None:
-        """Fill ``out`` ([G, groups, n]) with the ``rows`` of every rank of the group: phase 2."""
+        """Phase 2: fill ``out`` ([G, groups, n]) with the ``rows`` of every rank of the group."""
         _gather(self._intra_group, out.view(-1), rows.view(-1), origin)
 
 
 def _gather(
     transport: TransportCollectives | None, out: Tensor, own: Tensor, origin: Origin
 ) -> None:
-    if transport is None:  # this rank is alone
+    if transport is None:  # this rank is the only one
         out.copy_(own)
     else:
         transport.all_gather(out, own, version=0, **origin).wait()
@@ -83,21 +100,19 @@ def _gather(
 
 @dataclass(slots=True)
 class _Entry:
-    """Memory kept for a unit, and the version of the weights in it (None if there are none)."""
+    """Kept memory of a unit, and the version of the weights in it, None if there are none."""
 
     values: Tensor
     version: int | None = None
 
 
 class WeightGather(ABC):
-    """Gathers weights, and keeps memory for each unit with the version of the weights in it.
+    """Gathers weights, and keeps memory per unit with the version of the weights in it.
 
-    Its jobs run one after another, on the queue of gathers. ``transport`` allocates the memory that
-    is kept, ``scratch`` has buffers for what is sent and received.
+    Jobs run one after another. ``transport`` allocates kept memory, ``scratch`` message buffers.
     """
 
-    kept_kind: str
-    """Kind of the memory that is kept, as in `QuantizedCollectives.private_nbytes`."""
+    kept_kind: str  # key of the kept memory in `QuantizedCollectives.private_nbytes`
 
     def __init__(self, transport: TransportCollectives, grid: Grid, scratch: Scratch) -> None:
         self._transport = transport
@@ -107,20 +122,19 @@ class WeightGather(ABC):
 
     @abstractmethod
     def gather(self, out: Tensor, shard: Tensor, *, version: int, **origin: Unpack[Origin]) -> None:
-        """Fill flat ``out`` with the weights of all ranks' ``shard``. A collective."""
+        """Fill flat ``out`` with every rank's ``shard``. A collective."""
 
     def forget(self) -> None:
-        """Invalidate what is kept. All ranks call it, between the same gathers."""
+        """Invalidate the kept weights. All ranks must call it between the same gathers."""
         for entry in self._entries.values():
             entry.version = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Memory kept between gathers."""
         return [entry.values for entry in tuple(self._entries.values())]
 
     def _entry(self, unit: int, numel: int, dtype: torch.dtype, device: torch.device) -> _Entry:
-        """Return the unit's entry, or a new one of no version if its form has changed."""
+        """Return the unit's entry, or a new entry without a version if size or type changed."""
         entry = self._entries.get(unit)
         if entry is not None:
             kept = entry.values
@@ -133,7 +147,6 @@ class WeightGather(ABC):
         return self._transport.zeros(numel, dtype, device)
 
     def take_bytes(self, purpose: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return a scratch buffer of this shape."""
         return self._scratch.take(purpose, math.prod(shape), torch.uint8, device).view(shape)
 
 
@@ -168,8 +181,8 @@ class MessageGather(WeightGather):
 class SecondaryGather(WeightGather):
     """Gathers weights from secondary shards. See [Note: secondary shards].
 
-    Phase 1 carries messages of ``packing``, without it exact values as phase 2 does. See also
-    [Note: differences].
+    Phase 1 sends messages of ``packing``, or exact values without one. Phase 2 sends exact values.
+    ``sends_differences`` selects [Note: differences].
     """
 
     kept_kind = "secondary shards"
@@ -195,9 +208,9 @@ class SecondaryGather(WeightGather):
         secondary = entry.values.view(grid.num_groups, -1)
         if entry.version != version:
             versions, entry.version = (entry.version, version), None
-            self._refresh(secondary, shard, versions=versions, **origin)
+            self._refresh(secondary, shard, versions, **origin)
             entry.version = version
-        if grid.group_size == 1:  # in the order of ranks already
+        if grid.group_size == 1:  # ``secondary`` is in rank order already
             grid.gather_intra_group(out, secondary, **origin)
             return
         shape = (grid.group_size, grid.num_groups, shard.numel())
@@ -206,17 +219,12 @@ class SecondaryGather(WeightGather):
         out.view(grid.num_groups, grid.group_size, -1).copy_(arrived.transpose(0, 1))
 
     def _refresh(
-        self,
-        secondary: Tensor,
-        shard: Tensor,
-        *,
-        versions: tuple[int | None, int],
-        **origin: Unpack[Origin],
+        self, secondary: Tensor, shard: Tensor, versions: _Versions, **origin: Unpack[Origin]
     ) -> None:
         """Fill ``secondary``, [groups, s], with the current shards of its groups: phase 1.
 
-        ``versions`` are those of its values (None: it holds none) and of ``shard``, alike on all
-        ranks.
+        ``versions`` are equal on all ranks: that of ``secondary``, None if it holds no values, and
+        that of ``shard``.
         """
         packing, grid, device = self._packing, self._grid, shard.device
         if packing is None or (self._sends_differences and versions[0] is None):
@@ -236,5 +244,100 @@ class SecondaryGather(WeightGather):
             return
         for row, published, sender in zip(rows, secondary, grid.peers, strict=True):
             packing.unpack(row.view(1, -1), sent, senders=[sender])
-            # The sum in fp32 and one rounding: the same bits in every group.
+            # A sum in fp32 with one rounding gives the same bits in every group.
             published.copy_(sent.add_(published))
+
+
+class LosslessSecondaryGather(SecondaryGather):
+    """`SecondaryGather` that refreshes its secondary shards by lossless differences."""
+
+    def _refresh(
+        self, secondary: Tensor, shard: Tensor, versions: _Versions, **origin: Unpack[Origin]
+    ) -> None:
+        grid, device, (before, now) = self._grid, shard.device, versions
+        own = secondary[grid.group]
+        message, length = _packed(self, own, shard, versions)
+        sent = torch.tensor([length, _NONE if before is None else before], device=device)
+        found = torch.empty(grid.num_groups, 2, dtype=torch.int64, device=device)
+        grid.gather_inter_group(found, sent, **origin)
+        lengths, held = zip(*found.tolist(), strict=True)
+        length = max(lengths)
+        if before is None or len(set(held)) > 1 or length >= shard.nbytes:
+            grid.gather_inter_group(secondary, shard, **origin)
+            return
+        rows = self.take_bytes("messages", (grid.num_groups, length), device)
+        grid.gather_inter_group(rows, message[:length], **origin)
+        for row, values, sender in zip(rows, secondary, grid.peers, strict=True):
+            if sender != self._transport.rank:
+                unpack("differences", row, values, sender=sender, versions=(before, now))
+        own.copy_(shard)
+
+
+class PublishedGather(WeightGather):
+    """Gathers weights into buffers that still hold the values of the previous gather.
+
+    It keeps this rank's slice of each unit as published, because the slice in the buffer is the
+    shard itself. See [Note: lossless differences].
+    """
+
+    kept_kind = "published weights"
+
+    def gather(self, out: Tensor, shard: Tensor, *, version: int, **origin: Unpack[Origin]) -> None:
+        entry = self._entry(origin["unit"], shard.numel(), shard.dtype, shard.device)
+        before, entry.version = entry.version, None
+        if not self._send_differences(out, shard, entry.values, (before, version), **origin):
+            self._transport.all_gather(out, shard, version=version, **origin).wait()
+        entry.values.copy_(shard)
+        entry.version = version
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Ordinary memory is enough, because the slice itself is never sent.
+        with torch.inference_mode(False):
+            return torch.zeros(numel, dtype=dtype, device=device)
+
+    def _send_differences(
+        self,
+        out: Tensor,
+        shard: Tensor,
+        kept: Tensor,
+        versions: _Versions,
+        **origin: Unpack[Origin],
+    ) -> bool:
+        """Update the other ranks' slices of ``out``. Return False if whole values are needed."""
+        grid, device, rank = self._grid, shard.device, self._transport.rank
+        slices, (before, now) = out.view(self._transport.world_size, -1), versions
+        message, length = _packed(self, kept, shard, versions)
+        held = torch.zeros((), dtype=torch.int64, device=device)
+        if before is not None:
+            parts = [kept if n == rank else part for n, part in enumerate(slices)]
+            held = checksums(torch.stack([*map(checksum_of, parts)]).view(torch.uint8))
+        known = torch.tensor([length, _NONE if before is None else before], device=device)
+        own = torch.cat([known, held[None]])  # named to keep its memory alive during the gather
+        found = torch.empty(3 * len(slices), dtype=torch.int64, device=device)
+        self._transport.all_gather(found, own, version=now, **origin).wait()
+        lengths, *same = zip(*found.view(-1, 3).tolist(), strict=True)
+        length = max(lengths)
+        if before is None or any(len(set(of)) > 1 for of in same) or length >= shard.nbytes:
+            return False
+        groups, size = grid.num_groups, grid.group_size
+        rows = self.take_bytes("messages", (groups, length), device)
+        grid.gather_inter_group(rows, message[:length], **origin)
+        arrived = self.take_bytes("all messages", (size, groups, length), device)
+        grid.gather_intra_group(arrived, rows, **origin)
+        for sender, values in enumerate(slices):
+            if sender != rank:
+                row = arrived[sender % size, sender // size]
+                unpack("differences", row, values, sender=sender, versions=(before, now))
+        return True
+
+
+def _packed(
+    gather: WeightGather, old: Tensor, new: Tensor, versions: _Versions
+) -> tuple[Tensor, int]:
+    """Return a message buffer and the length of its difference, 0 without an old version."""
+    before, now = versions
+    most = max_message_nbytes(new.numel(), new.element_size())
+    message = gather.take_bytes("message", (most,), new.device)
+    if before is None:
+        return message, 0
+    return message, pack("differences", old, new, message=message, versions=(before, now))

@@ -1,1 +1,1 @@
-"""Lossless coding of tensors: as differences from an earlier version, or as values alone."""
+"""Lossless coding of tensors, as differences from an earlier version or as values."""

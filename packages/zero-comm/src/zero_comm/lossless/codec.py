@@ -1,12 +1,11 @@
-"""Lossless codecs, the choice of one for a device, and checked functions.
+"""Codec interface and the public lossless functions.
 
-See [Note: the block frame] in `zero_comm.lossless.block_frame`. Backends are those of
-`zero_comm.quantizer.backend`, and ``ZERO_COMM_BACKEND`` forces one here too.
+[Note: the block frame] in `zero_comm.lossless.block_frame` defines the bytes. Codecs have the names
+of the backends in `zero_comm.quantizer.backend`, and ``ZERO_COMM_BACKEND`` selects one here too.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from typing import Protocol
 
@@ -14,68 +13,58 @@ import torch
 from torch import Tensor
 
 from zero_comm.lossless.block_frame import ITEMSIZES, Coding, max_buffer_nbytes
-from zero_comm.lossless.torch_differences import TorchDifferences
-from zero_comm.lossless.torch_values import TorchValues
-from zero_comm.quantizer.backend import find_backend_name
+from zero_comm.quantizer.backend import backend
 
 
 class Codec(Protocol):
-    """Encodes and decodes one coding. Callers check arguments.
+    """Encoder and decoder of one coding. Callers check the arguments.
 
-    Tensors are flat, contiguous, of one device, and don't overlap. Elements have 2 or 4 bytes.
+    Tensors are flat, contiguous, on one device, and do not overlap. Elements have 2 or 4 bytes.
     """
 
     @property
     def name(self) -> str:
-        """Name in ``ZERO_COMM_BACKEND``."""
+        """Name of the codec in ``ZERO_COMM_BACKEND``."""
 
     def encode(self, *operands: Tensor, out: Tensor, num_threads: int | None = None) -> Tensor:
-        """Code the last operand, and return how many bytes were written.
+        """Encode the last operand into ``out``, and return the number of bytes written.
 
-        ``operands`` are the old and the new elements of differences, of one dtype and length; else
-        the values. ``out`` is uint8, `max_buffer_nbytes` long, at an even address, undefined past
-        the result. That is int64, 0-dim, on the tensors' device. ``num_threads`` are those of a
-        compiled kernel on the host, None for as many as torch has.
+        The difference coding has two operands, the old and the new elements, of one dtype and
+        length. The value coding has one operand. ``out`` is uint8, has `max_buffer_nbytes` bytes
+        and an even address. Its contents after the written bytes are undefined. The result is an
+        int64 scalar on the same device. ``num_threads`` limits the threads of the compiled kernel,
+        None: torch's thread count.
         """
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
-        """Change ``values`` from the old to the new ones, or fill them. Triton's doesn't wait.
+        """Decode ``buffer`` into ``values``. The Triton codec does not wait for the device.
 
-        ``buffer`` has exactly the bytes that were written, at an even address. Return whether an
-        encoder may have written them: bool, 0-dim, on the tensors' device. Where not, ``values``
-        are undefined.
+        With the difference coding ``values`` must hold the old elements. ``buffer`` has exactly the
+        bytes that `encode` wrote, at an even address. Return a bool scalar on the same device. It
+        is False if no encoder can have written the buffer, and ``values`` are then undefined.
         """
 
 
 def find_codec(coding: Coding, device: torch.device) -> Codec:
     """Return the codec for tensors on ``device``. Raises the errors of `zero_comm.backend`."""
-    return _load(coding, find_backend_name(device))
-
-
-@cache
-def _load(coding: Coding, backend: str) -> Codec:
-    if backend == "torch":
-        return TorchDifferences() if coding == "differences" else TorchValues()
-    loaded: Codec = import_module(f"zero_comm.lossless.{backend}_codec").CODECS[coding]
-    return loaded
+    module = import_module(f"zero_comm.lossless.{backend(device)}_codec")
+    found: Codec = module.CODECS[coding]
+    return found
 
 
 def encode_difference(old: Tensor, new: Tensor) -> Tensor:
-    """Encode what changed from ``old`` to ``new``, so that no bit is lost.
+    """Encode the change from ``old`` to ``new`` without losing a bit, and return the bytes.
 
-    16 bits and 32 bits of any dtype; NaN, signed zeros and denormals are kept as they are. See
-    [Note: the difference buffer] for the bytes. At most ``2 / 256`` bytes per element are added to
-    the elements' own.
+    The dtype may be any with 16 or 32 bits. NaN, signed zeros and denormals keep their bits. [Note:
+    the difference buffer] defines the bytes: uint8, 1-D, on the same device. They are at most ``2 /
+    256`` bytes per element longer than ``new``.
 
     Args:
         old: any shape.
-        new: of the same shape, dtype and device.
-
-    Returns:
-        The bytes: uint8, 1-D, on the tensors' device.
+        new: same shape, dtype and device as ``old``.
 
     Raises:
-        ValueError: the two don't match, or their elements have neither 2 nor 4 bytes.
+        ValueError: the tensors do not match, or their elements do not have 2 or 4 bytes.
     """
     _check_itemsize("old", old)
     if (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
@@ -87,49 +76,44 @@ def encode_difference(old: Tensor, new: Tensor) -> Tensor:
 
 
 def apply_difference(values: Tensor, difference: Tensor) -> None:
-    """Change ``values`` in place by what `encode_difference` made.
+    """Apply a difference from `encode_difference` to ``values`` in place.
 
     Args:
-        values: contiguous; the bits of the old tensor.
+        values: contiguous, with the bits of the old tensor.
         difference: uint8, 1-D, on the device of ``values``.
 
     Raises:
-        ValueError: an argument that doesn't fit, or bytes that `encode_difference` did not make for
-            such a tensor; ``values`` may have changed in part then.
+        ValueError: an argument does not fit, or `encode_difference` did not make the bytes for such
+            a tensor. ``values`` may then have changed in part.
     """
     _decode("differences", "difference", difference, values)
 
 
 def encode_values(values: Tensor) -> Tensor:
-    """Code a tensor so that no bit is lost: gradients take about 11 of the 16 bits of bfloat16.
+    """Encode ``values`` without losing a bit, and return the bytes.
 
-    16 bits and 32 bits of any dtype; NaN, signed zeros and denormals are kept as they are. See
-    [Note: the value buffer] for the bytes. At most ``2 / 256`` bytes per element are added to the
-    elements' own.
-
-    Args:
-        values: any shape.
-
-    Returns:
-        The bytes: uint8, 1-D, on the tensor's device.
+    Gradients take about 11 of the 16 bits of bfloat16. ``values`` may have any shape and any dtype
+    of 16 or 32 bits. NaN, signed zeros and denormals keep their bits. [Note: the value buffer]
+    defines the bytes: uint8, 1-D, on the same device. They are at most ``2 / 256`` bytes per
+    element longer than ``values``.
 
     Raises:
-        ValueError: elements have neither 2 nor 4 bytes.
+        ValueError: elements do not have 2 or 4 bytes.
     """
     _check_itemsize("values", values)
     return _encode("values", values)
 
 
 def decode_values(buffer: Tensor, values: Tensor) -> None:
-    """Fill ``values`` with what `encode_values` coded.
+    """Fill ``values`` with the elements that `encode_values` encoded.
 
     Args:
         buffer: uint8, 1-D, on the device of ``values``.
-        values: contiguous, of the number and size of elements that were coded; overwritten.
+        values: contiguous, with the number and size of the encoded elements; overwritten.
 
     Raises:
-        ValueError: an argument that doesn't fit, or bytes that `encode_values` did not make for
-            such a tensor; ``values`` are undefined then.
+        ValueError: an argument does not fit, or `encode_values` did not make ``buffer`` for such a
+            tensor. ``values`` are then undefined.
     """
     _decode("values", "buffer", buffer, values)
 
@@ -166,5 +150,5 @@ def _check_itemsize(name: str, x: Tensor) -> None:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """View contiguous ``x`` as one dimension. A single element may have any stride till then."""
+    """View contiguous ``x`` as 1-D with stride 1. torch allows any stride for a single element."""
     return x.as_strided((x.numel(),), (1,))

@@ -1,20 +1,20 @@
-"""Messages of losslessly coded weights and gradients, checked before their bytes are used.
+"""Messages of losslessly coded weights and gradients, which the receiver checks before use.
 
 [Note: the sealed message]
-A header of 48 bytes, in native byte order, and then a buffer of [Note: the block frame], padded
-with zeros to a multiple of 16 bytes::
+A header of 48 bytes in native byte order precedes a buffer of [Note: the block frame]. Zeros pad
+the buffer to a multiple of 16 bytes. The header has these fields (offset, bytes, contents)::
 
     0   2  ZD for differences, ZV for values
     2   1  version of this layout: 1
     3   1  bytes of an element
     4   4  elements of a block
-    8   8  elements
-    16  16 the versions that differences lead from and to; zeros for values
+    8   8  number of elements
+    16  16 old and new version of the weights; zeros for values
     32  8  bytes of the buffer
     40  8  checksum of the padded buffer (`zero_comm.quantizer.checksum`)
 
-A receiver of differences would not notice damage later, and checksums of short messages take little
-time.
+Every message has a checksum, because a damaged difference would corrupt all later weights
+unnoticed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zero_comm.lossless.block_frame import (
-    BLOCK_NUMEL,
-    ITEMSIZES,
-    Coding,
-    descriptors_nbytes,
-    max_buffer_nbytes,
-)
+from zero_comm.lossless import block_frame as frame
+from zero_comm.lossless.block_frame import Coding
 from zero_comm.lossless.codec import find_codec
 from zero_comm.quantizer.checksum import checksums
 from zero_comm.quantizer.message import CorruptMessageError
@@ -43,7 +38,7 @@ _FIXED: Final = "=2sBBIqqq"
 _LENGTHS: Final = "=qq"
 _LENGTHS_AT: Final = struct.calcsize(_FIXED)
 _LETTERS: Final = {"differences": b"ZD", "values": b"ZV"}
-# What is sent, whose it may be instead, what ranks may differ in, and what the bytes are not.
+# Parts of error messages: the contents, another origin, what ranks must share, the expectation.
 _WORDS: Final = {
     "differences": ("differences", "of other weights", "versions", "differences"),
     "values": ("gradients", "of another unit", "model", "coded values"),
@@ -51,30 +46,29 @@ _WORDS: Final = {
 
 
 def message_nbytes(buffer_nbytes: int) -> int:
-    """Return the bytes of a message with a buffer of so many, a multiple of 16."""
+    """Return the bytes of a message with a buffer of ``buffer_nbytes``, a multiple of 16."""
     return HEADER_NBYTES + -(-buffer_nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def max_message_nbytes(numel: int, itemsize: int) -> int:
-    """Return the most bytes that a message of ``numel`` elements may have."""
-    return message_nbytes(max_buffer_nbytes(numel, itemsize))
+    return message_nbytes(frame.max_buffer_nbytes(numel, itemsize))
 
 
 def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
-    """Whether ``numel`` elements may be sent as a message: it is never 1.02 times as long as they.
+    """Whether ``numel`` elements should be sent as a message, which may be up to 2% longer.
 
-    Less than 4 KiB would wait longer for a message's length.
+    Below 4 KiB the exchange of message lengths would take longer than the message saves.
     """
-    return dtype.itemsize in ITEMSIZES and numel * dtype.itemsize >= _SHORTEST_NBYTES
+    return dtype.itemsize in frame.ITEMSIZES and numel * dtype.itemsize >= _SHORTEST_NBYTES
 
 
 def pack(
     coding: Coding, *operands: Tensor, message: Tensor, versions: tuple[int, int] = (0, 0)
 ) -> int:
-    """Write a message and return its bytes, a multiple of 16. On an accelerator the host waits.
+    """Write a message and return its bytes, a multiple of 16. The host waits for an accelerator.
 
-    ``operands`` are those of `zero_comm.lossless.codec.Codec.encode`. ``message`` is uint8,
-    `max_message_nbytes` long, at a multiple of 16 bytes, undefined past the result.
+    ``operands`` are those of `zero_comm.lossless.codec.Codec.encode`. ``message`` is uint8, has
+    `max_message_nbytes` bytes and starts at a multiple of 16. Bytes after the result are undefined.
     """
     values = operands[-1]
     codec = find_codec(coding, values.device)
@@ -95,11 +89,11 @@ def unpack(
     sender: int,
     versions: tuple[int, int] = (0, 0),
 ) -> None:
-    """Change flat ``values`` from the first version to the second, or fill them.
+    """Decode a message into flat ``values``, which hold the old version of a difference.
 
-    ``message`` may be longer than the message, at a multiple of 16 bytes. CorruptMessageError says
-    that it is damaged or of other elements or versions. ``values`` have changed then only if the
-    bytes are wrong in spite of their checksum.
+    ``message`` starts at a multiple of 16 bytes and may have extra bytes at its end. Raises
+    CorruptMessageError if the message is damaged or belongs to other elements or versions.
+    ``values`` are unchanged then, unless wrong bytes have the right checksum.
     """
     name, others, differing, meaning = _WORDS[coding]
     try:
@@ -116,7 +110,6 @@ def unpack(
 def _checked_buffer(
     coding: Coding, message: Tensor, values: Tensor, versions: tuple[int, int]
 ) -> Tensor:
-    """Return the buffer of a message for ``values``, after all checks."""
     header = bytes(message[:HEADER_NBYTES].tolist())
     if len(header) < HEADER_NBYTES:
         raise CorruptMessageError(f"it has {len(header)} bytes")
@@ -125,8 +118,8 @@ def _checked_buffer(
         found, wanted = (struct.unpack(_FIXED, h[:_LENGTHS_AT]) for h in (header, expected))
         raise CorruptMessageError(f"its header says {found}; expected {wanted}")
     nbytes, checksum = struct.unpack_from(_LENGTHS, header, _LENGTHS_AT)
-    least = descriptors_nbytes(values.numel())
-    most = max_buffer_nbytes(values.numel(), values.element_size())
+    least = frame.descriptors_nbytes(values.numel())
+    most = frame.max_buffer_nbytes(values.numel(), values.element_size())
     if not least <= nbytes <= most or message_nbytes(nbytes) > message.numel():
         raise CorruptMessageError(
             f"its header says that {nbytes} bytes follow, of {least} to {most} that may, and "
@@ -139,28 +132,24 @@ def _checked_buffer(
 
 def _fixed_part(coding: Coding, values: Tensor, versions: tuple[int, int]) -> bytes:
     """Return the part of the header that sender and receiver must agree on."""
-    facts = 1, values.element_size(), BLOCK_NUMEL, values.numel()
+    facts = 1, values.element_size(), frame.BLOCK_NUMEL, values.numel()
     return struct.pack(_FIXED, _LETTERS[coding], *facts, *versions)
 
 
 class GradientMessages:
-    """Packs what a reduction sends: a `zero_comm.transport.protocol.SliceCodec`."""
+    """`zero_comm.transport.protocol.SliceCodec` for the gradient slices that a reduction sends.
+
+    Messages are at multiples of 16 bytes. On an accelerator `pack` waits for the message's length.
+    """
 
     def serves(self, dtype: torch.dtype, numel: int) -> bool:
-        """Whether slices of ``numel`` elements are coded."""
         return is_worthwhile(dtype, numel)
 
     def max_nbytes(self, dtype: torch.dtype, numel: int) -> int:
-        """Return the most bytes that a message of ``numel`` elements may have."""
         return max_message_nbytes(numel, dtype.itemsize)
 
     def pack(self, values: Tensor, message: Tensor) -> int:
-        """Write the message of ``values``, flat and contiguous, and return its bytes.
-
-        On an accelerator the host waits for the length, a multiple of 16.
-        """
         return pack("values", values, message=message)
 
     def unpack(self, message: Tensor, values: Tensor, *, sender: int) -> None:
-        """Fill ``values`` from the message of rank ``sender``, at a multiple of 16 bytes."""
         unpack("values", message, values, sender=sender)

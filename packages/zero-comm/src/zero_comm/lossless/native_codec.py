@@ -1,7 +1,7 @@
-"""Codec of compiled kernels for host memory, with torch's thread count.
+"""Lossless codec of compiled kernels for host memory, with torch's thread count.
 
-Instruction sets are those of `zero_comm.quantizer.native_backend`. The fastest keeps and spreads
-elements by AVX-512's VBMI2.
+`zero_comm.quantizer.native_backend` selects the instruction set. The fastest kernels need AVX-512
+VBMI2.
 """
 
 from __future__ import annotations
@@ -50,5 +50,5 @@ class NativeCodec:
         return torch.tensor(is_good)
 
 
-# Numbered as the enumeration in native/kernels.h.
+# The numbers are those of the enumeration in native/kernels.h.
 CODECS: Final = {"differences": NativeCodec(0), "values": NativeCodec(1)}

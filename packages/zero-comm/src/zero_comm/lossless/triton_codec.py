@@ -1,6 +1,6 @@
-"""Codec of Triton kernels for CUDA, ROCm and XPU, or Triton's interpreter on a CPU.
+"""Lossless codec of Triton kernels for CUDA, ROCm and XPU, or for Triton's interpreter on a CPU.
 
-It gives the bytes and values of `zero_comm.lossless.torch_codec`. Neither encoding nor decoding
+The bytes and values equal those of `zero_comm.lossless.torch_codec`. Neither encoding nor decoding
 waits for the device.
 """
 
@@ -18,11 +18,11 @@ from zero_comm.lossless.block_frame import MODE_SHIFT, descriptors_nbytes, num_b
 from zero_comm.lossless.torch_codec import INTEGERS
 from zero_comm.quantizer.triton_backend import on_device
 
-_TILE_BLOCKS: Final = 8  # 16 elements per thread
+_TILE_BLOCKS: Final = 8  # 16 elements per thread with 4 warps
 
 
 class TritonCodec:
-    """Launches the kernels of one coding on the tensors' device and its current stream."""
+    """Codec of one coding, whose kernels run on the tensors' device and its current stream."""
 
     name = "triton"
 
@@ -56,19 +56,18 @@ class TritonCodec:
 
 
 def constants_of(itemsize: int) -> dict[str, Any]:
-    """Return the constants of all kernels for elements of ``itemsize`` bytes, and the warps."""
+    """Return the compile-time arguments of all kernels for elements of ``itemsize`` bytes."""
     return {"BITS": 8 * itemsize, "BLOCKS": _TILE_BLOCKS, "num_warps": 4}
 
 
 def _launch_tiles(kernel: Any, elements: Tensor, *arguments: Any) -> None:
-    """Launch a program for each tile of ``elements``."""
     num_tiles = triton.cdiv(num_blocks(elements.numel()), _TILE_BLOCKS)
     with on_device(elements.device):
         kernel[(num_tiles,)](*arguments, **constants_of(elements.element_size()))
 
 
 def _block_ends(descriptors: Tensor) -> Tensor:
-    """Return where the bytes of each block end, int64."""
+    """Return the offset in the codes at which the bytes of each block end, int64."""
     return (descriptors & ((1 << MODE_SHIFT) - 1)).cumsum(0, dtype=torch.int64)
 
 

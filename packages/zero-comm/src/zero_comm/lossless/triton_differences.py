@@ -1,36 +1,17 @@
-"""Triton kernels of lossless differences, each of which handles one tile of consecutive blocks.
+"""Triton kernels for [Note: the difference buffer] in `block_frame`. A program codes one tile.
 
-[Note: the difference buffer] in `difference_format` has the modes and bytes, `triton_frame` what
-both codings have. A block's **members** are the elements whose integers its levels hold; a member's
-**rank** is its number among them. Blocks of a tile have modes and widths of their own: every width
-is a step that all take, masked.
+`triton_frame` has the functions that the kernels share with `triton_values`. The **members** of a
+block are the elements whose integers its levels store. A member's **rank** is its number among the
+members. Blocks of one tile may have different modes and widths, so the whole tile loops over all
+widths with a mask.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
 import triton
 import triton.language as tl
 
-from zero_comm.lossless import difference_format
-from zero_comm.lossless.triton_frame import (
-    BLOCK,
-    EMPTY,
-    RAW,
-    blocks_of_tile,
-    load_tile,
-    load_wide,
-    place_of,
-    present_in,
-    report_bad,
-    store_descriptors,
-    store_wide,
-    total_of,
-    unsigned,
-)
-
-BITMAP_NBYTES = tl.constexpr(difference_format.BITMAP_NBYTES)
-LIST = tl.constexpr(difference_format.LIST)
-BITMAP = tl.constexpr(difference_format.BITMAP)
-DENSE = tl.constexpr(difference_format.DENSE)
+from zero_comm.lossless import triton_frame as frame
+from zero_comm.lossless.triton_frame import BITMAP, BITMAP_NBYTES, BLOCK, DENSE, EMPTY, LIST, RAW
 
 
 @triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["descriptors_ptr"])
@@ -42,15 +23,13 @@ def choose_kernel(
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Store the descriptors of a tile, int16."""
+    """Store the int16 descriptors of a tile's blocks."""
     NUM_STARTS: tl.constexpr = 3 if BITS == 16 else 4
-    block = blocks_of_tile(BLOCKS)
-    present = present_in(block, numel)
-    z = _differences(
-        load_tile(old_ptr, numel, BITS, BLOCKS), load_tile(new_ptr, numel, BITS, BLOCKS), BITS
-    )
+    block, present = frame.blocks_of_tile(numel, BLOCKS)
+    new = frame.load_tile(new_ptr, numel, BITS, BLOCKS)
+    z = _differences(frame.load_tile(old_ptr, numel, BITS, BLOCKS), new, BITS)
     changed = tl.sum((z > 0).to(tl.int32), 1)
-    # The mode in the lowest bits: of the fewest bytes the lowest.
+    # The mode is in the lowest 4 bits, so the minimum prefers the lowest mode of equal size.
     best = present * (BITS // 8) * 16 + RAW
     for START in tl.static_range(NUM_STARTS):
         of_all, of_changed = _levels_nbytes(z, changed, 2 << START, BITS)
@@ -58,7 +37,7 @@ def choose_kernel(
         best = tl.minimum(best, listed * 16 + (LIST + START))
         best = tl.minimum(best, (of_changed + BITMAP_NBYTES) * 16 + (BITMAP + START))
         best = tl.minimum(best, of_all * 16 + (DENSE + START))
-    store_descriptors(descriptors_ptr, block, present, best, changed == 0)
+    frame.store_descriptors(descriptors_ptr, block, present, best, changed == 0)
 
 
 @triton.jit(
@@ -74,22 +53,20 @@ def encode_kernel(
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Write the codes of a tile. ``ends``, int64, are those of the blocks in ``codes``."""
+    """Write the codes of a tile. ``ends``, int64, is the end of each block in ``codes``."""
     NUM_STARTS: tl.constexpr = 3 if BITS == 16 else 4
-    block = blocks_of_tile(BLOCKS)
-    present = present_in(block, numel)
-    mode, nbytes, end = place_of(descriptors_ptr, ends_ptr, block, present)
+    present, mode, nbytes, end = frame.places_of_tile(descriptors_ptr, ends_ptr, numel, BLOCKS)
     is_list, is_bitmap, is_dense, start = _layout(mode, NUM_STARTS)
     lane = tl.arange(0, BLOCK)[None, :]
-    new = load_tile(new_ptr, numel, BITS, BLOCKS)
-    z = _differences(load_tile(old_ptr, numel, BITS, BLOCKS), new, BITS)
+    new = frame.load_tile(new_ptr, numel, BITS, BLOCKS)
+    z = _differences(frame.load_tile(old_ptr, numel, BITS, BLOCKS), new, BITS)
     begin_ptr = codes_ptr + (end - nbytes)
     row_ptr = begin_ptr[:, None]
 
     is_raw = mode == RAW
     if tl.max(is_raw.to(tl.int32), 0) > 0:
         is_element = is_raw[:, None] & (lane < present[:, None])
-        store_wide(row_ptr + lane * (BITS // 8), new, is_element, BITS)
+        frame.store_wide(row_ptr + lane * (BITS // 8), new, is_element, BITS)
 
     is_member = ((z > 0) & (is_list | is_bitmap)[:, None]) | is_dense[:, None]
     count = tl.sum(is_member.to(tl.int32), 1)
@@ -135,13 +112,12 @@ def decode_kernel(
 ) -> None:
     """Change the elements of a tile in place.
 
-    A block that no encoder wrote stays as it was and sets ``is_bad``, int32; so do all of them if
-    they don't have ``codes_nbytes`` together. A block reads its own bytes alone, whatever they are.
+    A block that no encoder can have written is left unchanged and sets ``is_bad``, int32. All
+    blocks count as such if their total size is not ``codes_nbytes``. A block reads only its own
+    bytes, even if they are damaged.
     """
     NUM_STARTS: tl.constexpr = 3 if BITS == 16 else 4
-    block = blocks_of_tile(BLOCKS)
-    present = present_in(block, numel)
-    mode, nbytes, end = place_of(descriptors_ptr, ends_ptr, block, present)
+    present, mode, nbytes, end = frame.places_of_tile(descriptors_ptr, ends_ptr, numel, BLOCKS)
     is_list, is_bitmap, is_dense, start = _layout(mode, NUM_STARTS)
     has_levels = is_list | is_bitmap | is_dense
     is_raw = mode == RAW
@@ -149,7 +125,7 @@ def decode_kernel(
     begin_ptr = codes_ptr + (end - nbytes)
     row_ptr = begin_ptr[:, None]
 
-    is_good = (total_of(ends_ptr, numel, block) == codes_nbytes) & (
+    is_good = (frame.total_of(ends_ptr, numel, present) == codes_nbytes) & (
         has_levels | is_raw | ((mode == EMPTY) & (nbytes == 0))
     )
     is_good = is_good & ((is_raw == 0) | (nbytes == present * (BITS // 8)))
@@ -158,7 +134,7 @@ def decode_kernel(
     header_nbytes = _header_nbytes(is_list, is_bitmap, listed)
     is_good = is_good & (nbytes >= header_nbytes)
 
-    # A lane has the element at its place, or, of a list, the one that is listed there.
+    # Lane k handles element k of a block, but in a list the element at the k-th listed position.
     is_listed = (is_list & is_good)[:, None] & (lane < listed[:, None])
     position = tl.load(row_ptr + 1 + lane, mask=is_listed, other=0).to(tl.int32)
     has_previous = is_listed & (lane > 0)
@@ -198,19 +174,18 @@ def decode_kernel(
     first_ptr = values_ptr + tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
     element_ptr = first_ptr + (tl.arange(0, BLOCKS)[:, None] * BLOCK + place)
     old = tl.load(element_ptr, mask=is_changed, other=0)
-    new = _moved(unsigned(old, BITS), z, BITS)
+    new = _moved(frame.unsigned(old, BITS), z, BITS)
     if tl.max(is_raw.to(tl.int32), 0) > 0:
         is_element = is_inside & is_raw[:, None]
-        raw = load_wide(row_ptr + lane * (BITS // 8), is_element, BITS)
+        raw = frame.load_wide(row_ptr + lane * (BITS // 8), is_element, BITS)
         new = tl.where(is_raw[:, None], raw, new)
         is_changed = is_changed | is_element
     tl.store(element_ptr, new.to(old.dtype), mask=is_changed)
-    report_bad(is_bad_ptr, present, is_good)
+    frame.report_bad(is_bad_ptr, present, is_good)
 
 
 @triton.jit
 def _differences(old: tl.tensor, new: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return ``z``."""
     MASK: tl.constexpr = (1 << BITS) - 1
     moved = (_ordered(new, BITS) - _ordered(old, BITS)) & MASK
     return ((moved << 1) ^ tl.where(moved >> (BITS - 1) > 0, MASK, 0)) & MASK
@@ -218,7 +193,7 @@ def _differences(old: tl.tensor, new: tl.tensor, BITS: tl.constexpr) -> tl.tenso
 
 @triton.jit
 def _moved(old: tl.tensor, z: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return the bits that differ from ``old`` by ``z``."""
+    """Return the new bits for old bits and their ``z``."""
     MASK: tl.constexpr = (1 << BITS) - 1
     z = z & MASK
     integer = (_ordered(old, BITS) + ((z >> 1) ^ tl.where((z & 1) > 0, MASK, 0))) & MASK
@@ -239,7 +214,7 @@ def _level_nbytes(count: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
 def _levels_nbytes(
     z: tl.tensor, changed: tl.tensor, WIDTH: tl.constexpr, BITS: tl.constexpr
 ) -> tl.tensor:
-    """Return the bytes of the levels of each block's ``z``, and of ``z - 1`` of what changed."""
+    """Return the bytes of the levels of all ``z``, and of ``z - 1`` of changed elements."""
     of_all = tl.zeros_like(changed) + BLOCK * WIDTH // 8
     of_changed = _level_nbytes(changed, WIDTH)
     bound = tl.full([], 0, tl.uint32)
@@ -254,7 +229,7 @@ def _levels_nbytes(
 
 @triton.jit
 def _layout(mode: tl.tensor, NUM_STARTS: tl.constexpr) -> tl.tensor:
-    """Return whether each block is a list, a bitmap or dense, and its ``s``."""
+    """Return masks of list, bitmap and dense blocks, and each block's ``s``."""
     is_list = (mode >= LIST) & (mode < LIST + NUM_STARTS)
     is_bitmap = (mode >= BITMAP) & (mode < BITMAP + NUM_STARTS)
     is_dense = (mode >= DENSE) & (mode < DENSE + NUM_STARTS)
@@ -263,7 +238,7 @@ def _layout(mode: tl.tensor, NUM_STARTS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _header_nbytes(is_list: tl.tensor, is_bitmap: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """Return the bytes before the levels, of lists of ``count`` elements."""
+    """Return the bytes before the levels of a block. A list has ``count`` positions."""
     return tl.where(is_list, 1 + count, tl.where(is_bitmap, BITMAP_NBYTES, 0))
 
 
@@ -273,23 +248,13 @@ def _ranks(is_member: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _part(rank: tl.tensor, q: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Return the place within its byte of each code of 2 or 4 bits, in a level of ``q`` bytes."""
-    part = (rank >= q).to(tl.int32)
-    if WIDTH == 2:
-        part += (rank >= 2 * q).to(tl.int32) + (rank >= 3 * q).to(tl.int32)
-    return part
-
-
-@triton.jit
 def _write_level(
     level_ptr: tl.tensor, rest: tl.tensor, is_here: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr
 ) -> None:
-    """Write one level of the blocks that have it."""
     codes = tl.minimum(rest, (1 << WIDTH) - 1)
     rank = _ranks(is_here)
     if WIDTH >= 8:
-        store_wide(level_ptr + rank * (WIDTH // 8), codes, is_here, WIDTH)
+        frame.store_wide(level_ptr + rank * (WIDTH // 8), codes, is_here, WIDTH)
     else:
         q = _level_nbytes(count, WIDTH)
         packed = _packed(codes, rank, count, q, WIDTH)
@@ -301,10 +266,10 @@ def _write_level(
 def _packed(
     codes: tl.tensor, rank: tl.tensor, count: tl.tensor, q: tl.tensor, WIDTH: tl.constexpr
 ) -> tl.tensor:
-    """Return bytes of codes of 2 or 4 bits, the ``q`` of each block first.
+    """Return the level bytes of 2-bit or 4-bit codes, in the first ``q`` columns of each row.
 
-    Each lane has a place in a byte and takes the code of the rank that belongs there. A binary
-    search finds its element: ranks ascend. So no two threads share a byte of memory.
+    Each lane builds one part of a byte and finds the member of the wanted rank by binary search,
+    because ranks ascend. No two threads therefore write to the same byte of memory.
     """
     PARTS: tl.constexpr = 8 // WIDTH
     NBYTES: tl.constexpr = BLOCK // PARTS
@@ -326,13 +291,15 @@ def _packed(
 def _read_level(
     level_ptr: tl.tensor, is_here: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr
 ) -> tl.tensor:
-    """Return the codes of one level as uint32, zeros for what has none."""
+    """Return the uint32 codes of one level, zero for elements without a code."""
     rank = _ranks(is_here)
     if WIDTH >= 8:
-        codes = load_wide(level_ptr + rank * (WIDTH // 8), is_here, WIDTH)
+        codes = frame.load_wide(level_ptr + rank * (WIDTH // 8), is_here, WIDTH)
     else:
         q = _level_nbytes(count, WIDTH)
-        part = _part(rank, q, WIDTH)
+        part = (rank >= q).to(tl.int32)  # position of the code within its byte
+        if WIDTH == 2:
+            part += (rank >= 2 * q).to(tl.int32) + (rank >= 3 * q).to(tl.int32)
         byte = tl.load(level_ptr + (rank - part * q), mask=is_here, other=0).to(tl.uint32)
         codes = (byte >> (part * WIDTH).to(tl.uint32)) & ((1 << WIDTH) - 1)
     return codes

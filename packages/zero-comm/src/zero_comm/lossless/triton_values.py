@@ -1,32 +1,15 @@
-"""Triton kernels of coded values, each of which handles one tile of consecutive blocks.
+"""Triton kernels for [Note: the value buffer] in `block_frame`. A program codes one tile.
 
-[Note: the value buffer] in `value_format` has the modes and bytes, `triton_frame` what both codings
-have. Blocks of a tile have widths of their own: every plane is a step that all take, masked.
+`triton_frame` has the functions that the kernels share with `triton_differences`. Blocks of one
+tile may have different widths, so the whole tile loops over all planes with a mask.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
 import triton
 import triton.language as tl
 
-from zero_comm.lossless import value_format
-from zero_comm.lossless.triton_frame import (
-    BLOCK,
-    EMPTY,
-    RAW,
-    blocks_of_tile,
-    load_tile,
-    load_wide,
-    place_of,
-    present_in,
-    report_bad,
-    store_descriptors,
-    store_wide,
-    total_of,
-)
-
-CODED = tl.constexpr(value_format.CODED)
-MAX_WIDTH = tl.constexpr(value_format.MAX_WIDTH)
-PLANE_NBYTES = tl.constexpr(value_format.PLANE_NBYTES)
+from zero_comm.lossless import triton_frame as frame
+from zero_comm.lossless.triton_frame import BITMAP_NBYTES, BLOCK, CODED, EMPTY, MAX_WIDTH, RAW
 
 
 @triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["descriptors_ptr"])
@@ -37,14 +20,13 @@ def choose_kernel(
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Store the descriptors of a tile, int16."""
-    block = blocks_of_tile(BLOCKS)
-    present = present_in(block, numel)
-    bits = load_tile(values_ptr, numel, BITS, BLOCKS)
+    """Store the int16 descriptors of a tile's blocks."""
+    block, present = frame.blocks_of_tile(numel, BLOCKS)
+    bits = frame.load_tile(values_ptr, numel, BITS, BLOCKS)
     top = _rotated(bits, BITS) >> (BITS - 8)
     code = tl.max(top, 1)[:, None] - top
     is_whole = present == BLOCK
-    # The mode in the lowest bits: of the fewest bytes the lowest.
+    # The mode is in the lowest 4 bits, so the minimum prefers the lowest mode of equal size.
     best = present * (BITS // 8) * 16 + RAW
     of_one = is_whole & (tl.max(code, 1) == 0)
     best = tl.where(of_one, tl.minimum(best, _fixed_nbytes(0, BITS) * 16 + CODED), best)
@@ -52,7 +34,7 @@ def choose_kernel(
         escaped = tl.sum((code >= (1 << WIDTH) - 1).to(tl.int32), 1)
         found = (_fixed_nbytes(WIDTH, BITS) + escaped) * 16 + (CODED + WIDTH)
         best = tl.where(is_whole, tl.minimum(best, found), best)
-    store_descriptors(descriptors_ptr, block, present, best, tl.max(bits, 1) == 0)
+    frame.store_descriptors(descriptors_ptr, block, present, best, tl.max(bits, 1) == 0)
 
 
 @triton.jit(
@@ -67,15 +49,13 @@ def encode_kernel(
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Write the codes of a tile. ``ends``, int64, are those of the blocks in ``codes``."""
-    block = blocks_of_tile(BLOCKS)
-    present = present_in(block, numel)
-    mode, nbytes, end = place_of(descriptors_ptr, ends_ptr, block, present)
+    """Write the codes of a tile. ``ends``, int64, is the end of each block in ``codes``."""
+    present, mode, nbytes, end = frame.places_of_tile(descriptors_ptr, ends_ptr, numel, BLOCKS)
     lane = tl.arange(0, BLOCK)[None, :]
-    bits = load_tile(values_ptr, numel, BITS, BLOCKS)
+    bits = frame.load_tile(values_ptr, numel, BITS, BLOCKS)
     row_ptr = codes_ptr + (end - nbytes)[:, None]
     is_raw = (mode == RAW)[:, None] & (lane < present[:, None])
-    store_wide(row_ptr + lane * (BITS // 8), bits, is_raw, BITS)
+    frame.store_wide(row_ptr + lane * (BITS // 8), bits, is_raw, BITS)
 
     is_coded = mode >= CODED
     width = (mode - CODED)[:, None]
@@ -89,9 +69,9 @@ def encode_kernel(
     largest = _largest(width)
     code = tl.minimum(base[:, None] - top, largest.to(tl.uint32))
     for PLANE in tl.static_range(MAX_WIDTH):
-        eights = tl.reshape((code >> PLANE) & 1, [BLOCKS, PLANE_NBYTES, 8])
+        eights = tl.reshape((code >> PLANE) & 1, [BLOCKS, BITMAP_NBYTES, 8])
         packed = tl.sum(eights << tl.arange(0, 8).to(tl.uint32)[None, None, :], 2)
-        byte = _fixed_nbytes(PLANE, BITS) + tl.arange(0, PLANE_NBYTES)[None, :]
+        byte = _fixed_nbytes(PLANE, BITS) + tl.arange(0, BITMAP_NBYTES)[None, :]
         tl.store(row_ptr + byte, packed.to(tl.uint8), mask=width > PLANE)
     is_escape = (width > 0) & (code == largest.to(tl.uint32))
     rank = tl.cumsum(is_escape.to(tl.int32), 1) - 1
@@ -113,14 +93,8 @@ def decode_kernel(
     BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Fill the elements of a tile.
-
-    A block that no encoder wrote stays as it was and sets ``is_bad``, int32; so do all of them if
-    they don't have ``codes_nbytes`` together. A block reads its own bytes alone, whatever they are.
-    """
-    block = blocks_of_tile(BLOCKS)
-    present = present_in(block, numel)
-    mode, nbytes, end = place_of(descriptors_ptr, ends_ptr, block, present)
+    """Fill the elements of a tile. Invalid blocks are treated as in `triton_differences`."""
+    present, mode, nbytes, end = frame.places_of_tile(descriptors_ptr, ends_ptr, numel, BLOCKS)
     lane = tl.arange(0, BLOCK)[None, :]
     row_ptr = codes_ptr + (end - nbytes)[:, None]
     width = (mode - CODED)[:, None]
@@ -129,7 +103,7 @@ def decode_kernel(
     is_coded = (mode >= CODED) & (mode <= CODED + MAX_WIDTH) & (present == BLOCK)
     is_coded = is_coded & (num_escapes >= 0)
     is_good = is_raw | is_coded | ((mode == EMPTY) & (nbytes == 0))
-    is_good = is_good & (total_of(ends_ptr, numel, block) == codes_nbytes)
+    is_good = is_good & (frame.total_of(ends_ptr, numel, present) == codes_nbytes)
     is_coded = is_coded & is_good
     is_raw = is_raw & is_good
 
@@ -152,32 +126,31 @@ def decode_kernel(
         rotated = rotated | (low.to(tl.uint32) << (8 * BYTE))
     bits = (rotated >> 1) | ((rotated & 1) << (BITS - 1))
     is_element = is_raw[:, None] & (lane < present[:, None])
-    raw = load_wide(row_ptr + lane * (BITS // 8), is_element, BITS)
+    raw = frame.load_wide(row_ptr + lane * (BITS // 8), is_element, BITS)
     bits = tl.where(is_raw[:, None], raw, tl.where((mode == EMPTY)[:, None], 0, bits))
     is_filled = is_good[:, None] & (lane < present[:, None])
     first_ptr = values_ptr + tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
     element_ptr = first_ptr + (tl.arange(0, BLOCKS)[:, None] * BLOCK + lane)
     tl.store(element_ptr, bits.to(values_ptr.dtype.element_ty), mask=is_filled)
-    report_bad(is_bad_ptr, present, is_good)
+    frame.report_bad(is_bad_ptr, present, is_good)
 
 
 @triton.jit
 def _rotated(bits: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return the bits rotated left by one, with the sign last."""
+    """Return the bits rotated left by one, with the sign in the lowest bit."""
     return ((bits << 1) | (bits >> (BITS - 1))) & ((1 << BITS) - 1)
 
 
 @triton.jit
 def _fixed_nbytes(WIDTH: tl.constexpr, BITS: tl.constexpr) -> tl.constexpr:
-    return 1 + (BITS // 8 - 1) * BLOCK + WIDTH * PLANE_NBYTES
+    return 1 + (BITS // 8 - 1) * BLOCK + WIDTH * BITMAP_NBYTES
 
 
 @triton.jit
 def _coded_nbytes(width: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    return width * PLANE_NBYTES + (1 + (BITS // 8 - 1) * BLOCK)
+    return width * BITMAP_NBYTES + (1 + (BITS // 8 - 1) * BLOCK)
 
 
 @triton.jit
 def _largest(width: tl.tensor) -> tl.tensor:
-    """Return the largest code of each width."""
     return (1 << tl.minimum(tl.maximum(width, 0), MAX_WIDTH)) - 1

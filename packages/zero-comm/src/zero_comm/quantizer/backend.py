@@ -1,14 +1,14 @@
-"""Quantizer backends and the choice of one for a device.
+"""Quantizer backends, and the selection of one for a device.
 
-All produce the bytes and values of [Note: the quantized buffer] in `block_format`:
+All backends produce the bytes and values of [Note: the quantized buffer] in `block_format`:
 
-    torch     plain torch operations, everywhere; the definition
-    native    a compiled kernel for host memory, a part of the wheel
+    torch     plain torch operations for every device; defines the results
+    native    compiled kernels for host memory, included in the wheel
     triton    kernels for accelerators that Triton supports
 
-A device is served by the fastest backend available: native on the host, triton on CUDA's, ROCm's
-and XPU's devices, else torch. The environment variable ``ZERO_COMM_BACKEND`` forces one and is read
-at every call. Forcing one that is not available is an error.
+The default is native for host memory, triton for CUDA, ROCm and XPU devices, and torch otherwise or
+if the preferred backend is not installed. The environment variable ``ZERO_COMM_BACKEND`` forces a
+backend. It is read at every call.
 """
 
 from __future__ import annotations
@@ -24,40 +24,39 @@ import torch
 from torch import Tensor
 
 from zero_comm.quantizer.block_format import BlockFormat
-from zero_comm.quantizer.torch_backend import BACKEND
 
 _log = logging.getLogger(__name__)
 _VARIABLE: Final = "ZERO_COMM_BACKEND"
 
 
 class Backend(Protocol):
-    """Quantizes and dequantizes rows. Callers check arguments and disable gradients.
+    """Quantizes and dequantizes rows. Callers check the arguments and disable gradients.
 
-    ``x`` and ``out`` are k rows of n elements each, contiguous, fp32, bf16, fp16 or fp64, k and n
-    possibly 0; their addresses are multiples of their element's size alone. ``rows`` is uint8,
-    [groups, rows of a group, ``fmt.nbytes(n)``] with k rows in all, each contiguous and starting
-    at a multiple of 16; or two-dimensional, one group. Bytes between rows are left unchanged. All
-    are on one device and don't overlap.
+    ``x`` and ``out`` are [k, n], contiguous, fp32, bf16, fp16 or fp64. k and n may be 0. Their
+    addresses are multiples of the element size only. ``rows`` is uint8, [groups, rows per group,
+    ``fmt.nbytes(n)``] with k rows in total, or 2-D for a single group. Each row is contiguous and
+    starts at a multiple of 16 bytes. Bytes between rows stay unchanged. All tensors are on one
+    device and do not overlap.
     """
 
     @property
     def name(self) -> str:
-        """Name in ``ZERO_COMM_BACKEND``."""
+        """Name of the backend in ``ZERO_COMM_BACKEND``."""
 
     def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
-        """Quantize row by row into every byte of ``rows``, the padding included.
+        """Quantize ``x`` row by row into ``rows``, including the padding bytes.
 
-        A ``seed``, 0 to 2**32 - 1, rounds stochastically. Return whether ``x`` has NaN or Inf, None
-        where knowing would synchronize with a device.
+        A ``seed``, 0 to 2**32 - 1, selects stochastic rounding. Return whether ``x`` has NaN or
+        Inf, or None if finding out would synchronize with a device.
         """
 
     def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-        """Dequantize row by row to fp32, and round to ``out``'s dtype."""
+        """Dequantize row by row to fp32, and round to the dtype of ``out``."""
 
     def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-        """Fill each group's row of fp32 ``out`` with its row 0 + row 1 + ..., in this order.
+        """Fill each group's row of fp32 ``out`` with the sum of the group's rows, in row order.
 
-        ``out`` is [groups, n], or 1-D for two-dimensional ``rows``. A group has at least one row.
+        ``out`` is [groups, n], or 1-D if ``rows`` is 2-D. A group has at least one row.
         """
 
 
@@ -65,22 +64,11 @@ def backend(device: torch.device | str = "cpu") -> str:
     """Return the name of the backend for tensors on ``device``: "torch", "native" or "triton".
 
     Raises:
-        ValueError: ``ZERO_COMM_BACKEND`` names one that doesn't exist or isn't available.
+        ValueError: ``ZERO_COMM_BACKEND`` names an unknown or unavailable backend.
     """
-    return find_backend_name(torch.device(device))
-
-
-def find_backend(device: torch.device) -> Backend:
-    """Return the backend for tensors on ``device``. Raises the errors of `backend`."""
-    name = find_backend_name(device)
-    return BACKEND if name == "torch" else _load(name)
-
-
-def find_backend_name(device: torch.device) -> str:
-    """Return the name of the backend for ``device``. Raises the errors of `backend`."""
     forced = os.environ.get(_VARIABLE, "").strip().lower()
     if not forced:
-        fastest = _FASTEST.get(device.type, "torch")
+        fastest = _FASTEST.get(torch.device(device).type, "torch")
         return fastest if _is_available(fastest) else "torch"
     if forced not in _BACKENDS:
         raise ValueError(f"{_VARIABLE} must be one of {', '.join(_BACKENDS)}, got {forced!r}")
@@ -90,8 +78,14 @@ def find_backend_name(device: torch.device) -> str:
     return forced
 
 
+def find_backend(device: torch.device) -> Backend:
+    """Return the backend for tensors on ``device``. Raises the errors of `backend`."""
+    found: Backend = import_module(f"zero_comm.quantizer.{backend(device)}_backend").BACKEND
+    return found
+
+
 def warn_without_kernels() -> None:
-    """Log a warning if the package was built where there was no compiler."""
+    """Log a warning if the package was built without a compiler."""
     if not _is_available("native"):
         _log.warning(
             "zero_comm was installed without its compiled kernels: plain torch quantizes host "
@@ -100,10 +94,10 @@ def warn_without_kernels() -> None:
         )
 
 
-# By type of device. torch's name of ROCm's devices is "cuda".
+# Preferred backend of each torch device type. ROCm devices have the type "cuda".
 _FASTEST: Final = {"cpu": "native", "cuda": "triton", "xpu": "triton"}
 
-# The module that a backend requires, and the problem where that is missing.
+# The module that a backend requires, and the error text if the module is missing.
 _BACKENDS: Final = {
     "torch": ("torch", ""),
     "native": (
@@ -117,9 +111,3 @@ _BACKENDS: Final = {
 @cache
 def _is_available(name: str) -> bool:
     return find_spec(_BACKENDS[name][0]) is not None
-
-
-@cache
-def _load(name: str) -> Backend:
-    loaded: Backend = import_module(f"zero_comm.quantizer.{name}_backend").BACKEND
-    return loaded

@@ -1,10 +1,10 @@
-"""A checksum of bytes that runs on the device that holds them.
+"""Checksum of bytes, computed on the device that holds them.
 
-It is a sum of mixed 64-bit words modulo 2**64, each times two odd numbers that depend on its place:
-one of 1,024 in turn, and ``2 k + 1`` in the k-th turn. A word is mixed without loss (shift,
-multiply, shift) before, so that a change of its highest bits reaches all of the sum's: the signs of
-a column of weights would cancel otherwise. Every single changed word is detected, and several with
-a probability of 1 - 2**-64, unless someone looks for ones that cancel.
+The checksum is the sum modulo 2**64 of mixed 64-bit words, each multiplied by two odd numbers.
+Words are grouped into turns of 1,024. One factor depends on the word's position in its turn, the
+other is ``2 k + 1`` in turn k. Mixing (shift, multiply, shift) is invertible and spreads a word's
+highest bits. Without mixing, sign changes of a whole column of weights would cancel. A single
+changed word is always detected, and several accidental changes with probability 1 - 2**-64.
 """
 
 from __future__ import annotations
@@ -16,45 +16,55 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zero_comm.quantizer.backend import find_backend_name
+from zero_comm.quantizer.backend import backend
 
-# Numbers that every backend has.
+# The native and the Triton kernels use the same constants.
 WORDS_PER_TURN: Final = 1024
-ODD: Final = -7046029254386353131
-"""The golden ratio's fraction in 64 bits: ``k * ODD | 1`` is the odd number of word k of a turn."""
-MIX: Final = -2960836687051489901
-"""0xd6e8feb86659fd93, of Degski's 64-bit mixer."""
-LOW_HALF: Final = 0xFFFFFFFF
-"""Makes a shift by 32 bits a logical one."""
+ODD: Final = -7046029254386353131  # golden ratio: ``k * ODD | 1`` is the factor of a turn's word k
+MIX: Final = -2960836687051489901  # 0xd6e8feb86659fd93, the multiplier of Degski's 64-bit mixer
+LOW_HALF: Final = 0xFFFFFFFF  # clears the sign bits after a right shift by 32
 _TURNS_AT_ONCE: Final = 256  # bounds the workspace to 2 MiB
 
 
 def checksums(rows: Tensor) -> Tensor:
-    """Return the checksum of each row of bytes: int64, on their device.
+    """Return the checksum of each row of bytes: int64, on the device of ``rows``.
 
-    Rows are contiguous, at multiples of 8 bytes, and a multiple of 8 long.
+    ``rows`` is 1-D (one row), 2-D or 3-D. Each row is contiguous, at a multiple of 8 bytes, and a
+    multiple of 8 bytes long.
     """
     words = rows.view(torch.int64)
-    name = find_backend_name(rows.device)
-    if name != "torch":
-        return _sums_of_rows(words, name)
-    total = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
+    name, shape = backend(words.device), words.shape[:-1]
+    if name == "triton":
+        kernel = import_module("zero_comm.quantizer.triton_checksum")
+        if words.dim() == 3:
+            return torch.stack([kernel.sum_words(group) for group in words])
+        sums: Tensor = kernel.sum_words(words if words.dim() == 2 else words[None])
+        return sums if words.dim() == 2 else sums[0]
     odd = _odd_numbers(words.device)
+    if name == "native":
+        native = import_module("zero_comm.quantizer.native_backend")
+        if words.dim() == 1:
+            return torch.tensor(native.sum_words(words, odd), dtype=torch.int64)
+        each = words if words.dim() == 2 else [row for group in words for row in group]
+        sums = torch.tensor([native.sum_words(row, odd) for row in each], dtype=torch.int64)
+        return sums if words.dim() == 2 else sums.view(shape)
+    total = torch.zeros(shape, dtype=torch.int64, device=words.device)
     size = WORDS_PER_TURN * _TURNS_AT_ONCE
     for chunk, part in enumerate(torch.split(words, size, -1)):
         turns = torch.arange(_TURNS_AT_ONCE, device=words.device) + chunk * _TURNS_AT_ONCE
         factors = (odd * (2 * turns + 1)[:, None]).flatten()[: part.shape[-1]]
-        total += (_mixed(part) * factors).sum(-1)
+        mixed = (part ^ ((part >> 32) & LOW_HALF)) * MIX
+        total += ((mixed ^ ((mixed >> 32) & LOW_HALF)) * factors).sum(-1)
     return total
 
 
 def checksum_of(values: Tensor) -> Tensor:
-    """Return the checksum of the bytes of any values, zero-padded to a multiple of 8 bytes.
+    """Return the checksum of the bytes of ``values``: an int64 scalar on their device.
 
-    The values are 1-D, contiguous, at any address. The checksum is int64, 0-dim, on their device.
+    ``values`` are 1-D and contiguous, at any address. Zeros pad their bytes to a multiple of 8.
     """
     whole = values.view(torch.uint8)
-    # torch views words only at an offset of whole words, even where there are none.
+    # torch refuses an int64 view at a storage offset that is not a multiple of 8, even if empty.
     if whole.numel() % 8 or whole.data_ptr() % 8 or whole.storage_offset() % 8:
         padded = torch.zeros(-(-whole.numel() // 8) * 8, dtype=torch.uint8, device=values.device)
         padded[: whole.numel()] = whole
@@ -62,29 +72,8 @@ def checksum_of(values: Tensor) -> Tensor:
     return checksums(whole)
 
 
-def _mixed(words: Tensor) -> Tensor:
-    words = (words ^ ((words >> 32) & LOW_HALF)) * MIX
-    return words ^ ((words >> 32) & LOW_HALF)
-
-
-def _sums_of_rows(words: Tensor, backend: str) -> Tensor:
-    """Return what `checksums` does, by a kernel of the backend."""
-    if words.dim() > 2:
-        sums = [_sums_of_rows(rows, backend) for rows in words]
-        return torch.stack(sums) if sums else words.new_zeros(words.shape[:-1])
-    if words.dim() == 1:
-        return _sums_of_rows(words[None], backend)[0]
-    if backend == "triton":
-        kernel = import_module("zero_comm.quantizer.triton_checksum")
-        found: Tensor = kernel.sum_words(words)
-        return found
-    native, odd = import_module("zero_comm.quantizer.native_backend"), _odd_numbers(words.device)
-    sums_of_rows = [native.sum_words(row, odd) for row in words]
-    return torch.tensor(sums_of_rows, dtype=torch.int64)
-
-
 @cache
 def _odd_numbers(device: torch.device) -> Tensor:
-    # Made on the host, and copied while it waits: any stream may read them.
+    # The copy from the host blocks, so the result is safe on every stream.
     count = torch.arange(WORDS_PER_TURN, dtype=torch.int64, device="cpu")
     return ((count * ODD) | 1).to(device)

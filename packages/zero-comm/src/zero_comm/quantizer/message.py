@@ -1,24 +1,23 @@
-"""Messages of quantized values: a header and a block buffer, checked on receipt.
+"""Messages of quantized values: a header and a quantized buffer, which the receiver checks.
 
 [Note: the message]
-A message carries the quantized buffer of one row of elements (see
-`zero_comm.quantizer.block_format`) after a header of 32 bytes, in native byte order::
+A message carries the quantized buffer of one row of elements (`zero_comm.quantizer.block_format`)
+after a header of 32 bytes in native byte order. The header has these fields (offset, bytes,
+contents)::
 
     0   2  the letters ZQ
     2   1  version of this layout: 2
-    3   1  kind of the format, its symmetry and rotation
+    3   1  format: kind, symmetry and rotation
     4   4  elements per block
-    8   8  elements
-    16  8  flags: 1 a block may hold NaN, 2 there is a checksum
-    24  8  checksum of the buffer plus the flags, or 0
+    8   8  number of elements
+    16  8  flags: 1 if a block may hold NaN, 2 if there is a checksum
+    24  8  checksum of the buffer (`zero_comm.quantizer.checksum`) plus the flags, or 0
 
-The checksum is that of `zero_comm.quantizer.checksum`.
-
-On a host every message is checked before it is used: the header, and every block's scale (finite
-and positive; NaN only if the header allows it). On an accelerator a check waits for the device.
-There messages are checked only if they have a checksum, and an engine's collectives defer it until
-their result is waited for: a host that waits while it launches could wait for a rank that waits
-for it.
+On a host every message is checked before use: the header, and that every block's scale is finite
+and positive, or NaN if the header allows it. On an accelerator a check makes the host wait for the
+device, so only messages with a checksum are checked there. An engine's collectives defer the check
+until their result is waited for. A host that waits while it launches could otherwise deadlock with
+a rank that waits for its launches.
 """
 
 from __future__ import annotations
@@ -47,18 +46,18 @@ _CHECKSUM_AT: Final = 24
 _MAY_HOLD_NAN: Final = 1
 _HAS_CHECKSUM: Final = 2
 _LAYOUT: Final = "=2sBBIq"
-_KIND_CODES: Final = ("int8", "int4", "e4m3", "e5m2")  # a header has the position: append only
+_KIND_CODES: Final = ("int8", "int4", "e4m3", "e5m2")  # a header stores the index: append only
 
 
 class CorruptMessageError(RuntimeError):
-    """A received message differs from what its sender must have sent."""
+    """A received message differs from the message that its sender must have sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Evidence:
-    """Results of checking messages, on their device, and what they were checked against.
+    """Check results of a batch of messages on their device, and the expected contents.
 
-    ``headers`` are uint8 [messages, 32], the others bool [messages].
+    ``headers`` are uint8 [messages, 32]. The ``has_`` fields are bool [messages].
     """
 
     headers: Tensor
@@ -69,10 +68,10 @@ class _Evidence:
 
 
 class Packing:
-    """Packs rows of elements into messages of one format, and unpacks what arrives.
+    """Packs rows of elements into messages of one format, and unpacks received messages.
 
-    With ``has_checksum`` messages are checked on accelerators too. ``defers`` leaves that to
-    `check_deferred`, because the host must not wait while it launches.
+    ``has_checksum`` enables checks on accelerators. ``defers`` postpones these checks to
+    `check_deferred`, for callers that must not wait for the device while they launch.
     """
 
     def __init__(
@@ -85,18 +84,17 @@ class Packing:
         self._templates: dict[tuple[int, bool, torch.device], Tensor] = {}
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a message of ``numel`` elements, a multiple of 16."""
         return HEADER_NBYTES + self.format.nbytes(numel)
 
     def shortens(self, dtype: torch.dtype, numel: int) -> bool:
-        """Whether ``numel`` elements of ``dtype`` become fewer bytes, alike on every rank."""
+        """Whether a message is shorter than ``numel`` elements of ``dtype``. Equal on all ranks."""
         return dtype in QUANTIZABLE_DTYPES and self.nbytes(numel) < numel * dtype.itemsize
 
     def pack(self, values: Tensor, rows: Tensor, *, seed: int | None = None) -> None:
-        """Quantize ``values``, flat and contiguous, as many equal rows as there are messages.
+        """Quantize flat, contiguous ``values`` into messages, each with an equal part of them.
 
-        ``rows`` are uint8, [messages, `nbytes`], or [groups, messages of a group, `nbytes`], each
-        of them contiguous. A ``seed`` rounds stochastically.
+        ``rows`` is uint8, [messages, `nbytes`] or [groups, messages per group, `nbytes`], with
+        contiguous messages. A ``seed`` selects stochastic rounding.
         """
         numel = values.numel() // math.prod(rows.shape[:-1])
         has_nan = quantize_rows(values, self.format, rows[..., HEADER_NBYTES:], seed=seed)
@@ -105,18 +103,18 @@ class Packing:
             rows.view(torch.int64)[..., _CHECKSUM_AT // 8] = _checksums(rows)
 
     def unpack(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
-        """Dequantize messages one after another into flat ``out``, of any floating dtype.
+        """Dequantize messages in order into flat ``out``, of any floating dtype.
 
-        ``rows`` are as in `pack`, ``senders`` those of each of them.
+        ``rows`` is shaped as in `pack`. ``senders`` has the sending rank of each message.
         """
         numel = out.numel() // math.prod(rows.shape[:-1])
         self._check(rows, numel, senders)
         dequantize_rows(rows[..., HEADER_NBYTES:], numel, self.format, out)
 
     def unpack_sum(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
-        """Fill fp32 ``out`` with the sum of all messages' values, from the first to the last.
+        """Fill fp32 ``out`` with the sum of the messages of each group, in message order.
 
-        The sums of groups follow one another. ``rows`` and ``senders`` are as in `unpack`.
+        ``out`` concatenates the sums of the groups. ``rows`` and ``senders`` are as in `unpack`.
         """
         numel = out.numel() // (len(rows) if rows.dim() == 3 else 1)
         self._check(rows, numel, senders)
@@ -127,7 +125,7 @@ class Packing:
         if key not in self._templates:
             flags = may_hold_nan * _MAY_HOLD_NAN + self.has_checksum * _HAS_CHECKSUM
             header = self._fixed(numel) + struct.pack("=qq", flags, 0)
-            # Word by word: a copy from the host's memory would have it wait for the device.
+            # Filled word by word: a copy from host memory would synchronize with the device.
             words = torch.empty(HEADER_NBYTES // 8, dtype=torch.int64, device=device)
             for place, word in zip(words, struct.unpack("=4q", header), strict=True):
                 place.fill_(word)
@@ -161,7 +159,6 @@ class Packing:
             self._verify(self._deferred.pop(0))
 
     def _inspect(self, rows: Tensor, numel: int, senders: Sequence[int]) -> _Evidence:
-        """Compute the evidence on the messages' device, without waiting for it."""
         fmt, headers = self.format, rows[..., :HEADER_NBYTES].clone()
         start, stop = (HEADER_NBYTES + at(numel) for at in (fmt.codes_nbytes, fmt.used_nbytes))
         if fmt.is_symmetric:
@@ -201,7 +198,6 @@ class Packing:
 
 
 def _checksums(rows: Tensor) -> Tensor:
-    """Return the checksum of each message: of its buffer and its flags."""
     return checksums(rows[..., HEADER_NBYTES:]) + rows.view(torch.int64)[..., _FLAGS_AT // 8]
 
 

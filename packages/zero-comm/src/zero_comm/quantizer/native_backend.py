@@ -1,8 +1,8 @@
-"""Backend of compiled kernels for host memory: one pass over the data, torch's thread count.
+"""Quantizer backend of compiled kernels for host memory, with torch's thread count.
 
-It uses the best instruction set that the processor and the operating system support, unless the
-environment variable ``ZERO_COMM_ISA`` (read once, at the first use) names "generic", "avx2" or
-"avx512". All give the same bytes.
+The kernels use the best instruction set that the machine supports. The environment variable
+``ZERO_COMM_ISA`` ("generic", "avx2" or "avx512") forces one. It is read at first use. All
+instruction sets produce the same bytes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from zero_comm import _kernels
-from zero_comm.quantizer.block_codes import in_groups
 from zero_comm.quantizer.block_format import BlockFormat, seed_of_group
+from zero_comm.quantizer.torch_backend import in_groups
 
 _VARIABLE: Final = "ZERO_COMM_ISA"
-# As the enumerations in native/kernels.h.
+# The numbers are those of the enumerations in native/kernels.h.
 _KINDS: Final = {"int8": 0, "int4": 1, "e4m3": 2, "e5m2": 3}
 _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -28,20 +28,19 @@ _active: int | None = None
 
 
 class NativeBackend:
-    """Compiled `zero_comm.quantizer.backend.Backend`. fp64 is copied to and from fp32."""
+    """`zero_comm.quantizer.backend.Backend` of compiled kernels. fp64 passes through fp32."""
 
     name = "native"
 
     def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
         x = on_host(x if x.dtype in _DTYPES else x.to(torch.float32))
         shape, threads = _shape(fmt, x.dtype, x.shape[1]), torch.get_num_threads()
-        groups = in_groups(rows)
-        has_nan = False
-        for number, (values, group) in enumerate(zip(_split(x, groups), groups, strict=True)):
-            first = seed_of_group(seed, number)
-            place = _place(group)
+        groups, has_nan = in_groups(rows), False
+        parts = x.view(*groups.shape[:2], x.shape[1])
+        for number, (values, group) in enumerate(zip(parts, groups, strict=True)):
+            own_seed, place = seed_of_group(seed, number), _place(group)
             has_nan |= _kernels.encode(
-                active_isa(), shape, values.data_ptr(), *place, first, threads
+                active_isa(), shape, values.data_ptr(), *place, own_seed, threads
             )
         return has_nan
 
@@ -51,7 +50,8 @@ class NativeBackend:
             values = torch.empty(out.shape, dtype=torch.float32)
         shape, threads = _shape(fmt, values.dtype, out.shape[1]), torch.get_num_threads()
         groups = in_groups(rows)
-        for group, part in zip(groups, _split(values, groups), strict=True):
+        parts = values.view(*groups.shape[:2], values.shape[1])
+        for group, part in zip(groups, parts, strict=True):
             _kernels.decode(active_isa(), shape, *_place(group), part.data_ptr(), threads)
         if values is not out:
             out.copy_(values)
@@ -65,14 +65,14 @@ class NativeBackend:
 
 
 def sum_words(words: Tensor, odd: Tensor) -> int:
-    """Return the sum of `zero_comm.quantizer.checksum`: both int64, contiguous, 1-D."""
+    """Return the checksum of `zero_comm.quantizer.checksum` of int64, contiguous, 1-D ``words``."""
     place = on_host(words).data_ptr()
     return _kernels.checksum(active_isa(), place, words.numel(), odd.data_ptr())
 
 
 @contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Use instruction set ``name`` in all threads within the block, for tests and benchmarks."""
+    """Use instruction set ``name`` in all threads within the block. For tests and benchmarks."""
     global _active
     previous = _active
     _active = _choose(name)
@@ -110,13 +110,8 @@ def _shape(
     return kind, fmt.block_size, fmt.is_symmetric, fmt.has_rotation, _DTYPES[dtype], numel
 
 
-def _split(values: Tensor, groups: Tensor) -> Tensor:
-    """View rows of values as [groups, rows of a group, n]."""
-    return values.view(*groups.shape[:2], values.shape[1])
-
-
 def _place(rows: Tensor) -> tuple[int, int, int]:
-    """Return the address, stride in bytes and number of rows."""
+    """Return the address, the stride in bytes, and the number of rows."""
     return on_host(rows).data_ptr(), rows.stride(0), len(rows)
 
 

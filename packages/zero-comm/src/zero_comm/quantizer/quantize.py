@@ -1,19 +1,18 @@
 """Quantization of flat floating-point tensors to bytes and back, with checked arguments.
 
-Terms (block, scale, step, code) and the bytes are those of [Note: the quantized buffer] in
-`block_format`. Block-wise scales are what makes 8-bit weights accurate enough to train with:
-ZeRO++ (arXiv 2306.10209), section on quantized weight communication (qwZ).
+[Note: the quantized buffer] in `block_format` defines block, scale, step, code and the bytes.
+Block-wise scales make 8-bit weights accurate enough for training: ZeRO++ (arXiv 2306.10209), qwZ.
 
 [Note: non-finite values]
-NaN and Inf are never clipped to a finite value. With "carry", every element of a block that holds
-one is dequantized to NaN: the block's scale is NaN, which takes neither a further pass over the
-data nor a host synchronization. "refuse" raises instead, and has to wait for the device.
+NaN and Inf are never clipped to finite values. With "carry" a block that holds NaN or Inf
+dequantizes to NaN everywhere, because the block's scale is NaN. This needs no extra pass and no
+host synchronization. "refuse" raises an error instead and waits for the device.
 
 [Note: rows]
-Messages to several ranks are rows of one matrix of bytes, with room between them for headers.
-They are quantized in one call: one launch for each would cost more than small ones take. Where a
-rank gets a message for each of several nodes, rows are in groups: those of a node are as far apart
-as the messages to one rank are long.
+Messages to several ranks are rows of one byte matrix, with space between the rows for message
+headers. One call quantizes all rows, which saves launches. If a rank receives one message for each
+of several nodes, rows are in groups. The distance between the rows of one node is then the length
+of all messages to one rank.
 """
 
 from __future__ import annotations
@@ -39,32 +38,30 @@ def quantize(
     nonfinite: Literal["carry", "refuse"] = "carry",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Quantize a tensor block by block into one flat buffer of bytes.
+    """Quantize a tensor block by block into one flat buffer of bytes, and return the buffer.
 
-    For every finite block, ``|x - dequantize(quantize(x))|`` is at most half a step (fp8: half the
-    spacing of fp8 numbers there, times the step), besides the rounding of fp32 and of the dtype
-    dequantized to; zeros come back as zeros; and what came back once comes back unchanged when it
-    is quantized again in the same dtype. A rotation bounds the error of 64 elements together
-    instead, by the root of the sum of squares of theirs; with a seed, the error is below a step and
-    zero on average. Blocks don't affect each other. See [Note: the quantized buffer] for the bytes;
-    ZeRO++ (arXiv 2306.10209), qwZ; for the rotation SDP4Bit (arXiv 2410.15526).
+    In every finite block ``|x - dequantize(quantize(x))|`` is at most half a step, plus the
+    rounding of fp32 and of the output dtype. With fp8 half the local spacing of fp8 numbers
+    replaces half a step. Zeros stay zeros. Quantizing a dequantized tensor again in the same dtype
+    changes nothing. With a rotation these bounds hold for the Euclidean norm of the error of 64
+    elements. With a seed the error is below one step and zero on average. Blocks do not affect each
+    other. [Note: the quantized buffer] defines the bytes. Papers: ZeRO++ (arXiv 2306.10209), qwZ;
+    SDP4Bit (arXiv 2410.15526) for the rotation.
 
     Args:
-        x: any shape, fp32, bf16, fp16 or fp64; read in flat order. Not differentiable. An fp64
-            value out of fp32's range counts as Inf; so does, with a rotation, a sum of 64 that is.
+        x: any shape, fp32, bf16, fp16 or fp64, read in flat order. Not differentiable. An fp64
+            value outside fp32's range counts as Inf, and with a rotation so does a sum of 64
+            outside it.
         format: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.
-        seed: makes rounding stochastic, see [Note: stochastic rounding]; the same seed gives the
-            same bytes everywhere. Of an int, the low 32 bits count.
-        nonfinite: what NaN and Inf do: "carry" turns their whole block into NaN, without a host
-            synchronization; "refuse" raises ValueError.
-        out: receives the bytes: uint8, 1-D, contiguous, `quantized_nbytes` long, on the device of
-            ``x`` and not overlapping it. Allocated when None.
-
-    Returns:
-        ``out``.
+        seed: selects stochastic rounding. A seed gives the same bytes everywhere. Only the low 32
+            bits count. See [Note: stochastic rounding].
+        nonfinite: treatment of NaN and Inf. "carry" turns their block into NaN without a host
+            synchronization. "refuse" raises ValueError.
+        out: buffer for the bytes: uint8, 1-D, contiguous, `quantized_nbytes` long, on the device of
+            ``x``, not overlapping ``x``. None allocates one.
 
     Raises:
-        ValueError: an argument that doesn't fit, by name, or a non-finite value to refuse.
+        ValueError: an argument does not fit, or ``nonfinite="refuse"`` found NaN or Inf.
     """
     fmt = BlockFormat.make(format)
     check_float("x", x.dtype)
@@ -94,23 +91,19 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Dequantize the bytes that `quantize` made into a flat tensor.
+    """Dequantize the bytes from `quantize` into a flat tensor, and return the tensor.
 
     Args:
         buffer: uint8, 1-D, contiguous, ``quantized_nbytes(numel, format)`` long.
-        numel: elements that were quantized.
-        format: as given to `quantize`.
-        dtype: fp32, bf16, fp16 or fp64; the one that was quantized, or a wider one (a narrower one
-            may overflow to Inf, as any cast may; after a rotation so may the same one, if values
-            were within an error of its largest).
-        out: receives the values: 1-D, contiguous, ``numel`` elements of ``dtype``, on the device
-            of ``buffer`` and not overlapping it. Allocated when None.
-
-    Returns:
-        ``out``, 1-D.
+        numel: number of quantized elements.
+        format: the format passed to `quantize`.
+        dtype: fp32, bf16, fp16 or fp64. A dtype narrower than the quantized one may overflow to
+            Inf. After a rotation the same dtype may overflow too, near its largest value.
+        out: 1-D, contiguous, ``numel`` elements of ``dtype``, on the device of ``buffer``, not
+            overlapping ``buffer``. None allocates one.
 
     Raises:
-        ValueError: an argument that doesn't fit, by name.
+        ValueError: an argument does not fit.
     """
     fmt = BlockFormat.make(format)
     check_float("dtype", dtype)
@@ -129,25 +122,22 @@ def quantize_rows(
 ) -> bool | None:
     """Quantize equal parts of a flat tensor, each into its own row.
 
-    Row ``r`` gets the bytes that `quantize` makes of the ``r``-th part, with the seed
-    ``seed + 0x9e3779b9 * r`` if there is one. NaN and Inf are carried. Rows may be in groups,
-    [groups, rows of a group, bytes], with other strides between groups than between rows; a group's
-    parts follow one another, and its seed is ``seed + 0x9e3779b1 * group``.
+    Row ``r`` gets the bytes of `quantize` for part ``r``, with seed ``seed + 0x9e3779b9 * r`` if
+    there is one. NaN and Inf are carried. Rows may be in groups, [groups, rows per group, bytes],
+    with different strides between groups and rows. The parts of a group are adjacent in ``x``, and
+    the group's seed is ``seed + 0x9e3779b1 * group``. Return whether ``x`` has NaN or Inf, or None
+    if finding out would synchronize with a device.
 
     Args:
-        x: flat, contiguous, as many times n elements of fp32, bf16, fp16 or fp64 as ``out`` has
-            rows.
+        x: flat, contiguous, fp32, bf16, fp16 or fp64, n elements for each row of ``out``.
         format: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.
-        out: uint8, ``quantized_nbytes(n, format)`` columns, on the device of ``x`` and not
-            overlapping it. Rows are contiguous and start at multiples of 16 bytes; bytes between
-            them are left unchanged.
-        seed: as of `quantize`.
-
-    Returns:
-        Whether ``x`` has NaN or Inf; None where knowing would synchronize with a device.
+        out: uint8, ``quantized_nbytes(n, format)`` columns, on the device of ``x``, not overlapping
+            ``x``. Rows are contiguous and start at multiples of 16 bytes. Bytes between rows stay
+            unchanged.
+        seed: see `quantize`.
 
     Raises:
-        ValueError: an argument that doesn't fit, by name.
+        ValueError: an argument does not fit.
     """
     fmt = BlockFormat.make(format)
     check_float("x", x.dtype)
@@ -166,17 +156,17 @@ def quantize_rows(
 
 
 def dequantize_rows(rows: Tensor, numel: int, format: str | BlockFormat, out: Tensor) -> None:
-    """Dequantize the rows that `quantize_rows` made into a flat tensor.
+    """Dequantize the rows from `quantize_rows` into a flat tensor.
 
     Args:
-        rows: uint8, ``quantized_nbytes(numel, format)`` columns; rows as in `quantize_rows`.
-        numel: elements of one row.
-        format: as given to `quantize_rows`.
-        out: receives the values, row after row: flat, contiguous, fp32, bf16, fp16 or fp64, on the
-            device of ``rows`` and not overlapping it.
+        rows: uint8, ``quantized_nbytes(numel, format)`` columns, shaped as in `quantize_rows`.
+        numel: elements per row.
+        format: the format passed to `quantize_rows`.
+        out: flat, contiguous, fp32, bf16, fp16 or fp64, on the device of ``rows``, not overlapping
+            ``rows``. Receives the values of row after row.
 
     Raises:
-        ValueError: an argument that doesn't fit, by name.
+        ValueError: an argument does not fit.
     """
     fmt = BlockFormat.make(format)
     _check_rows("rows", rows, fmt.nbytes(numel), out.device)
@@ -188,18 +178,10 @@ def dequantize_rows(rows: Tensor, numel: int, format: str | BlockFormat, out: Te
 
 
 def dequantize_sum(rows: Tensor, numel: int, format: str | BlockFormat, out: Tensor) -> None:
-    """Sum the dequantized rows in fp32, from the first to the last, each group by itself.
+    """Sum the dequantized rows of each group in fp32, in row order.
 
-    Args:
-        rows: uint8, ``quantized_nbytes(numel, format)`` columns, at least one row; rows as in
-            `quantize_rows`.
-        numel: elements of one row.
-        format: as given to `quantize_rows`.
-        out: receives the sum, or those of the groups one after another: fp32, 1-D, contiguous, on
-            the device of ``rows`` and not overlapping it.
-
-    Raises:
-        ValueError: an argument that doesn't fit, by name.
+    Arguments and errors are those of `dequantize_rows`, with at least one row. ``out`` is fp32 and
+    receives the sum of each group, in group order.
     """
     fmt = BlockFormat.make(format)
     _check_rows("rows", rows, fmt.nbytes(numel), out.device)
@@ -212,7 +194,7 @@ def dequantize_sum(rows: Tensor, numel: int, format: str | BlockFormat, out: Ten
 
 
 def check_float(name: str, dtype: torch.dtype) -> None:
-    """Raise ValueError if ``dtype``, that of argument ``name``, is none that is quantized."""
+    """Raise ValueError unless ``dtype``, of the argument ``name``, can be quantized."""
     if dtype not in QUANTIZABLE_DTYPES:
         raise ValueError(f"{name} must be fp32, bf16, fp16 or fp64, got {dtype}")
 
@@ -258,7 +240,7 @@ def _check_flat(
 
 
 def _refuse_nonfinite(row: Tensor, numel: int, fmt: BlockFormat) -> None:
-    """Raise if the scale of a block marks NaN or Inf."""
+    """Raise ValueError if the scale of a block marks NaN or Inf."""
     is_bad = read_scales(row, numel, fmt)[:, 0].isnan()
     bad = is_bad.nonzero().view(-1)
     if not len(bad):

@@ -1,14 +1,13 @@
 """Codes and scales in Triton: the formulas of `block_format`, bit for bit.
 
-Every function takes one **tile**, fp32 ``[blocks, columns]``, a row per block; columns beyond the
-block size hold zeros. What must be exact is written so that it is exact in Triton's interpreter
-and on any GPU:
+Every function takes one **tile**: fp32 [blocks, columns], one block per row. Columns beyond the
+block size hold zeros. Results must be exact on every GPU and in Triton's interpreter:
 
-- Division is `tl.div_rn`: ``/`` may be approximate. Compiled without fused multiply-add.
-- Non-finite blocks are found in the magnitude's bits, as integers: a float maximum may drop NaN.
-- Integers are rounded by adding ``1.5 * 2**23``, whose last bit is worth one; the low bits of the
-  sum are then the integer, and no conversion instruction is needed.
-- bf16 and fp8 go through integer arithmetic: not every GPU, nor the interpreter, converts them.
+- Division is `tl.div_rn`, because ``/`` may be approximate. Fused multiply-add is disabled.
+- The bits of magnitudes, as integers, reveal non-finite blocks. A float maximum may drop NaN.
+- Adding ``1.5 * 2**23`` rounds to an integer, because the last bit of the sum is then worth one.
+  The low bits of the sum are the integer, without a conversion instruction.
+- bf16 and fp8 are converted by integer arithmetic, because not every GPU supports them.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
@@ -23,8 +22,8 @@ def rotate(x: tl.tensor, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tens
     x = x * 0.125
     for stage in tl.static_range(6):
         pairs = tl.reshape(x, [NUMEL // (2 << stage), 2, 1 << stage])
-        # The other of the two: the sum of both less this one, as integers, which wrap around. A
-        # reduction over two lanes is a shuffle at most; no memory is involved.
+        # Each element needs its partner: the pair's sum minus the element, as integers that wrap.
+        # A reduction over two lanes is a register shuffle and needs no memory.
         bits = pairs.to(tl.int32, bitcast=True)
         other = (tl.sum(bits, axis=1, keep_dims=True) - bits).to(tl.float32, bitcast=True)
         is_second = tl.arange(0, 2)[None, :, None] == 1
@@ -42,7 +41,6 @@ def uniform(index: tl.tensor, seed: tl.tensor, row: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _mix(x: tl.tensor) -> tl.tensor:
-    """Compute lowbias32."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -58,7 +56,7 @@ def _integer(v: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _round(v: tl.tensor, noise: tl.tensor, IS_STOCHASTIC: tl.constexpr) -> tl.tensor:
-    if IS_STOCHASTIC:  # floor; tl.floor takes a subnormal below zero for zero on some GPUs
+    if IS_STOCHASTIC:  # not tl.floor, which rounds negative subnormals to zero on some GPUs
         sum = v + noise
         nearest = _integer(sum)
         return tl.where(nearest.to(tl.float32) > sum, nearest - 1, nearest)
@@ -68,7 +66,7 @@ def _round(v: tl.tensor, noise: tl.tensor, IS_STOCHASTIC: tl.constexpr) -> tl.te
 
 @triton.jit
 def _largest_magnitude_bits(x: tl.tensor) -> tl.tensor:
-    """Return the bits of each block's largest magnitude: 0x7f800000 or more with NaN or Inf."""
+    """Return the bits of each block's largest magnitude: >= 0x7f800000 with NaN or Inf."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
 
 
@@ -77,12 +75,12 @@ def bfloat16_bits(x: tl.tensor) -> tl.tensor:
     """Round fp32 ``x`` to bfloat16, ties to even, and return its 16 bits in an int32."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(x == x, rounded, 0x7FC0)  # or NaN's bits might carry over into zero
+    return tl.where(x == x, rounded, 0x7FC0)  # rounding up could turn the bits of NaN into zero
 
 
 @triton.jit
 def symmetric_step(maximum: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Return the fp32 steps of maxima that are bfloat16 bits in an int32."""
+    """Return the fp32 steps of maxima given as bfloat16 bits in an int32."""
     TOP_INTEGER: tl.constexpr = 127.0 if KIND == "int8" else 7.0
     TOP_FLOAT: tl.constexpr = 448.0 if KIND == "e4m3" else 57344.0
     TOP: tl.constexpr = TOP_INTEGER if KIND == "int8" or KIND == "int4" else TOP_FLOAT
@@ -98,13 +96,13 @@ def symmetric_codes(
     KIND: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
 ) -> tl.tensor:
-    """Return the int32 codes of a tile, and each block's maximum as bfloat16 bits in an int32.
+    """Return a tile's int32 codes, and each block's maximum as bfloat16 bits in an int32.
 
-    ``LARGEST_BITS`` is the largest maximum, as fp32 bits.
+    ``LARGEST_BITS`` is the upper limit of the maximum, as fp32 bits.
     """
     largest = _largest_magnitude_bits(x)
     is_finite = largest < 0x7F800000
-    # Between 2**-100 and the largest, then to bfloat16: magnitudes are in the order of their bits.
+    # Clamp to [2**-100, limit] on the bits, which are ordered like magnitudes; round to bfloat16.
     largest = tl.minimum(tl.maximum(largest, 0x0D800000), LARGEST_BITS)
     maximum = tl.where(is_finite, (largest + 0x7FFF + ((largest >> 16) & 1)) >> 16, 0x7FC0)
     step = symmetric_step(maximum, KIND)
@@ -113,7 +111,7 @@ def symmetric_codes(
         codes = _float8_codes(v, noise, KIND, IS_STOCHASTIC)
     else:
         codes = _round(v, noise, IS_STOCHASTIC)
-        if IS_STOCHASTIC:  # to the nearest, |v| is never half a step above the top
+        if IS_STOCHASTIC:  # rounding to nearest never exceeds the top level
             TOP: tl.constexpr = 127 if KIND == "int8" else 7
             codes = tl.minimum(tl.maximum(codes, -TOP), TOP)
     return tl.where(is_finite[:, None], codes, 0), maximum
@@ -125,9 +123,9 @@ def _float8_codes(
 ) -> tl.tensor:
     """Return the fp8 bytes of ``v``.
 
-    ``|v| / q`` is rounded to an integer, and q's exponent counts from emin. Their sum is the byte,
-    also where the integer was rounded up into the next exponent, and for subnormals, which have no
-    leading bit.
+    The byte is the exponent of q, counted from emin, in the exponent bits plus ``|v| / q`` rounded
+    to an integer. The sum is right even if rounding carries into the next exponent, and for
+    subnormals, which have no leading bit.
     """
     MANTISSA: tl.constexpr = 3 if KIND == "e4m3" else 2
     SMALLEST_EXPONENT: tl.constexpr = -6 if KIND == "e4m3" else -14
@@ -139,13 +137,13 @@ def _float8_codes(
     per_unit = ((127 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)
     levels = _round(magnitude * per_unit, noise, IS_STOCHASTIC)
     codes = tl.minimum(((exponent - SMALLEST_EXPONENT) << MANTISSA) + levels, TOP_CODE)
-    is_negative = (v.to(tl.int32, bitcast=True) < 0) & (codes > 0)  # zero has no sign
+    is_negative = (v.to(tl.int32, bitcast=True) < 0) & (codes > 0)  # zero is always +0
     return tl.where(is_negative, codes | 0x80, codes)
 
 
 @triton.jit
 def float8_value(byte: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Return the fp32 values of fp8 bytes in an int32, including NaN and Inf, which no code is."""
+    """Return the fp32 values of fp8 bytes in an int32, including NaN and Inf."""
     MANTISSA: tl.constexpr = 3 if KIND == "e4m3" else 2
     BIAS: tl.constexpr = 7 if KIND == "e4m3" else 15
     TOP_CODE: tl.constexpr = 0x7E if KIND == "e4m3" else 0x7B
@@ -172,15 +170,15 @@ def asymmetric_codes(
     IS_STOCHASTIC: tl.constexpr,
     KEPT_DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the int32 codes of a tile, and the bits of each block's extreme elements.
+    """Return a tile's int32 codes, and the bits of each block's smallest and largest element.
 
     ``is_counted`` marks the elements that the extremes are taken from. ``KEPT_DTYPE`` is the dtype
-    in which values that were dequantized before stay unchanged, or "none".
+    in which dequantized values must survive a second quantization unchanged, or "none".
     """
     is_finite = _largest_magnitude_bits(x) < 0x7F800000
     lo = tl.min(tl.where(is_counted, x, float("inf")), axis=1)
     hi = tl.max(tl.where(is_counted, x, float("-inf")), axis=1)
-    lo = tl.where(is_finite, tl.where(lo == 0, 0.0, lo), float("nan"))  # zero has no sign
+    lo = tl.where(is_finite, tl.where(lo == 0, 0.0, lo), float("nan"))  # -0 becomes +0
     hi = tl.where(is_finite, tl.where(hi == 0, 0.0, hi), float("nan"))
     step = _asymmetric_step(lo, hi, TOP_INDEX)
     per_step = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step) * 2.0
@@ -201,21 +199,21 @@ def asymmetric_values(
     """Return the fp32 values of int32 codes. ``lo`` and ``hi`` are fp32, one per block."""
     step = _asymmetric_step(lo, hi, TOP_INDEX)
     values = _value_of(codes - 1, lo, hi, step, TOP_INDEX)
-    return tl.where(codes == 0, (lo - lo)[:, None], values)  # zero, or NaN
+    return tl.where(codes == 0, (lo - lo)[:, None], values)  # zero, or NaN in a non-finite block
 
 
 @triton.jit
 def _asymmetric_step(lo: tl.tensor, hi: tl.tensor, TOP_INDEX: tl.constexpr) -> tl.tensor:
     half_range = hi * 0.5 - lo * 0.5
     step = tl.div_rn(half_range, tl.full(half_range.shape, TOP_INDEX / 2, tl.float32))
-    return tl.where(step < 2.0**-107, 2.0**-107, step)  # keeps NaN
+    return tl.where(step < 2.0**-107, 2.0**-107, step)  # keeps NaN, unlike tl.maximum
 
 
 @triton.jit
 def _value_of(
     index: tl.tensor, lo: tl.tensor, hi: tl.tensor, step: tl.tensor, TOP_INDEX: tl.constexpr
 ) -> tl.tensor:
-    # In halves: a number of steps may be beyond fp32 where the value is not.
+    # In halves, because index * step may overflow although the value does not.
     halves = index.to(tl.float32) * (step * 0.5)[:, None] + (lo * 0.5)[:, None]
     values = tl.where(index == 0, lo[:, None], halves * 2.0)
     return tl.where(index == TOP_INDEX, hi[:, None], values)
@@ -231,7 +229,7 @@ def _keep_exact(
     TOP_INDEX: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Move to the neighbour that gives ``x`` back exactly, where ``index`` does not."""
+    """Use a neighbour of ``index`` that decodes to exactly ``x`` if ``index`` does not."""
     above = tl.minimum(index + 1, TOP_INDEX)
     below = tl.maximum(index - 1, 0)
     is_wrong = _cast(_value_of(index, lo, hi, step, TOP_INDEX), DTYPE) != x

@@ -1,7 +1,7 @@
-"""Backend of Triton kernels for CUDA, ROCm and XPU, or Triton's interpreter on a CPU.
+"""Quantizer backend of Triton kernels for CUDA, ROCm and XPU, or Triton's interpreter on a CPU.
 
-It gives the bytes and values of `zero_comm.quantizer.torch_backend`, and never waits for the
-device. `triton_tiles` has the kernels, `triton_arithmetic` their arithmetic.
+The bytes and values equal those of `zero_comm.quantizer.torch_backend`. The backend never waits for
+the device. `triton_tiles` has the kernels, `triton_arithmetic` their arithmetic.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 import triton
 from torch import Tensor
 
-from zero_comm.quantizer.block_codes import in_groups
 from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.quantizer.torch_backend import in_groups
 from zero_comm.quantizer.triton_tiles import decode_kernel, decode_sum_kernel, encode_kernel
 
 LARGEST_BLOCK_SIZE: Final = 1 << 15  # elements: 64 per thread of the largest program
-_TILE_NUMEL: Final = 1 << 12  # 32 elements per thread keep enough loads in flight
+_TILE_NUMEL: Final = 1 << 12  # 32 elements per thread hide the latency of loads
 _WARPS: Final = 4
 _DTYPE_NAME: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# A multiply and an add fused into one rounding would give other bytes than the definition.
+# Fused multiply-add would round once instead of twice and change bytes.
 LAUNCH_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({"enable_fp_fusion": False})
-# As fp32 bits: the top of bfloat16, or of what it and float16 both hold.
+# Upper limit of the maximum as fp32 bits: the largest bfloat16 that the dtype can hold.
 _LARGEST_BITS: Final = {"fp32": 0x7F7F0000, "bf16": 0x7F7F0000, "fp16": 0x477F0000}
 
 
 class TritonBackend:
-    """Launches the kernels on the tensors' device and its current stream."""
+    """`Backend` whose kernels run on the tensors' device and its current stream."""
 
     name = "triton"
 
@@ -76,7 +76,6 @@ class TritonBackend:
 def _launch(
     kernel: Any, fmt: BlockFormat, values: Tensor, arguments: tuple[Any, ...], **constants: Any
 ) -> None:
-    """Launch a program for each tile of ``values``, [rows, numel], on the current stream."""
     shared = constants_of(fmt)
     num_tiles = -(-fmt.num_blocks(values.shape[1]) // shared["BLOCKS"])
     with on_device(values.device):
@@ -84,7 +83,7 @@ def _launch(
 
 
 def constants_of(fmt: BlockFormat) -> dict[str, Any]:
-    """Return the constants of all kernels for a format, and the number of warps."""
+    """Return the compile-time arguments of all kernels for a format, and the number of warps."""
     if fmt.block_size > LARGEST_BLOCK_SIZE:
         raise ValueError(
             f"the triton backend takes blocks of up to {LARGEST_BLOCK_SIZE} elements, got "
@@ -103,28 +102,28 @@ def constants_of(fmt: BlockFormat) -> dict[str, Any]:
 
 
 def _typed(x: Tensor) -> Tensor:
-    """View bfloat16 as int16: the kernels convert it themselves."""
+    # The kernels convert bfloat16 themselves, from int16.
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
 def _place(rows: Tensor) -> tuple[int, int, int]:
-    """Return the strides of groups and of their rows, and the number of rows of a group."""
+    """Return the strides of groups and of their rows, and the number of rows per group."""
     groups = in_groups(rows)
     return _stride(groups), _stride(groups[0]), groups.shape[1]
 
 
 def _stride(rows: Tensor) -> int:
-    """Return the stride of rows in elements, or 0 for a single row, which compiles as aligned."""
+    """Return the stride of rows in elements. A single row has 0, which compiles as aligned."""
     return rows.stride(0) if len(rows) > 1 else 0
 
 
 def _signed(seed: int) -> int:
-    """Return the same 32 bits as an int32, so that all seeds use one compiled kernel."""
+    """Return the 32 bits of ``seed`` as an int32, so that all seeds share one compiled kernel."""
     return seed - 2**32 if seed >= 2**31 else seed
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make the tensors' device the current one, on which Triton launches."""
+    """Make ``device`` the current device, on which Triton launches."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 

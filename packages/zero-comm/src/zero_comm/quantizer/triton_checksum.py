@@ -1,4 +1,4 @@
-"""The checksum of `zero_comm.quantizer.checksum` by a Triton kernel, in one pass over the words."""
+"""Triton kernel for the checksum of `zero_comm.quantizer.checksum`, in one pass over the words."""
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
 from typing import Final
@@ -11,8 +11,7 @@ from torch import Tensor
 from zero_comm.quantizer import checksum
 from zero_comm.quantizer.triton_backend import on_device
 
-TURNS: Final = 4
-"""Turns that a program sums up."""
+TURNS: Final = 4  # turns that one program sums
 WORDS = tl.constexpr(checksum.WORDS_PER_TURN)
 ODD = tl.constexpr(checksum.ODD)
 MIX = tl.constexpr(checksum.MIX)
@@ -27,7 +26,6 @@ def sum_kernel(
     row_stride: tl.tensor,
     TURNS: tl.constexpr,
 ) -> None:
-    """Store the weighted sum of one program's turns of one row."""
     program = tl.program_id(0).to(tl.int64)
     words_ptr += tl.program_id(1).to(tl.int64) * row_stride
     place = tl.arange(0, WORDS).to(tl.int64)
@@ -54,7 +52,7 @@ def _mixed(words: tl.tensor) -> tl.tensor:
 
 
 def sum_words(words: Tensor) -> Tensor:
-    """Return the checksums of rows of int64 ``words``, on their device, without waiting for it."""
+    """Return the checksums of rows of int64 ``words`` on their device, without waiting for it."""
     num_rows, num_words = words.shape
     num_programs = triton.cdiv(num_words, TURNS * checksum.WORDS_PER_TURN)
     sums = torch.empty(num_rows, num_programs, dtype=torch.int64, device=words.device)

@@ -1,26 +1,17 @@
-"""Triton kernels, each of which handles one tile of a quantized row.
+"""Triton kernels that quantize and dequantize, one tile per program.
 
 [Note: tiles]
-A program handles one **tile**: several whole blocks of one row, as a matrix with one row per block
-and columns padded to a power of two. Programs are numbered tile by tile, row after row. Every tile
-but a row's last is entirely inside the tensor and accessed without a mask: a mask with an arbitrary
-end would make the accesses of every tile narrow.
+A **tile** is several whole blocks of one row of elements: a matrix with one block per row and
+columns padded to a power of two. Programs are numbered tile by tile, row after row. Only the last
+tile of a row needs a mask for its end. Other tiles are accessed without a mask, because masked
+accesses are narrow.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
 import triton
 import triton.language as tl
 
-from zero_comm.quantizer.triton_arithmetic import (
-    asymmetric_codes,
-    asymmetric_values,
-    bfloat16_bits,
-    float8_value,
-    rotate,
-    symmetric_codes,
-    symmetric_step,
-    uniform,
-)
+from zero_comm.quantizer import triton_arithmetic as arithmetic
 
 
 @triton.jit(do_not_specialize=["numel", "num_rows", "seed"])
@@ -43,11 +34,12 @@ def encode_kernel(
     HAS_ROTATION: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
 ) -> None:
-    """Quantize one tile. bf16 elements are passed as int16. [Note: the quantized buffer]."""
+    """Quantize one tile. bf16 elements are passed as int16. See [Note: the quantized buffer]."""
     IS_INT4: tl.constexpr = KIND == "int4"
     BLOCK_NBYTES: tl.constexpr = BLOCK // 2 if IS_INT4 else BLOCK
     SCALE_NBYTES: tl.constexpr = 2 if IS_SYMMETRIC else 8
     row, tile = _place(numel, BLOCK, BLOCKS)
+    group, own_row = _group_of(row, num_rows)
     num_blocks = tl.cdiv(numel.to(tl.int64), BLOCK)
     first_block = tile * BLOCKS
     first = first_block * BLOCK
@@ -68,26 +60,27 @@ def encode_kernel(
     else:
         x = raw.to(tl.float32)
     if HAS_ROTATION:
-        x = rotate(x, BLOCKS, COLUMNS)
-        is_inside = is_inside | (column < BLOCK)  # padding was rotated too
+        x = arithmetic.rotate(x, BLOCKS, COLUMNS)
+        is_inside = is_inside | (column < BLOCK)  # the rotation mixes values into the padding
     if IS_STOCHASTIC:
-        group, own_row = _group_of(row, num_rows)
         group_seed = seed.to(tl.uint32) + group.to(tl.uint32) * 0x9E3779B1
-        noise = uniform(first.to(tl.uint32) + offsets.to(tl.uint32), group_seed, own_row)
+        noise = arithmetic.uniform(first.to(tl.uint32) + offsets.to(tl.uint32), group_seed, own_row)
     else:
         noise = 0.0
 
-    row_ptr = out_ptr + _offset(row, num_rows, group_stride, out_stride)
+    row_ptr = out_ptr + group * group_stride + own_row * out_stride
     scales_ptr = row_ptr + num_blocks * BLOCK_NBYTES + first_block * SCALE_NBYTES
     is_block = block < tl.minimum(num_blocks - first_block, BLOCKS).to(tl.int32)
     if IS_SYMMETRIC:
-        codes, maximum = symmetric_codes(x, noise, LARGEST_BITS, KIND, IS_STOCHASTIC)
+        codes, maximum = arithmetic.symmetric_codes(x, noise, LARGEST_BITS, KIND, IS_STOCHASTIC)
         _store_bytes(scales_ptr + block * 2, maximum, is_block, 2)
     else:
         IS_KEPT: tl.constexpr = not (HAS_ROTATION or IS_STOCHASTIC)
         KEPT_DTYPE: tl.constexpr = DTYPE if IS_KEPT else "none"
         TOP_INDEX: tl.constexpr = 14 if IS_INT4 else 254
-        codes, lo, hi = asymmetric_codes(x, is_inside, noise, TOP_INDEX, IS_STOCHASTIC, KEPT_DTYPE)
+        codes, lo, hi = arithmetic.asymmetric_codes(
+            x, is_inside, noise, TOP_INDEX, IS_STOCHASTIC, KEPT_DTYPE
+        )
         _store_bytes(scales_ptr + block * 8, lo, is_block, 4)
         _store_bytes(scales_ptr + block * 8 + 4, hi, is_block, 4)
     codes_ptr = row_ptr + first_block * BLOCK_NBYTES
@@ -122,18 +115,15 @@ def decode_kernel(
 ) -> None:
     """Dequantize one tile. bf16 elements are written as int16."""
     row, tile = _place(numel, BLOCK, BLOCKS)
-    row_ptr = rows_ptr + _offset(row, num_rows, group_stride, rows_stride)
+    group, own_row = _group_of(row, num_rows)
+    row_ptr = rows_ptr + group * group_stride + own_row * rows_stride
     WIDTH: tl.constexpr = 4 if DTYPE == "fp32" else 8
     values = _decode_tile(
         row_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION, WIDTH
     )
-    out_row = out_ptr + row * out_stride
     if DTYPE == "bf16":
-        _store_tile(
-            out_row, bfloat16_bits(values).to(tl.int16), numel, tile, BLOCK, BLOCKS, COLUMNS
-        )
-    else:
-        _store_tile(out_row, values, numel, tile, BLOCK, BLOCKS, COLUMNS)
+        values = arithmetic.bfloat16_bits(values).to(tl.int16)
+    _store_tile(out_ptr + row * out_stride, values, numel, tile, BLOCK, BLOCKS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["numel", "num_rows"])
@@ -151,7 +141,7 @@ def decode_sum_kernel(
     IS_SYMMETRIC: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
 ) -> None:
-    """Sum one tile of all rows of a group, in the order of the rows."""
+    """Sum one tile over all rows of a group, in row order."""
     group, tile = _place(numel, BLOCK, BLOCKS)
     row_ptr = rows_ptr + group * group_stride
     total = _decode_tile(
@@ -166,27 +156,18 @@ def decode_sum_kernel(
 
 
 @triton.jit
-def _offset(
-    row: tl.tensor, num_rows: tl.tensor, group_stride: tl.tensor, row_stride: tl.tensor
-) -> tl.tensor:
-    """Return where a row begins, of groups of ``num_rows`` rows."""
-    group, own_row = _group_of(row, num_rows)
-    return group * group_stride + own_row * row_stride
-
-
-@triton.jit
 def _group_of(row: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
-    """Return a row's group and its number within the group, as int64."""
-    index = row.to(tl.int32)  # divided in 32 bits, as in _place
+    """Return a row's group and its index within the group, as int64."""
+    index = row.to(tl.int32)  # 64-bit division is slow
     group = index // num_rows
     return group.to(tl.int64), (index - group * num_rows).to(tl.int64)
 
 
 @triton.jit
 def _place(numel: tl.tensor, BLOCK: tl.constexpr, BLOCKS: tl.constexpr) -> tl.tensor:
-    """Return the row and tile of this program, as int64: their strides may be large."""
+    """Return the row and tile of this program as int64, because offsets may exceed 32 bits."""
     num_tiles = tl.cdiv(numel.to(tl.int64), BLOCK * BLOCKS).to(tl.int32)
-    program = tl.program_id(0)  # divided in 32 bits: in 64, that alone is a hundred instructions
+    program = tl.program_id(0)  # a 64-bit division takes about 100 instructions
     row = program // num_tiles
     return row.to(tl.int64), (program - row * num_tiles).to(tl.int64)
 
@@ -228,7 +209,6 @@ def _decode_tile(
     HAS_ROTATION: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tl.tensor:
-    """Dequantize a tile of the buffer at ``row_ptr`` to fp32."""
     IS_INT4: tl.constexpr = KIND == "int4"
     BLOCK_NBYTES: tl.constexpr = BLOCK // 2 if IS_INT4 else BLOCK
     SCALE_NBYTES: tl.constexpr = 2 if IS_SYMMETRIC else 8
@@ -238,27 +218,24 @@ def _decode_tile(
     column = tl.arange(0, COLUMNS)[None, :]
     is_block = block < tl.minimum(num_blocks - first_block, BLOCKS).to(tl.int32)
     codes_ptr = row_ptr + first_block * BLOCK_NBYTES + block[:, None] * BLOCK_NBYTES
-    # Each byte of 4-bit codes is read twice, the second time from a cache. No more codes a thread
-    # and load than it stores elements at a time: else the values change threads, through memory.
+    # Each byte of 4-bit codes is loaded twice, the second time from the cache. A thread loads as
+    # many codes at once as it stores elements, or values would move between threads via memory.
     codes_ptr = tl.max_contiguous(codes_ptr + (column % BLOCK_NBYTES), [1, WIDTH])
     is_code = is_block[:, None] & (column < BLOCK)
     byte = tl.load(codes_ptr, mask=is_code, other=0).to(tl.int32)
     scales_ptr = row_ptr + num_blocks * BLOCK_NBYTES + first_block * SCALE_NBYTES
     is_second = column >= BLOCK_NBYTES
     if IS_SYMMETRIC:
-        step = symmetric_step(_load_bytes(scales_ptr + block * 2, is_block, 2), KIND)
+        step = arithmetic.symmetric_step(_load_bytes(scales_ptr + block * 2, is_block, 2), KIND)
         values = _levels(byte, is_second, KIND) * step[:, None]
     else:
         lo = _load_bytes(scales_ptr + block * 8, is_block, 4).to(tl.float32, bitcast=True)
         hi = _load_bytes(scales_ptr + block * 8 + 4, is_block, 4).to(tl.float32, bitcast=True)
-        if IS_INT4:
-            codes = tl.where(is_second, byte >> 4, byte & 15)
-        else:
-            codes = byte
+        codes = tl.where(is_second, byte >> 4, byte & 15) if IS_INT4 else byte
         TOP_INDEX: tl.constexpr = 14 if IS_INT4 else 254
-        values = asymmetric_values(codes, lo, hi, TOP_INDEX)
+        values = arithmetic.asymmetric_values(codes, lo, hi, TOP_INDEX)
     if HAS_ROTATION:
-        values = rotate(values, BLOCKS, COLUMNS)
+        values = arithmetic.rotate(values, BLOCKS, COLUMNS)
     return values
 
 
@@ -270,7 +247,7 @@ def _levels(byte: tl.tensor, is_second: tl.tensor, KIND: tl.constexpr) -> tl.ten
     elif KIND == "int4":
         return (tl.where(is_second, byte + 8, byte << 4) << 24 >> 28).to(tl.float32)
     else:
-        return float8_value(byte, KIND)
+        return arithmetic.float8_value(byte, KIND)
 
 
 @triton.jit
@@ -282,7 +259,7 @@ def _pack(
     if BLOCK == COLUMNS:
         weights = 1 + 15 * tl.arange(0, 2)[None, :, None]
         return tl.sum(tl.reshape(codes, [BLOCKS, 2, HALF]) * weights, axis=1)
-    else:  # the halves of the block are not those of the matrix
+    else:  # with padding columns the halves of a block are not those of the matrix
         first = tl.arange(0, HALF)[None, :] + tl.zeros([BLOCKS, 1], tl.int32)
         second = tl.minimum(first + BLOCK // 2, COLUMNS - 1)
         return tl.gather(codes, first, axis=1) + 16 * tl.gather(codes, second, axis=1)

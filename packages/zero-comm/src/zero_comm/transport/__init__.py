@@ -1,1 +1,1 @@
-"""Exchange of bytes between ranks, and the ranks' places on nodes."""
+"""Exchange of bytes between ranks, and discovery of the ranks on a node."""

@@ -1,7 +1,7 @@
-"""Protocol of the collectives that carry this package's bytes.
+"""Protocols of the collectives that carry this package's bytes.
 
-An engine passes its own to `zero_comm.create_collectives`; `zero_comm.TorchCollectives` implements
-it over plain torch.distributed. Both satisfy the protocol by shape alone.
+An engine passes its collectives to `zero_comm.create_collectives`. `zero_comm.TorchCollectives`
+implements `TransportCollectives` over plain torch.distributed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class Work(Protocol):
     """Handle of a running collective, such as `torch.distributed.Work`."""
 
     def wait(self) -> object:
-        """Block until the result may be read by the caller (on CUDA: by its current stream)."""
+        """Block until the caller may read the result (on CUDA: the caller's current stream)."""
 
 
 @runtime_checkable
 class TransportCollectives(Protocol):
-    """Collectives over flat tensors of any dtype, bytes included.
+    """Collectives over flat tensors of any dtype, including bytes.
 
-    Every rank calls the same methods in the same order. Buffers may be reused after ``wait``. A
-    ``shard`` changes only after an exchange of all ranks that each entered after its gathers.
+    Every rank must call the same methods in the same order. Buffers may be reused after ``wait``. A
+    rank may change a ``shard`` only after an exchange that every rank entered after its gathers.
     """
 
     @property
@@ -48,41 +48,41 @@ class TransportCollectives(Protocol):
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         """Start to fill slice k of ``out`` with slice ``rank`` of rank k's ``parts``.
 
-        After ``wait`` no other rank reads ``parts`` any more.
+        After ``wait`` no other rank reads ``parts``.
         """
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
-        """Return collectives among some of these ranks, renumbered in the given order.
+        """Return collectives among the given ranks, renumbered in the given order.
 
-        Every rank calls it equally often, each with the subgroup that it is in.
+        Every rank must call it equally often, each time with its own subgroup.
         """
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a zeroed 1-D tensor in the memory that transfers are fastest from.
+        """Allocate a zeroed 1-D tensor in the memory with the fastest transfers.
 
-        It is held as long as the collectives.
+        The collectives hold the memory as long as they exist.
         """
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
-        """Run ``job`` beside the caller, after earlier jobs of its kind. It may wait for works."""
+        """Run ``job``, which may wait for works, asynchronously after earlier jobs of its kind."""
 
 
 @runtime_checkable
 class AddingCollectives(TransportCollectives, Protocol):
-    """Transport collectives that add to a sum."""
+    """Transport collectives whose reductions can add to a sum."""
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to add this rank's slice of every rank's ``full`` to ``out``, in rank order."""
 
 
 class SliceCodec(Protocol):
-    """Codes slices of gradients so that every bit arrives. Tensors are 1-D and contiguous."""
+    """Lossless codec for slices of gradients. Tensors are 1-D and contiguous."""
 
     def serves(self, dtype: torch.dtype, numel: int) -> bool:
         """Whether slices of ``numel`` elements are coded."""
 
     def max_nbytes(self, dtype: torch.dtype, numel: int) -> int:
-        """Return the most bytes that a message may have."""
+        """Return the largest possible size of a message in bytes."""
 
     def pack(self, values: Tensor, message: Tensor) -> int:
         """Write the message of ``values``, and return its bytes."""
@@ -93,15 +93,15 @@ class SliceCodec(Protocol):
 
 @runtime_checkable
 class CodingCollectives(TransportCollectives, Protocol):
-    """Transport collectives whose reductions can code what they send to other nodes."""
+    """Transport collectives whose reductions can code slices for other nodes."""
 
     def coded(self, codec: SliceCodec) -> TransportCollectives:
-        """Return the same collectives with reductions that send messages of ``codec``."""
+        """Return the same collectives, but with reductions that send messages of ``codec``."""
 
 
 @runtime_checkable
 class InPlaceCollectives(TransportCollectives, Protocol):
-    """Transport collectives that may read gradients in the other ranks' memory."""
+    """Transport collectives that may read gradients in other ranks' memory."""
 
     @property
     def reduces_in_place(self) -> bool:

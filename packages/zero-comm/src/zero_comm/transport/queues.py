@@ -1,10 +1,10 @@
-"""Communication queues that run jobs beside the caller: a thread, or a stream of an accelerator.
+"""Communication queues that run jobs asynchronously, in a thread or on an accelerator stream.
 
 [Note: ordering of streams]
-A queue runs one job after another. On a host that is one thread. On an accelerator the calling
-thread enqueues jobs on the queue's stream: the stream first waits for what the caller's stream
-holds (the job's input), then runs the job, and the future carries an event that the waiter's
-current stream waits for. Memory that a job reads must be kept until its future was waited for.
+A queue runs one job after another. On a host the queue is one thread. On an accelerator the calling
+thread launches the job's kernels on the queue's stream. The stream first waits for the caller's
+current stream, which writes the job's input. The future has an event that the current stream of a
+waiting thread waits for. The caller must keep a job's memory alive until the future was waited for.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch.futures import Future
 
 
 class HostQueue:
-    """Jobs of one thread, which ends with this object.
+    """Runs jobs in one thread, which ends when the queue is deleted.
 
-    After a job that failed no other runs, because the other ranks may be in another job.
+    After a failed job no other job runs, because the other ranks may be in a different job.
     """
 
     def __init__(self) -> None:
         self._starts: SimpleQueue[Future[None] | None] = SimpleQueue()
         self._failures: list[Exception] = []
-        # A daemon: a peer that is gone must not keep this process from ending.
+        # A daemon thread, because a lost peer must not prevent this process from ending.
         thread = Thread(target=_serve, args=(self._starts,), name="zero-comm queue", daemon=True)
         thread.start()
 
     def run(self, job: Callable[[], Tensor]) -> Future[Tensor]:
-        """Queue ``job``. The future has its result, or raises RuntimeError with its error."""
+        """Queue ``job``. The future has the job's result, or raises the job's error."""
         start: Future[None] = Future()
         run = partial(_run_unless_failed, job, self._failures)
-        # As a callback, and not by set_exception: torch's own waiters see only errors of callbacks.
+        # A callback instead of set_exception, because DDP sees only callbacks' errors.
         done: Future[Tensor] = start.then(lambda _: run())
         self._starts.put(start)
         return done
@@ -46,20 +46,20 @@ class HostQueue:
 
 
 class StreamQueue:
-    """Jobs on one stream of an accelerator."""
+    """Runs jobs on one stream of an accelerator. See [Note: ordering of streams]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device, priority=-1)
 
     def run(self, job: Callable[[], Tensor]) -> Future[Tensor]:
-        """Enqueue ``job`` after the current stream's work. Errors of launching it are raised."""
+        """Launch ``job`` after the work of the current stream. Launch errors are raised at once."""
         future: Future[Tensor] = Future(devices=[self._device])
-        # The queue waits for the caller: the job's input is being written there.
+        # The caller's stream may still write the job's input.
         self._stream.wait_event(torch.accelerator.current_stream(self._device).record_event())
-        with self._stream:
-            # Records the waiters' event on the current stream, which is the queue's.
-            future.set_result(_run(job))
+        with self._stream, torch.no_grad():
+            # set_result records the future's event on the current stream, which is the queue's.
+            future.set_result(job())
         return future
 
 
@@ -67,7 +67,6 @@ CommQueue = HostQueue | StreamQueue
 
 
 def open_queue(device: torch.device) -> CommQueue:
-    """Return a new queue for jobs on tensors of ``device``."""
     return HostQueue() if device.type == "cpu" else StreamQueue(device)
 
 
@@ -81,12 +80,8 @@ def _run_unless_failed(job: Callable[[], Tensor], failures: list[Exception]) -> 
         first = failures[0]
         raise RuntimeError(f"not run, as an earlier one failed: {type(first).__name__}: {first}")
     try:
-        return _run(job)
+        with torch.no_grad():
+            return job()
     except Exception as error:
         failures.append(error)
         raise
-
-
-def _run(job: Callable[[], Tensor]) -> Tensor:
-    with torch.no_grad():
-        return job()

@@ -9,10 +9,10 @@ from zero_comm.transport.protocol import TransportCollectives
 
 
 class Scratch:
-    """One buffer per purpose, dtype and device, grown to the largest size requested.
+    """One buffer per purpose, dtype and device, which grows to the largest requested size.
 
-    For jobs that run strictly one after another: a tensor from `take` is valid until the same
-    purpose is requested again. A ``transport`` allocates the buffers and holds them for good.
+    Jobs must run strictly one after another: a tensor from `take` is valid until the next request
+    for the same purpose. A ``transport`` allocates the buffers and never frees them.
     """
 
     def __init__(self, transport: TransportCollectives | None = None) -> None:
@@ -26,23 +26,21 @@ class Scratch:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < numel:
             outgrown = self._buffers.pop(key, None)
-            if outgrown is not None and self._transport is not None:
-                self._outgrown_nbytes += outgrown.nbytes
-            buffer = self._buffers[key] = self._allocate(numel, dtype, device)
+            if self._transport is not None:
+                self._outgrown_nbytes += 0 if outgrown is None else outgrown.nbytes
+                buffer = self._transport.zeros(numel, dtype, device)
+            else:
+                with torch.inference_mode(False):  # training may reuse it after evaluation
+                    buffer = torch.empty(numel, dtype=dtype, device=device)
+            self._buffers[key] = buffer
         return buffer[:numel]
-
-    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._transport is not None:
-            return self._transport.zeros(numel, dtype, device)
-        with torch.inference_mode(False):  # a buffer first used in evaluation serves training too
-            return torch.empty(numel, dtype=dtype, device=device)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Buffers that are there now. Their contents are undefined between two jobs."""
+        """All current buffers. Their contents are undefined between two jobs."""
         return list(self._buffers.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, outgrown buffers of a transport included: it never frees them."""
+        """Bytes of all buffers, including outgrown buffers that the transport still holds."""
         return self._outgrown_nbytes + sum(b.nbytes for b in tuple(self._buffers.values()))

@@ -1,9 +1,8 @@
-"""Discovery of the ranks that share a node.
+"""Discovery of the number of ranks per node.
 
-A **node key** is equal for the ranks of one node and differs between neighbouring nodes. Every rank
-reads its own from the launcher's environment; one small exchange collects the others'. Collectives
-with two hops need nodes of one size whose ranks are consecutive; `ranks_per_node_of` computes that
-size.
+Ranks of one node have equal **node keys**, and neighbouring nodes have different keys. Each rank
+computes its key from the launcher's environment, and one small exchange collects all keys. Two-hop
+collectives need nodes of equal size with consecutive ranks. `ranks_per_node_of` returns that size.
 """
 
 from __future__ import annotations
@@ -25,16 +24,15 @@ from zero_comm.transport.torch_collectives import TorchCollectives
 
 _log = logging.getLogger(__name__)
 
-# Result of each group: the launcher's environment doesn't change, and asking costs a collective.
+# Result per process group, because discovery costs a collective and the result never changes.
 _FOUND: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def node_key(env: Mapping[str, str], rank: int) -> str:
     """Return the key of this process's node, from the launcher's variables or the host's name.
 
-    torchrun sets ``GROUP_RANK``; with ``LOCAL_WORLD_SIZE`` alone, ranks are taken in runs of that
-    many. SLURM sets ``SLURM_NODEID``. Open MPI numbers no nodes and may deal ranks out in turn, so
-    the host's name is used.
+    torchrun sets ``GROUP_RANK``. With only ``LOCAL_WORLD_SIZE``, nodes are runs of that many ranks.
+    SLURM sets ``SLURM_NODEID``. Open MPI sets no node number, so the host name is the key.
     """
     if "LOCAL_WORLD_SIZE" in env:
         if "GROUP_RANK" in env:
@@ -46,10 +44,9 @@ def node_key(env: Mapping[str, str], rank: int) -> str:
 
 
 def ranks_per_node_of(keys: Sequence[object]) -> int:
-    """Return the largest group size that divides every node's ranks, given the key of each rank.
+    """Return the greatest common divisor of the nodes' sizes, given the node key of each rank.
 
-    This is the greatest common divisor of the nodes' sizes, or 1 where a node's ranks aren't
-    consecutive.
+    Return 1 if the ranks of a node are not consecutive.
     """
     runs = [(key, len(list(run))) for key, run in groupby(keys)]
     if len({key for key, _ in runs}) < len(runs):
@@ -65,10 +62,10 @@ def ranks_per_node_of(keys: Sequence[object]) -> int:
 def check_ranks_per_node(
     collectives: TorchCollectives, given: int | DeviceMesh | None
 ) -> int | None:
-    """Return the number of consecutive ranks per node that the caller gave, or raise ValueError.
+    """Return the ranks per node given by the caller, or raise ValueError.
 
-    A number must divide the group. A DeviceMesh has 2 dimensions, over the group's ranks in their
-    order, and its last one lies within a node.
+    A number must divide the group's size. A DeviceMesh must be 2-D, contain the group's ranks in
+    order, and have the ranks of a node in its last dimension.
     """
     if given is None:
         return None
@@ -94,8 +91,7 @@ def find_ranks_per_node(
 ) -> int:
     """Return the number of consecutive ranks per node, as given or else discovered.
 
-    Discovery is a collective on ``device``: unless the number is given, all ranks of the group must
-    make the first call for it.
+    Discovery is a collective on ``device``. All ranks of the group must then make the first call.
     """
     group = collectives.group
     if given is not None or group is None:

@@ -1,22 +1,23 @@
 """`TransportCollectives` over plain torch.distributed.
 
 [Note: one order]
-A process group matches collectives by the order in which its ranks start them. Here everything is
-started by the thread that asks for it, at once: `TorchCollectives.launch` runs its job before it
-returns. So there is one order on every rank, and a **subgroup** needs no process group of its own:
-its exchanges are all-to-alls of the whole group in which the parts for the others are empty. NCCL
-sends nothing for an empty part, gloo an empty message.
+A process group matches collectives by the order in which its ranks start them. Here the calling
+thread starts every collective immediately, and `TorchCollectives.launch` runs its job before it
+returns. The order is therefore the same on every rank. A **subgroup** needs no process group of its
+own. Its exchanges are all-to-alls of the whole group with empty parts for ranks outside the
+subgroup. NCCL sends nothing for an empty part, and gloo an empty message.
 
-The alternative, ``dist.new_group``, must be called by every rank of the job in the same order, or
-with ``use_local_synchronization`` names a group after the number of groups that a rank has been in
-before; and NCCL splits a communicator with all of its ranks. Where ranks reach their first
-reduction at different times, as pipeline stages do, either hangs.
+The alternative, ``dist.new_group``, can hang if ranks reach their first reduction at different
+times, as pipeline stages do. Every rank of the job must call it in the same order. With
+``use_local_synchronization`` it names a group by the number of groups that a rank was in before.
+NCCL splits a communicator with all its ranks.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -33,34 +34,33 @@ class DoneWork:
         """Return at once."""
 
 
+@dataclass(slots=True, eq=False)
 class _SumWork:
-    """Work of a reduction: the first ``wait`` sums the received rows into ``out``."""
+    """Work of a reduction, whose first ``wait`` sums the received rows into ``out``."""
 
-    def __init__(self, work: Work, out: Tensor, rows: Tensor) -> None:
-        self._work = work
-        self._out = out
-        self._rows: Tensor | None = rows
+    work: Work
+    out: Tensor
+    rows: Tensor | None
 
     def wait(self) -> None:
-        """Wait for the bytes, then sum them in rank order."""
-        self._work.wait()
-        if (rows := self._rows) is not None:
+        self.work.wait()
+        if (rows := self.rows) is not None:
             total = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
             for row in rows[1:]:
                 total.add_(row)
-            self._out.copy_(total)
-            self._rows = None  # not before: a wait after one that failed must not return
+            self.out.copy_(total)
+            self.rows = None  # only here: after a failed wait, the next wait must not return early
 
 
 class TorchCollectives:
     """`zero_comm.transport.protocol.TransportCollectives` over a process group of any backend.
 
-    Tensors are flat, contiguous and of any dtype: they travel as bytes. All ranks of the group
-    call the same methods in the same order; see [Note: one order].
+    Tensors are flat, contiguous and of any dtype, because they are sent as bytes. All ranks of the
+    group must call the same methods in the same order. See [Note: one order].
 
     Args:
-        group: None for the default group. With no process group initialised, the calling process
-            is the only rank.
+        group: None for the default group, or for a single rank if torch.distributed is not
+            initialized.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -74,7 +74,7 @@ class TorchCollectives:
         self._set_members(tuple(range(world_size)), rank)
 
     def _set_members(self, members: tuple[int, ...], rank: int) -> None:
-        """Take ranks of the process group as the ranks 0, 1, ... of these collectives."""
+        """Renumber ``members`` of the process group as the ranks 0, 1, ... of these collectives."""
         self._members = members
         self.rank = rank
         self.world_size = len(members)
@@ -82,8 +82,8 @@ class TorchCollectives:
     def subgroup(self, ranks: Sequence[int]) -> TorchCollectives:
         """Return collectives among some of the ranks. See [Note: one order].
 
-        Every rank of this group calls it, and later the methods of what it returns, equally often,
-        each with the ascending ranks of the subgroup that it is in.
+        Every rank of this group must call it with the ascending ranks of its own subgroup. All
+        ranks must also call the methods of the result equally often.
         """
         ranks = tuple(ranks)
         if self.rank not in ranks or [*ranks] != sorted({*ranks} & {*range(self.world_size)}):
@@ -100,9 +100,7 @@ class TorchCollectives:
     ) -> Work:
         """Start to fill ``out`` with every rank's ``shard``, in rank order.
 
-        The shard may be this rank's own slice of ``out``, but not in a subgroup, where it is copied
-        once per rank. ``unit``, ``version`` and ``backward`` are unused: all gathers are alike
-        here.
+        The shard may be this rank's slice of ``out``. A subgroup copies the shard once per rank.
         """
         self._check_out(out, shard.numel() * self.world_size, shard.dtype)
         if self._is_silent(shard):
@@ -114,9 +112,9 @@ class TorchCollectives:
         return work
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
-        """Start an exchange: slice ``k`` of ``out`` is slice ``rank`` of rank ``k``'s ``parts``.
+        """Start to fill slice ``k`` of ``out`` with slice ``rank`` of rank ``k``'s ``parts``.
 
-        Slices have equal lengths, and ``parts`` may be overwritten after ``wait``.
+        Slices have equal lengths. ``parts`` may be overwritten after ``wait``.
         """
         self._check_out(out, parts.numel(), parts.dtype)
         if parts.numel() % self.world_size:
@@ -127,7 +125,7 @@ class TorchCollectives:
         if self._is_silent(parts):
             return _copied(out, parts)
         sizes = None
-        if self._is_part:  # the parts for ranks outside are empty
+        if self._is_part:  # parts for ranks outside the subgroup are empty
             nbytes = parts.nbytes // self.world_size
             ranks = range(dist.get_world_size(self.group))
             sizes = [nbytes if rank in self._members else 0 for rank in ranks]
@@ -139,19 +137,19 @@ class TorchCollectives:
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``.
 
-        The sum is taken in ``wait``, in fp32 (fp64 for fp64 input) and in rank order, so that the
-        result depends on neither the backend nor the run.
+        ``wait`` computes the sum in fp32 (fp64 for fp64 input) and in rank order, so the result is
+        the same for every backend and run.
         """
         received = torch.empty_like(full)
         work = self.all_to_all(received, full, unit=unit)
         return _SumWork(work, out, received.view(self.world_size, -1))
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """Allocate ordinary memory, zeroed: torch.distributed sends from any."""
+        """Allocate zeroed ordinary memory, which is enough for torch.distributed."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
-        """Run ``job`` at once, on the current stream. See [Note: one order]."""
+        """Run ``job`` immediately on the current stream. See [Note: one order]."""
         job()
         return DoneWork()
 
@@ -160,7 +158,7 @@ class TorchCollectives:
         return self.group is not None and self.world_size < dist.get_world_size(self.group)
 
     def _is_silent(self, values: Tensor) -> bool:
-        """Whether no rank has anything to send. Other subgroups may send beside one of one rank."""
+        """Whether no rank sends anything. A rank alone in a subgroup still joins the all-to-all."""
         return not self._is_part and (self.world_size == 1 or values.numel() == 0)
 
     def _check_out(self, out: Tensor, numel: int, dtype: torch.dtype) -> None:
@@ -172,7 +170,6 @@ class TorchCollectives:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """View a flat tensor's memory as uint8."""
     return tensor.detach().view(torch.uint8)
 
 

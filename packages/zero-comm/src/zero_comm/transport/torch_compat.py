@@ -1,8 +1,8 @@
-"""Names of torch.distributed that differ between releases (torch 2.10 and newer).
+"""Functions of torch.distributed whose names differ between releases, from torch 2.10 on.
 
 torch 2.13 renamed ``all_gather_into_tensor`` to ``all_gather_single`` and ``reduce_scatter_tensor``
-to ``reduce_scatter_single``. An old name warns, or will some day, so it is used only where the new
-one is missing. ``all_to_all_single`` has kept its name.
+to ``reduce_scatter_single``. The old names may warn, so they are used only if the new names are
+missing. ``all_to_all_single`` kept its name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def all_gather_single(
 
 
 def count_groups() -> int:
-    """Count the process groups that this rank is in, the default group among them."""
+    """Return the number of process groups that include this rank, with the default group."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
@@ -37,8 +37,5 @@ def reduce_scatter_single(
 
 
 def premultiplier(op: Any) -> float:
-    """Return the factor of a ``ReduceOp.PREMUL_SUM``.
-
-    torch's only public access to it is the pair that a ReduceOp is pickled as.
-    """
+    """Return a ``ReduceOp.PREMUL_SUM``'s factor, which torch exposes only in the pickled state."""
     return float(op.__getstate__()[1])
