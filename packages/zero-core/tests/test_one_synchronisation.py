@@ -153,6 +153,7 @@ class BrokenOff(MadeTier):
             raise KeyboardInterrupt
 
 
+@pytest.mark.cuda
 @alone
 def test_a_step_that_was_broken_off_after_its_update_needs_a_load(tmp_path):
     engine = Training(dtype="bf16").build(model=make(), state_tier=BrokenOff.made)
