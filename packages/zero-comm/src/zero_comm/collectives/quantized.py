@@ -215,7 +215,7 @@ class QuantizedCollectives:
         for gather in self._gathers.values():
             found[gather.kept_kind] += sum(kept.nbytes for kept in gather.tensors)
         if self._reduction is not None:
-            found["message buffers"] += self._reduction.nbytes
+            found["message buffers"] += self._reduction.sent.nbytes + self._reduction.scratch.nbytes
             if self._reduction.feedback is not None:
                 errors = self._reduction.feedback.tensors
                 found["error feedback"] = sum(error.nbytes for error in errors)
@@ -233,7 +233,7 @@ class QuantizedCollectives:
             "buffers": self._scratch.tensors,
         }
         if self._reduction is not None:
-            found["buffers"] += self._reduction.buffers
+            found["buffers"] += self._reduction.sent.tensors + self._reduction.scratch.tensors
             if self._reduction.feedback is not None:
                 found["optimizer_states"] = self._reduction.feedback.tensors
         return found
@@ -279,7 +279,6 @@ class ExactGradients(QuantizedCollectives):
     _transport: AddingCollectives
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        """Start to add this rank's slice of every rank's ``full`` to ``out``, in rank order."""
         return self._transport.reduce_add(out, full, unit=unit)
 
 

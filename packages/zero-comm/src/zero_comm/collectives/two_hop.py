@@ -110,8 +110,8 @@ class TwoHopReduce:
         stream = seed * transport.world_size + rank
         self._first_seed = (stream * 0x85EBCA6B + 1) % 2**32 if fmt.is_stochastic else None
         self._num_seeds = 0
-        self._sent = Scratch(transport)
-        self._scratch = Scratch()
+        self.sent = Scratch(transport)
+        self.scratch = Scratch()
 
     def shortens(self, dtype: torch.dtype, numel: int) -> bool:
         """Whether slices of ``numel`` elements of ``dtype`` become shorter in every hop."""
@@ -127,14 +127,14 @@ class TwoHopReduce:
         numel, num_nodes = out.numel(), self._num_nodes
         wide = out
         if out.dtype != torch.float32:
-            wide = self._scratch.take("sum", numel, torch.float32, out.device)
+            wide = self.scratch.take("sum", numel, torch.float32, out.device)
         total = wide.view(1, numel)
         slices = full.view(num_nodes, self._per_node, numel)
         if self._intra_node is not None:
             sums = total
             if self._inter_node is not None:
                 size = num_nodes * numel
-                sums = self._scratch.take("node's sums", size, torch.float32, out.device)
+                sums = self.scratch.take("node's sums", size, torch.float32, out.device)
             self._sum(self._intra_node, slices, sums.view(num_nodes, numel), unit)
             slices = sums
         if self._inter_node is not None:
@@ -149,8 +149,8 @@ class TwoHopReduce:
         num_parts, num_ranks, numel = slices.shape
         shape = (num_ranks, num_parts, hop.packing.nbytes(numel))
         size, device = math.prod(shape), slices.device
-        sent = self._sent.take(f"sent {hop.name}", size, torch.uint8, device)
-        received = self._scratch.take(f"received {hop.name}", size, torch.uint8, device)
+        sent = self.sent.take(f"sent {hop.name}", size, torch.uint8, device)
+        received = self.scratch.take(f"received {hop.name}", size, torch.uint8, device)
         rows = sent.view(shape).transpose(0, 1)  # messages to one rank are adjacent
         self._pack(hop.packing, slices, rows, key=(unit, hop.name))
         hop.transport.all_to_all(received, sent, unit=unit).wait()
@@ -168,10 +168,10 @@ class TwoHopReduce:
             return
         for part, values in enumerate(slices):  # each part has its own error
             flat, own, own_key = values.reshape(-1), rows[part], (key, part)
-            compensated = self._scratch.take("compensated", len(flat), torch.float32, flat.device)
+            compensated = self.scratch.take("compensated", len(flat), torch.float32, flat.device)
             self.feedback.compensate(own_key, compensated.copy_(flat))
             packing.pack(compensated, own, seed=seed_of_group(seed, part))
-            arrived = self._scratch.take("arrived", len(flat), torch.float32, flat.device)
+            arrived = self.scratch.take("arrived", len(flat), torch.float32, flat.device)
             packing.unpack(own, arrived, senders=[self._rank] * len(own))
             self.feedback.update(own_key, compensated, arrived)
 
@@ -180,16 +180,6 @@ class TwoHopReduce:
         self._num_seeds = 0
         if self.feedback is not None:
             self.feedback.forget()
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        """Buffers kept between reductions, whose contents need not be preserved."""
-        return self._sent.tensors + self._scratch.tensors
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of buffers kept between reductions, without the errors."""
-        return self._sent.nbytes + self._scratch.nbytes
 
 
 class SliceReducer:

@@ -47,8 +47,7 @@ class Codec(Protocol):
 
 def find_codec(coding: Coding, device: torch.device) -> Codec:
     """Return the codec for tensors on ``device``. Raises the errors of `zero_comm.backend`."""
-    module = import_module(f"zero_comm.lossless.{backend(device)}_codec")
-    found: Codec = module.CODECS[coding]
+    found: Codec = import_module(f"zero_comm.lossless.{backend(device)}_codec").CODECS[coding]
     return found
 
 

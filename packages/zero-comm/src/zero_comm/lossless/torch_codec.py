@@ -227,8 +227,13 @@ class TorchDifferences(TorchCodec):
                         -1, BLOCK_NUMEL
                     )
                     continue
-                read = _read_bitmap if layout == frame.BITMAP else _read_list
-                bitmap, offsets = read(codes, begin, end)
+                if layout == frame.BITMAP:
+                    _require(end - begin >= frame.BITMAP_NBYTES)
+                    at = torch.arange(BLOCK_NUMEL, device=codes.device)
+                    bitmap = codes[begin[:, None] + at // 8] >> at % 8 & 1
+                    offsets = begin + frame.BITMAP_NBYTES
+                else:
+                    bitmap, offsets = _read_list(codes, begin, end)
                 counts = bitmap.sum(1)
                 _require(counts > 0)
                 bitmap[bitmap > 0] = _read_levels(codes, offsets, end, counts, *sizes) + 1
@@ -237,18 +242,13 @@ class TorchDifferences(TorchCodec):
         mask = (1 << 8 * blocks.itemsize) - 1
         z &= mask
         moved = torch.where(z % 2 == 1, -(z + 1) // 2, z // 2)
-        return _from_ordered((_ordered(bits, blocks.itemsize) + moved) & mask, blocks.itemsize)
+        integers, top = (_ordered(bits, blocks.itemsize) + moved) & mask, (mask + 1) // 2
+        return torch.where(integers >= top, integers - top, mask - integers)
 
 
 def _ordered(bits: Tensor, itemsize: int) -> Tensor:
-    """Return the ordered integers of [Note: the difference buffer]."""
     top, mask = 1 << (8 * itemsize - 1), (1 << 8 * itemsize) - 1
     return torch.where(bits >= top, mask - bits, bits + top)
-
-
-def _from_ordered(integers: Tensor, itemsize: int) -> Tensor:
-    top, mask = 1 << (8 * itemsize - 1), (1 << 8 * itemsize) - 1
-    return torch.where(integers >= top, integers - top, mask - integers)
 
 
 def _level_nbytes(numel: Tensor, width: int) -> Tensor:
@@ -300,14 +300,8 @@ def _write_levels(
         offsets, width = offsets + q, 2 * width
 
 
-def _read_bitmap(codes: Tensor, begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which elements changed, int64 [blocks, 256], and the offset of the levels."""
-    _require(end - begin >= frame.BITMAP_NBYTES)
-    at = torch.arange(BLOCK_NUMEL, device=codes.device)
-    return codes[begin[:, None] + at // 8] >> at % 8 & 1, begin + frame.BITMAP_NBYTES
-
-
 def _read_list(codes: Tensor, begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which elements changed, int64 [blocks, 256], and the offset of the levels."""
     _require(end > begin)
     counts = codes[begin]
     _require(end - begin > counts)

@@ -75,7 +75,7 @@ def encode_kernel(
         tl.store(row_ptr + byte, packed.to(tl.uint8), mask=width > PLANE)
     is_escape = (width > 0) & (code == largest.to(tl.uint32))
     rank = tl.cumsum(is_escape.to(tl.int32), 1) - 1
-    tl.store(row_ptr + _coded_nbytes(width, BITS) + rank, top.to(tl.uint8), mask=is_escape)
+    tl.store(row_ptr + _fixed_nbytes(width, BITS) + rank, top.to(tl.uint8), mask=is_escape)
 
 
 @triton.jit(
@@ -99,7 +99,7 @@ def decode_kernel(
     row_ptr = codes_ptr + (end - nbytes)[:, None]
     width = (mode - CODED)[:, None]
     is_raw = (mode == RAW) & (nbytes == present * (BITS // 8))
-    num_escapes = nbytes - _coded_nbytes(mode - CODED, BITS)
+    num_escapes = nbytes - _fixed_nbytes(mode - CODED, BITS)
     is_coded = (mode >= CODED) & (mode <= CODED + MAX_WIDTH) & (present == BLOCK)
     is_coded = is_coded & (num_escapes >= 0)
     is_good = is_raw | is_coded | ((mode == EMPTY) & (nbytes == 0))
@@ -117,7 +117,7 @@ def decode_kernel(
     is_coded = is_coded & is_good
     is_escape = is_escape & is_coded[:, None]
     rank = tl.cumsum(is_escape.to(tl.int32), 1) - 1
-    escape = tl.load(row_ptr + _coded_nbytes(width, BITS) + rank, mask=is_escape, other=0)
+    escape = tl.load(row_ptr + _fixed_nbytes(width, BITS) + rank, mask=is_escape, other=0)
     base = tl.load(codes_ptr + (end - nbytes), mask=is_coded, other=0).to(tl.uint32)
     top = tl.where(is_escape, escape.to(tl.uint32), (base[:, None] - code) & 0xFF)
     rotated = top << (BITS - 8)
@@ -142,12 +142,7 @@ def _rotated(bits: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _fixed_nbytes(WIDTH: tl.constexpr, BITS: tl.constexpr) -> tl.constexpr:
-    return 1 + (BITS // 8 - 1) * BLOCK + WIDTH * BITMAP_NBYTES
-
-
-@triton.jit
-def _coded_nbytes(width: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+def _fixed_nbytes(width: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
     return width * BITMAP_NBYTES + (1 + (BITS // 8 - 1) * BLOCK)
 
 

@@ -40,11 +40,12 @@ class TritonBackend:
         if x.dtype == torch.float64:
             x = x.to(torch.float32)
         dtype = _DTYPE_NAME[x.dtype]
+        signed = ((seed or 0) ^ 2**31) - 2**31  # as an int32: all seeds share one compiled kernel
         _launch(
             encode_kernel,
             fmt,
             x,
-            (_typed(x), rows, x.shape[1], _stride(x), *_place(rows), _signed(seed or 0)),
+            (_typed(x), rows, x.shape[1], _stride(x), *_place(rows), signed),
             DTYPE=dtype,
             LARGEST_BITS=_LARGEST_BITS["fp32" if fmt.has_rotation else dtype],
             IS_STOCHASTIC=seed is not None,
@@ -115,11 +116,6 @@ def _place(rows: Tensor) -> tuple[int, int, int]:
 def _stride(rows: Tensor) -> int:
     """Return the stride of rows in elements. A single row has 0, which compiles as aligned."""
     return rows.stride(0) if len(rows) > 1 else 0
-
-
-def _signed(seed: int) -> int:
-    """Return the 32 bits of ``seed`` as an int32, so that all seeds share one compiled kernel."""
-    return seed - 2**32 if seed >= 2**31 else seed
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
