@@ -62,7 +62,7 @@ class Facts:
         self._read = self._total
         if self._has_stream:
             self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
-        self._event: torch.Event | None = None  # ends the copy to the host, until awaited
+        self._event: torch.Event | None = None  # end of a copy to the host not yet awaited
         self.is_known = False  # whether the host has read the sum
 
     # ------------------------------------------------ before the all-reduce
