@@ -1,4 +1,4 @@
-"""Memory of two kinds, which are never interleaved, so that memory does not fragment.
+"""Long-lived and short-lived memory, kept apart so that memory does not fragment.
 
 Long-lived memory (parameter shards, gradient shards, master weights, states) is allocated once, in
 one contiguous buffer per kind (`Arena`). Short-lived memory (gathered units, gradients before
@@ -227,7 +227,7 @@ class SegmentViews:
         self._found.clear()
 
     def of(self, full: Tensor) -> BufferViews:
-        """Return the views of ``full``, [padded_numel] of a buffer that outlives this object."""
+        """Return the views of ``full``, [padded_numel], whose buffer must exist until `forget`."""
         # A refilled storage gets new addresses, but its views stay valid.
         key = (storage_of(full) if self.is_opaque else full.data_ptr(), full.dtype)
         found = self._found.get(key)

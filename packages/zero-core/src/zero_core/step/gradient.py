@@ -221,7 +221,7 @@ class StepGradient:
             fill(facts)
 
     def _square_sums(self, *, is_covered: bool = False) -> Tensor:
-        """Return the sums of squares of this rank's shards, or of all `covered` gradients."""
+        """Return `Arithmetic.add_squares` of this rank's shards, or of what its states cover."""
         norms, squares = [], []
         # In layout order, because the order of reductions may differ between steps.
         for index in sorted(self._norms):
