@@ -117,10 +117,9 @@ class RepeatedRounds(Extension):
     A round is a backward, outside of ``no_sync``, of a forward that began after the previous
     backward. Several rounds in a micro-step are legal: two losses, each with a separate forward.
     But they also occur if the user interrupts a notebook between backward and ``step`` and runs the
-    same lines again. This class assumes such a repetition in two cases: a micro-step has more
-    rounds than those before, or an interactive interpreter has reported an error
-    (``sys.last_value``) since the previous round. If the first micro-step was repeated, later ones
-    have fewer rounds.
+    same lines again. This class assumes such a repetition in three cases: a micro-step has more
+    rounds than the micro-steps before it, the first micro-step had more than those after it, or an
+    interactive interpreter has reported an error (``sys.last_value``) since the previous round.
     """
 
     def __init__(self, train: TrainState, *, rank: int) -> None:

@@ -9,7 +9,7 @@ seeded again.
 
 [Note: one norm for any world size]
 Sums of rounded numbers depend on the order of addition, which depends on the number of ranks. With
-``world_size_invariant`` a norm is therefore computed in two parts that do not:
+``world_size_invariant`` a norm is computed in two parts that do not depend on this number:
 - norms of **chunks**, `CHUNK_NUMEL` elements at fixed places of a segment. Shards consist of whole
   chunks (`zero_core.layout.arithmetic.Layout.build`), and one operator reduces each chunk as a row.
 - **bins**: each chunk's power is rounded to 24 bits and added to the bin of its exponent, in which
