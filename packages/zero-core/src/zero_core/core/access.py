@@ -67,15 +67,14 @@ NEEDS_NO_VALUE = frozenset(
         *(Tensor.new_full, Tensor.new_ones, Tensor.new_zeros),
     }
 )
-"""Functions of a parameter that read and write none of its values. A test compares them with all
-functions of a tensor that torch's own list has."""
+"""Functions that neither read nor write the values of a parameter."""
 _CONVERSIONS = frozenset(
     {
         *(Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.xpu, Tensor.float, Tensor.half),
         *(Tensor.bfloat16, Tensor.double),
     }
 )
-"""They return the parameter itself, or the name of a type, where there is nothing to convert."""
+"""Functions that return the parameter itself, or a name (`Tensor.type`), without a conversion."""
 get_data, set_data = _PROPERTIES["data"].__get__, _PROPERTIES["data"].__set__
 """Read and set ``param.data``, whatever the parameter's class."""
 _get_version = _PROPERTIES["_version"].__get__
@@ -266,7 +265,7 @@ def opened(params: Iterable[nn.Parameter | None]) -> Iterator[None]:
 
 
 aliased: set[int] = set()
-"""Ids of parameters whose ``data`` was read or set, of those that `Edits` watches."""
+"""Ids of parameters, watched by `Edits`, whose ``data`` was read or set."""
 
 
 def take_aliased(params: Sequence[Tensor]) -> list[int]:
@@ -279,7 +278,7 @@ def take_aliased(params: Sequence[Tensor]) -> list[int]:
 
 
 _holders: weakref.WeakValueDictionary[int, ValueHolder] = weakref.WeakValueDictionary()
-"""Who holds the value of a parameter, by the parameter's id."""
+"""`ValueHolder` of each registered parameter, by the parameter's id."""
 
 
 def register(holder: ValueHolder, params: Iterable[nn.Parameter]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 PREFIX = "extension."
-"""Begins the names of extensions' states, in ``engine.states`` and in checkpoints."""
+"""Prefix of the names of extensions' states, in ``engine.states`` and in checkpoints."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from zero_core.comm.meter import FACTS, Meter
 from zero_core.core.grads import Arithmetic
 
 NUM_WORDS = 3
-"""Numbers of 16 bits that a hash consists of."""
+"""Number of 16-bit words in a hash."""
 _HASH, _SQUARED_HASH, _SUMS = "hash", "squares of the hash", "sums"
 
 

@@ -40,7 +40,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
 _NUM_KEPT = 16
-"""Newest trails kept though no saved weight of their forwards is left: blocks may be recomputed."""
+"""Number of newest trails kept even if no saved weight is alive: blocks may be recomputed."""
 
 
 class Forward:

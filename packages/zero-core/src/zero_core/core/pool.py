@@ -19,9 +19,9 @@ from zero_core._torch import storage_of
 from zero_core.layout.arithmetic import ParamSpec, Segment
 
 Allocate = Callable[[int, torch.dtype], Tensor]
-"""Allocates a 1-D tensor of a number of elements, uninitialised."""
+"""Function that allocates an uninitialized 1-D tensor of the given number of elements and dtype."""
 Wait = Callable[[], object]
-"""Waits until memory may be written to again."""
+"""Function that waits until memory may be written to again."""
 
 
 def allocator(device: torch.device) -> Allocate:

@@ -36,8 +36,7 @@ from zero_core.core.unit import Unit
 
 _Packed = tuple[Unit, FlatParams, torch.dtype, int, torch.Size, tuple[int, ...], int, Forward]
 """A weight that autograd saved: unit, segment, dtype, offset, shape, strides, version, and the
-forward. A plain tuple, as there is one for each use of a weight, and a test for each saved tensor.
-"""
+forward. A plain tuple, because it is fast to create and to test."""
 
 
 class SavedParam:

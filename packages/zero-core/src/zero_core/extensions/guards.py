@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_NAMED = 4
 _NUM_COMPARED = 3
-"""Micro-steps with which the next one is compared."""
+"""Number of previous micro-steps with which a micro-step is compared."""
 
 
 class ReplicaCheck(Extension):

@@ -136,9 +136,10 @@ _MANTISSA_BITS = 24
 _BIN_BITS = 2
 _LEAST_EXPONENT, _LARGEST_EXPONENT = -160, 160
 NUM_BINS = (_LARGEST_EXPONENT - _LEAST_EXPONENT) // _BIN_BITS
-"""Bins cover powers from 2**-161 up to 2**160: smaller ones count as zero, larger as infinite."""
+"""Number of bins. They cover [2**-161, 2**159): smaller powers count as 0, larger as infinite."""
 _ROWS = 1024
-"""Chunks that an accelerator reduces at once: a kernel's order may depend on its shape."""
+"""Number of chunks that an accelerator reduces at once. It is fixed, because a kernel's order of
+additions may depend on the shape."""
 
 
 def chunk_norms(values: Tensor, p: float = 2.0) -> Tensor:

@@ -23,7 +23,7 @@ from zero_core.protocols import SnapshotTier
 from zero_core.sharded.sharded_state import ShardedState
 
 BLOCK_NUMEL = 1 << 20
-"""Elements of one state that are read or copied at once."""
+"""Number of elements of one state that are read or copied at once."""
 
 
 class StateWatch:

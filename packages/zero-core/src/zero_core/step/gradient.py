@@ -41,7 +41,7 @@ from zero_core.step.param_grads import SHARDED, UPDATED_IN_BACKWARD, ParamGrads
 from zero_core.step.update import choose_policy
 
 CLIP_EPSILON = 1e-6
-"""Of `torch.nn.utils.clip_grad_norm_`."""
+"""Epsilon that `torch.nn.utils.clip_grad_norm_` adds to the norm."""
 _CHANGED = "param.grad was changed to values that are not finite"
 _MAX_NAMED = 3
 _MAX_RANKS = 8

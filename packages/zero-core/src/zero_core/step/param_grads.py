@@ -283,7 +283,7 @@ class ParamGrads:
 
 
 _serving: weakref.WeakValueDictionary[int, ParamGrads] = weakref.WeakValueDictionary()
-"""By ``id`` of the parameter."""
+"""Object that serves ``param.grad`` of each parameter, by the parameter's ``id``."""
 
 
 def _of_param(grads: FlatGrads, position: int) -> Tensor:
