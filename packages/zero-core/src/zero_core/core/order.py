@@ -228,7 +228,7 @@ class BackwardOrder:
         if self._recomputed is not None and self._is_recomputed_ready:
             trail, positions = self._recomputed
             for _ in self._follow(trail, min(positions)):
-                pass  # other ranks recompute it too, so nothing is gathered
+                pass  # other ranks recompute the unit too, so it is not gathered
             self._recomputed = None
 
     def _follow(self, trail: _Trail, stop: int) -> Iterator[int]:

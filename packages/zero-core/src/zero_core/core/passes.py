@@ -232,7 +232,7 @@ class BackwardPass:
         self.order.begin_backward(num_missing)
 
     def begin_idle(self, path: Sequence[Unit]) -> None:
-        """Begin a backward without gradients. `end` visits the ``path`` of a forward."""
+        """Begin a backward without gradients. ``path``: the blocks that its forward used."""
         self.begin()
         # With data, a block that is used twice and recomputed stays gathered until its gradients
         # are ready. So the idle rank must gather it only once.
@@ -430,8 +430,8 @@ class ForwardPass:
         self.running: list[_Running] = []  # outermost first
         self._forward: Forward | None = None  # the running forward with gradients
         self._failure = 0  # id of the exception that ended the last forward
-        # By whether the forward had gradients: the blocks in the order of use by the model's last
-        # complete forward. ``_path`` is that of the running forward.
+        # Blocks used by the model's last complete forward with gradients (key True) and without
+        # (False), in order of use. ``_path``: blocks used by the running forward so far.
         self._last_paths: dict[bool, list[Unit]] = {}
         self._path: list[Unit] = []
 

@@ -449,7 +449,7 @@ class _SmallParams:
         self._state = state
         self._limits = max_numel, max_total
         self._held: list[tuple[FlatParams, int, Tensor]] | None = None  # tensor: bytes of a copy
-        self._nbytes = 0  # most bytes that any rank's shards have of the copies
+        self._nbytes = 0  # largest size of one rank's part of the copies
 
     def _hold(self) -> None:
         """Create the copies, without values."""

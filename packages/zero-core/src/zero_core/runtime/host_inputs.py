@@ -67,7 +67,7 @@ def page_locked_bytes(nbytes: int, number: int, most: int = MAX_IN_PIECE) -> int
 
 
 def _piece(nbytes: int, most: int) -> tuple[int, int]:
-    """Return the buffer size for ``nbytes``, and the number of buffers that best fill a piece."""
+    """Return the buffer size for ``nbytes``, and how many buffers best fill a power of two."""
     size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return size, max(range(1, most + 1), key=lambda n: n * size / _next_power_of_two(n * size))
 

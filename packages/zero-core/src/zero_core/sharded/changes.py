@@ -214,7 +214,7 @@ class ShardChanges:
         self.num_updates = 0  # upper bound of how often an element changed
         self._numel = numel
         self.ranges: set[tuple[int, int]] = set()  # (start, stop) ranges that are in both sets
-        self._sets: list[tuple[Kind, Tensor]] = []  # others: changed and far, or one for both
+        self._sets: list[tuple[Kind, Tensor]] = []  # other positions: changed and far, or both
         self._written: list[tuple[int, int]] = []  # (start, stop) of the last update's writes
 
     @property

@@ -103,7 +103,7 @@ class CommonBuffers:
             self.handles.pop().remove()
 
     def idle_forward(self, backward: BackwardPass) -> None:
-        """Take part in the broadcast of the other ranks' next forward, without a forward."""
+        """Take part in the broadcast before the other ranks' next forward, without running one."""
         if self.handles:
             self._pre_forward()
             self._post_forward(backward)
@@ -137,10 +137,10 @@ class ShardedState:
     control: ControlGroup  # for small exchanges
     common_buffers: CommonBuffers
     pieces: tuple[Piece, ...]  # this rank's parts of the trainable parameters
-    optimizer: str  # description: its kind and number of groups
+    optimizer: str  # description: kind and number of groups
     quantized: tuple[Quantized, ...] = ()
     changes: ChangeLog | None = None  # for weight patches
-    readers: list[Future[Any]] = field(default_factory=list)  # threads that read shards
+    readers: list[Future[Any]] = field(default_factory=list)  # reads of shards in other threads
     extensions: list[Extension] = field(default_factory=list)  # extensions that have states
 
     @property

@@ -150,7 +150,7 @@ class StepGradient:
                 grads.wait()
             grads.shard.release(tier.offer_grad(start, reduced.shard))
         else:  # one micro-step's gradient, which the tier accumulates
-            accumulating = cast(AccumulatingTier, tier)  # its plan requires such a tier
+            accumulating = cast(AccumulatingTier, tier)  # the gradient's plan requires it
             grads.shard.release(accumulating.add_grad(start, reduced.shard, is_last=is_last))
             if not is_last:
                 return False

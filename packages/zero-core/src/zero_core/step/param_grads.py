@@ -115,10 +115,10 @@ class ParamGrads:
         ]
         self._complete: dict[int, _Complete] = {}  # by segment index
         self._given: dict[int, _Complete] = {}  # entries of ``_complete`` that were read or set
-        self.set_params: set[int] = set()  # numbers, for changes after the facts were summed
-        self._assigned: dict[int, nn.Parameter] = {}  # by id: assigned before completion
-        # Segments changed in this step before the all-reduce of the facts, in this step after it,
-        # and in the previous step after it.
+        self.set_params: set[int] = set()  # parameters set after the facts were summed
+        self._assigned: dict[int, nn.Parameter] = {}  # by id: see `is_assigned`
+        # Segments changed before the all-reduce of this step's facts, after this all-reduce, and
+        # after the all-reduce of the previous step.
         self._changed: set[int] = set()
         self._changed_late: set[int] = set()
         self._changed_before: set[int] = set()

@@ -14,11 +14,11 @@ step can change a gradient or skip the step: no clipping, no fp16 loss scale and
 ``check_grad_overflow``. Changing or dropping gradients afterwards raises an error.
 
 [Note: speculation]
-In other cases the decision needs the last gradient of backward. The state tier may still update
-early, as if the step were taken without clipping, and undo the update if that is wrong
-(`zero_core.protocols.SpeculativeTier`). Results are the same. An undone update costs the host two
-copies of its states and a second update, a kept one costs one copy. So speculation must be enabled
-in the configuration.
+With clipping, fp16 or ``check_grad_overflow`` the decision needs the last gradient of backward. The
+state tier may still update early, as if the step were taken without clipping, and undo the update
+if the decision is another (`zero_core.protocols.SpeculativeTier`). Results are the same. An undone
+update costs two copies of the states and a second update, a kept one costs one copy. So speculation
+must be enabled in the configuration.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class MicroBatch:
         self.partial = partial  # incomplete gradients of all micro-batches
         self.segments = Segments(partial, number)  # segments of this micro-batch's graph
         self.states: tuple[Tensor, ...] | None = None  # generator states, while paused
-        self.is_done = False  # whether its forward has ended
+        self.is_done = False  # whether the forward has ended
         self._go = threading.Semaphore(0)
         self._paused = threading.Semaphore(0)
         self._is_abandoned = False

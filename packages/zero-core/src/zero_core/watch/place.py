@@ -188,7 +188,7 @@ class StepClock:
     def spans(self) -> list[tuple[str, str, float, float]]:
         """Return the parts of an ended step. On an accelerator, waits for the step's end.
 
-        Each part is (place, collective that it waits for or "", start, stop).
+        Each part is (place, collective waited for or "", start, stop), with times in seconds.
         """
         *_, end = self._marks[-1]
         if isinstance(end, torch.Event):

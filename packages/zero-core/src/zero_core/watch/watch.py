@@ -541,7 +541,7 @@ class Watch:
     # ----------------------------------------------------------- called by any thread
 
     def find_dead(self, ranks: Sequence[int]) -> str:
-        """Return which of ``ranks`` have ended or were silent for long. Call it every second."""
+        """Return which of ``ranks`` have ended or were silent for long, as of the last calls."""
         silence_s = _LONG * self._within_s or math.inf
         with self._lock:
             self._add_answers(time.monotonic())
