@@ -92,7 +92,7 @@ class SavedWeights:
         self._backward: Backward | None = None
         # By thread, because each thread has its own stack of hooks in torch.
         self._hooks: dict[int, AbstractContextManager[Any]] = {}
-        self._is_autocast = False  # whether this forward runs under autocast
+        self._is_autocast = False  # whether the watched forward runs under autocast
 
     def add(self, unit: Unit, flat: FlatParams) -> None:
         """Pack views of ``flat``, which has been gathered, from now on."""

@@ -51,7 +51,7 @@ class Invariance(Extension):
         self._ranks = ranks
         self._seeded = (-1, -1, -1)  # `_place` of the last seed
         self._reduced = (-1, -1, -1)  # `_place` of the last backward
-        self._is_running = False  # stays True after a forward that raised
+        self._is_running = False  # whether a forward is running or has raised
         self.handles = [
             model.register_forward_pre_hook(outside_graphs(self._enter), prepend=True),
             model.register_forward_hook(outside_graphs(self._leave)),

@@ -192,7 +192,7 @@ class DeviceStates:
 
     def check_model(self, *, has_substitutes: bool = False) -> None:
         """Raise if a parameter of the model was added, replaced, removed, moved or unfrozen."""
-        # Runs at each forward, so it only iterates over dictionaries in C.
+        # Runs at each forward, so the modules' dictionaries are compared in C.
         if (
             any(self._empty)
             or sum(map(len, self._places)) != len(self._entries)

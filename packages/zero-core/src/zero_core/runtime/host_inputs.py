@@ -89,7 +89,7 @@ class HostCopies:
         self._num_calls = 0
 
     def store(self, tensor: Tensor, most: int = MAX_IN_PIECE) -> HostCopy | None:
-        """Start to copy ``tensor`` to the host. None if on another device, sparse or empty.
+        """Start to copy ``tensor`` to the host. Return None if elsewhere, sparse or empty.
 
         The caller keeps the tensor's memory until `wait`, or calls `record`. ``most``: maximal
         number of buffers of this size that are pinned at a time.

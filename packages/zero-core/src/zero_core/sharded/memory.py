@@ -469,7 +469,7 @@ class Memory:
             "gradients",
             {s.index: (p.communicated, s.padded_numel) for s, p in plans if p.is_full_kept},
         )
-        # Sums that replace the unreduced gradient in its memory.
+        # Sums that overwrite the unreduced gradients, in the same memory.
         total = {s.index: full[s.index] for s, p in plans if p.is_sum_in_full}
         shards: dict[int, Tensor] = {}
         if self._layout.world_size > 1 and self._stage == 0:

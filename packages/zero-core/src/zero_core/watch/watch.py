@@ -82,11 +82,11 @@ class Beat(NamedTuple):
 
     number: int  # increases with each beat
     place: str  # `zero_core.watch.place.Place.doing`, with the step
-    waits_for: str  # the collective that it waits for, with the step, or ""
+    waits_for: str  # the collective that the rank waits for, with the step, or ""
     num_changes: int  # `Place.num_changes`
     still_s: float  # time since the last change
     cause: str  # the rank's own error that makes others wait in vain, or how it ended
-    has_given_up: bool  # whether it failed while waiting for another rank
+    has_given_up: bool  # whether the rank failed while waiting for another rank
     pid: int
     namespace: str  # namespace of ``pid``
 
