@@ -323,8 +323,7 @@ class ShownParams:
     ) -> None:
         """Hold ``params``, one per slot, with their ``names``.
 
-        ``quantized``: the quantized parameters of the model whose components ``params`` are, if
-        any.
+        ``quantized``: quantized parameters of the model if ``params`` are their components.
         """
         self.params = list(params)
         parts = [(q.name, q.param, q.components) for q in quantized] or [

@@ -312,7 +312,7 @@ class GatheredParams:
 
     @torch.no_grad()
     def _spread(self, full: list[_FullParam], rank: int, before: list[Tensor]) -> None:
-        """Write the values of ``rank`` to all shards. Only ``rank`` passes the values ``before``."""
+        """Write the values of ``rank`` to all shards. ``before``: old values, empty elsewhere."""
         control = self.state.control
         self.state.quiesce()  # other ranks may still gather the old values
         if not full:

@@ -221,7 +221,7 @@ class StepGradient:
             fill(facts)
 
     def _square_sums(self, *, is_covered: bool = False) -> Tensor:
-        """Return `Arithmetic.add_squares` of this rank's shards, or of what its states cover."""
+        """Return `add_squares` of this rank's shards, or (``is_covered``) of `covered` gradients."""
         norms, squares = [], []
         # In layout order, because the order of reductions may differ between steps.
         for index in sorted(self._norms):

@@ -178,8 +178,7 @@ class StateAccess:
 
         If the optimizer keeps whole-parameter states, returns a CPU copy of the optimizer's own
         state, including non-tensors, in its own shapes and dtypes. Returns {} before the
-        parameter's first step, or if this rank updates none of its elements. Requires no
-        communication.
+        parameter's first step, or if this rank updates none of it. Requires no communication.
         """
         found, tier = self._find(name, "state", is_local=True), self._state.tier
         number = self._state.piece_numbers.get(found.slot.param)
@@ -311,7 +310,7 @@ class StateAccess:
             if low < high:
                 first = max(slot.start, state.covered(segment.index)[0])
                 grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
-            else:  # every rank must offer the segment again
+            else:  # empty, but every rank must offer the segment again
                 grads.replace(0, part[:0])
             self._gradient.params_with_grad.add(slot.param)
             self._passes.backward.reductions.offer(grads, is_last=True)

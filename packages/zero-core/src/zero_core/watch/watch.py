@@ -26,10 +26,9 @@ current call has taken. A store that does not answer also counts as a cause.
 
 [Note: reads of many ranks]
 All waiting ranks read beats from one store. So each reads beats of at most `_WINDOW` ranks at a
-time, first of the ranks that follow its own. A stopped rank is thus named in time by the ranks
-before it. Once a log line is due, each further read uses the next window, and the time between
-reads grows with the wait. Until all windows were read, only verdicts about single ranks are
-reported.
+time, first of the ranks after it. A stopped rank is thus named in time by the ranks before it. Once
+a log line is due, each further read uses the next window, and the time between reads grows with the
+wait. Until all windows were read, only verdicts about single ranks are reported.
 """
 
 from __future__ import annotations
@@ -63,9 +62,8 @@ OTHER_BLOCKS = (
 _MAX_NAMED = 4  # maximal number of ranks or statements in a message
 _ENDED = ("Z", "X")
 _STOPPED = {"T": "its process is stopped", "t": "a debugger holds its process"}
-# Shares of the time configured as ``within_s``: time between two beats, time of a wait before
-# others are observed, time without a beat before a rank counts as silent, time of a wait before a
-# line is logged.
+# Shares of the configured time: between two beats, of a wait before other ranks are observed,
+# without a beat before a rank counts as silent, of a wait before a line is logged.
 _BEAT, _OBSERVE, _SILENCE, _LOG = 0.1, 0.3, 0.3, 0.7
 _MIN_SILENCE_S = 0.5
 _LONG = 6  # factor on ``within_s`` before a live rank that uses a disk is named
