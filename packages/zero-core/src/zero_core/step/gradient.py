@@ -221,7 +221,7 @@ class StepGradient:
             fill(facts)
 
     def _square_sums(self, *, is_covered: bool = False) -> Tensor:
-        """Return `add_squares` of this rank's shards, or (``is_covered``) of `covered` gradients."""
+        """Return `add_squares` of this rank's shards or, if ``is_covered``, of what it updates."""
         norms, squares = [], []
         # In layout order, because the order of reductions may differ between steps.
         for index in sorted(self._norms):
