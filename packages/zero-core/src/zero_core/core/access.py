@@ -1,4 +1,4 @@
-"""Reads and writes of parameters between gathers. Only this file assigns classes of parameters.
+"""Reads and writes of parameters between gathers. Only this file changes a parameter's class.
 
 [Note: access]
 Reading a parameter returns its current value or raises an error where it is read.
@@ -67,15 +67,14 @@ NEEDS_NO_VALUE = frozenset(
         *(Tensor.new_full, Tensor.new_ones, Tensor.new_zeros),
     }
 )
-"""Functions of a parameter that read and write none of its values. A test compares them with all
-functions of a tensor that torch's own list has."""
+"""Functions that neither read nor write the values of a parameter."""
 _CONVERSIONS = frozenset(
     {
         *(Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.xpu, Tensor.float, Tensor.half),
         *(Tensor.bfloat16, Tensor.double),
     }
 )
-"""They return the parameter itself, or the name of a type, where there is nothing to convert."""
+"""Functions that return the parameter itself, or a name (`Tensor.type`), without a conversion."""
 get_data, set_data = _PROPERTIES["data"].__get__, _PROPERTIES["data"].__set__
 """Read and set ``param.data``, whatever the parameter's class."""
 _get_version = _PROPERTIES["_version"].__get__
@@ -89,7 +88,7 @@ class Cures(NamedTuple):
     declare: str = "make it or its module a part of that one before build()"
 
 
-# Reasons why reading (first) and writing (second) raises. The fields are those of `Cures`.
+# Reasons why a read (first) and a write (second) raises. The names in braces are fields of `Cures`.
 SHARDED = (
     "where stage 3 holds only this rank's shard of it: read it within {read}, which all ranks "
     "enter; or, for the forward of another module, {declare}",
@@ -216,7 +215,7 @@ _DEFERRED, _REFUSED = _Classes(_Closed), _Classes(_Refused)
 
 
 def open_all(params: Sequence[nn.Parameter]) -> None:
-    """Restore the own classes of parameters, which hold their values."""
+    """Restore the own classes of parameters that hold their values."""
     list(map(_set_class, params, map(_own_classes.__getitem__, map(type, params))))
 
 
@@ -255,7 +254,7 @@ def own_class(param: nn.Parameter) -> type[nn.Parameter]:
 
 @contextmanager
 def opened(params: Iterable[nn.Parameter | None]) -> Iterator[None]:
-    """Allow the engine to use the parameters in any state, within the context."""
+    """Give the parameters their own classes within the context, for use by the engine."""
     before = [(param, type(param)) for param in params if param is not None]
     open_all([param for param, _ in before])
     try:
@@ -266,7 +265,7 @@ def opened(params: Iterable[nn.Parameter | None]) -> Iterator[None]:
 
 
 aliased: set[int] = set()
-"""Ids of parameters whose ``data`` was read or set, of those that `Edits` watches."""
+"""Ids of parameters, watched by `Edits`, whose ``data`` was read or set."""
 
 
 def take_aliased(params: Sequence[Tensor]) -> list[int]:
@@ -279,7 +278,7 @@ def take_aliased(params: Sequence[Tensor]) -> list[int]:
 
 
 _holders: weakref.WeakValueDictionary[int, ValueHolder] = weakref.WeakValueDictionary()
-"""Who holds the value of a parameter, by the parameter's id."""
+"""`ValueHolder` of each registered parameter, by the parameter's id."""
 
 
 def register(holder: ValueHolder, params: Iterable[nn.Parameter]) -> None:
@@ -303,12 +302,13 @@ class ShownParams:
 
     Attributes:
         params: the model's parameters, or components of quantized ones, in the order of the slots.
-        read_params: the model's parameters whose values are in this segment, which its code reads.
+        read_params: the model's parameters that its code reads: the quantized ones if ``params``
+            are components, else the same as ``params``.
         has_masters_apart: whether the master weights are in other memory than the values.
-        why_refused: why refused parameters are refused: a pair such as `SHARDED`.
+        why_refused: reasons for refusing a read and a write: a pair such as `SHARDED`.
         is_shown: whether the parameters are views of a buffer of values.
         is_closed: whether reads wait or raise, except reads of parameters with a copy.
-        written: a parameter that was written in a buffer since released, until it is reported.
+        written: a parameter that user code wrote before its buffer was released, until reported.
     """
 
     def __init__(
@@ -323,8 +323,7 @@ class ShownParams:
     ) -> None:
         """Hold ``params``, one per slot, with their ``names``.
 
-        ``quantized``: the quantized parameters of the model whose components ``params`` are, if
-        any.
+        ``quantized``: quantized parameters of the model if ``params`` are their components.
         """
         self.params = list(params)
         parts = [(q.name, q.param, q.components) for q in quantized] or [
@@ -469,7 +468,7 @@ class ShownParams:
     def _find_moved(self) -> int | None:
         is_hidden = not (self.is_shown or self._copies)
         if is_hidden and all(map(_REFUSED.made.__contains__, map(type, self.read_params))):
-            return None  # otherwise user code swapped parameter objects with their classes
+            return None  # the ``data`` of a refused parameter cannot be replaced
         with DisableTorchFunction():  # reading an address must not count as a read of the value
             found = list(map(Tensor.data_ptr, self.params))
         expected = self._shown.addresses

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 PREFIX = "extension."
-"""Begins the names of extensions' states, in ``engine.states`` and in checkpoints."""
+"""Prefix of the names of extensions' states, in ``engine.states`` and in checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Extension:
     # ----------------------------------------------------------------- states
 
     def states(self) -> Mapping[str, Tensor]:
-        """Return states for checkpoints to save with the optimizer's, by name. Follows `attach`.
+        """Return states for checkpoints to save with the optimizer's, by name. After `attach`.
 
         Each state is a floating-point tensor, 1-D, [state.local_numel], on the CPU. Its elements
         correspond to this rank's master weights. The tensor object stays the same, and only `reset`

@@ -20,7 +20,7 @@ from zero_core.comm.meter import FACTS, Meter
 from zero_core.core.grads import Arithmetic
 
 NUM_WORDS = 3
-"""Numbers of 16 bits that a hash consists of."""
+"""Number of 16-bit words in a hash."""
 _HASH, _SQUARED_HASH, _SUMS = "hash", "squares of the hash", "sums"
 
 
@@ -62,7 +62,7 @@ class Facts:
         self._read = self._total
         if self._has_stream:
             self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
-        self._event: torch.Event | None = None  # ends the copy to the host, until awaited
+        self._event: torch.Event | None = None  # end of a copy to the host not yet awaited
         self.is_known = False  # whether the host has read the sum
 
     # ------------------------------------------------ before the all-reduce

@@ -32,7 +32,7 @@ class GradientBuffers:
 
     plan: GradientPlan
     full: Tensor | None  # ``full_grad``, or None if a pool lends it
-    shard: Tensor | None  # ``grad_shard``, or None if the gradient is passed on
+    shard: Tensor | None  # ``grad_shard``, or None if only the state tier keeps it
     total: Tensor | None  # ``grad_sum``, at stage 0 with several ranks
     full_pools: Mapping[torch.dtype, BufferPool]  # lend ``full_grad`` if ``full`` is None
     shard_pool: BufferPool  # lends the reduction's output if ``shard`` is None
@@ -62,7 +62,7 @@ class FullGrad:
     def __init__(
         self, segment: Segment, buffers: GradientBuffers, views: SegmentViews, missing: float
     ) -> None:
-        """``missing`` is the gradient of a parameter without one."""
+        """``missing``: value of the gradient of a parameter that backward did not reach."""
         self.is_wide = False
         self.memory: Tensor | None = None
         self.until_read: NamedWork | None = None
@@ -118,7 +118,7 @@ class FullGrad:
         return self._slots[position] if is_any else None
 
     def complete(self) -> Tensor:
-        """Return the memory, ready for reduction. Gradients of unused parameters are zero."""
+        """Return the memory, ready for reduction. Fills the gradients of unused parameters."""
         full = self.memory
         assert full is not None, "it is open"
         if False in self._has_grad:
@@ -335,7 +335,7 @@ class SummedShard(GradShard):
         for start, values in changes:
             self.wait_until_copied()
             self._total[start : start + values.numel()].copy_(values)
-        if self._plan.is_sum_in_full:  # otherwise the shard is a view of the sum
+        if self._plan.is_sum_in_full:  # then the shard is not a view of the sum
             self.values().copy_(self._total[slice(*self._range)])
 
     def keep(self, changes: Sequence[tuple[int, Tensor]]) -> None:
@@ -526,8 +526,8 @@ class FlatGrads:
     def finish(self) -> None:
         """Add the reduction's output to the step's gradient.
 
-        If the reduction computes its own statistics, this method waits only if the output is used
-        immediately. Otherwise `wait` waits before the output or its memory is used.
+        Waits for the reduction, unless the reduction computes its own statistics and the output is
+        not used yet. Then `wait` waits before the output or its memory is used.
         """
         work, self._reduction = self._reduction, None
         if work is None:  # single rank
@@ -557,15 +557,15 @@ class FlatGrads:
         if nonfinite is not None:
             self._nonfinite = nonfinite if self._nonfinite is None else self._nonfinite | nonfinite
         if not self.shard.add(reduced) or self.plan.normed is not None:
-            self._norm = None  # the norm covers only the last reduction
+            self._norm = None  # covers only the last reduction, or has another dtype
         self.full.close()
 
     def result(self) -> ReducedGrad:
         """Return the gradient to offer to the state tier.
 
         It is the step's gradient, or the micro-step's if the tier accumulates. At stage 0 the call
-        is a collective that overlaps with backward. Read the result after `wait`, or immediately if
-        the tier owns gradients.
+        starts an all-gather. Read the result after `wait`, or immediately if the tier owns
+        gradients.
         """
         rounded = self.shard.rounded()
         if self.shard.is_part:
@@ -630,11 +630,11 @@ class FlatGrads:
         return self._arithmetic.measure(self.values(), p, self.plan.normed)
 
     def nonfinite_ranks(self) -> list[int] | None:
-        """Return the ranks whose non-finite gradients this rank has observed.
+        """Return the ranks whose non-finite gradients this rank has observed. [0] on a single rank.
 
-        Each such rank is observed by some rank. Returns None if the collectives do not expose
-        contributions, if this rank's part of the sum is finite, or if only the sum over micro-steps
-        overflowed.
+        Every rank with non-finite gradients is observed by at least one rank. Returns None if the
+        collectives do not expose contributions, if this rank's part of the sum is finite, or if
+        only the sum over micro-steps overflowed.
         """
         if self.segment.world_size == 1:
             return [0]
@@ -653,7 +653,7 @@ class FlatGrads:
 
 
 class Arithmetic:
-    """Sums and norms of gradients, equal to those of torch and DDP. Subclasses may differ."""
+    """Sums and norms of gradients, equal to those of torch and DDP."""
 
     num_sums: int = 1  # length of the vector that `add_squares` returns
     grads_class: type[FlatGrads] = FlatGrads
@@ -683,7 +683,7 @@ class Arithmetic:
         return torch.cat(sums).sum().view(1)
 
     def finish(self, sums: Tensor) -> None:
-        """Replace the first of ``sums``, summed results of `add_squares`, by the square sum."""
+        """Set the first element of ``sums``, the ranks' total of `add_squares`, to the result."""
 
     def over_ranks(self, norms: Sequence[Tensor], p: float, control: ControlGroup) -> float:
         """Return the ``p``-norm over all ranks' segment ``norms``. All ranks must call it."""

@@ -42,12 +42,12 @@ def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:
         for number, grads in enumerate(unit.grads):
             for position, param in enumerate(grads.params):
                 handles.append(_hook_gradient(passes, unit.index, number, position, param))
-    # User code may call a module inside a unit directly. Activation checkpointing of a part of a
-    # block does so in backward, and a model that calls ``block.attention`` in its forward. Such
-    # modules get a hook that gathers the unit. `UnitSet.part_hooks` holds the hooks inside blocks.
+    # A module inside a unit may be called directly: by a model that calls ``block.attention``, or
+    # by activation checkpointing of a part of a block. Such modules get a hook that gathers the
+    # unit. `UnitSet.part_hooks` holds the hooks inside blocks.
     for module in modules[0].modules():
         if isinstance(module, ParametrizationList):
-            continue  # reading the parametrized weight calls it, and a read must not gather
+            continue  # each read of the weight calls this module, and a read must not gather
         own = passes.units_of(module, recurse=False)
         is_one_graph = False
         if is_own_graph(module):  # compiled or captured as one graph with all its parts
@@ -95,14 +95,14 @@ def _hook_gradient(
 
     def take(param: nn.Parameter) -> None:
         grad, passes = get_grad(param), alive()
-        if grad is None or passes is None:  # an autograd.Function returned no gradient for it
+        if grad is None or passes is None:  # an autograd.Function returned no gradient
             return
         set_grad(param, None)
         unit = passes.units.units[index]
         passes.driver.gradient_ready(unit, unit.grads[number], position, grad)
 
     is_required = param.requires_grad
-    param.requires_grad_(True)  # torch hooks only such tensors
+    param.requires_grad_(True)  # or torch refuses the hook
     handle = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
     param.requires_grad_(is_required)
     return handle

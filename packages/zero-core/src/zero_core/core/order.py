@@ -25,8 +25,8 @@ forward order before backward reaches the last of them. The trail is then follow
 gradient of one of these units is ready. A unit that backward does not enter (because it returned
 its input, say) is *skipped*. Other ranks may need the unit, so this rank gathers it in the same
 order. A block that the forward prefetched but did not use is *passed by*: it is also in the trail,
-and backward skips it. Exceptions are a checkpoint of several blocks, and blocks recomputed for
-several forwards of one backward: there, all ranks must run the same blocks.
+and backward skips it. All ranks must run the same blocks within a checkpoint of several blocks, and
+in a backward that recomputes blocks for several forwards.
 
 [Note: blocks that need no gradient]
 Backward does not enter a block whose output needs no gradient, such as one below the first
@@ -40,7 +40,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
 _NUM_KEPT = 16
-"""Newest trails kept though no saved weight of their forwards is left: blocks may be recomputed."""
+"""Number of newest trails kept even if no saved weight is alive: blocks may be recomputed."""
 
 
 class Forward:
@@ -88,7 +88,7 @@ class BackwardOrder:
         self._is_recomputed_ready = False
 
     def begin_forward(self) -> Forward:
-        """Begin a forward with gradients. Weights saved for backward must hold the result."""
+        """Begin a forward with gradients. Weights saved for backward must reference the result."""
         forward = Forward()
         old = self._trails[:-_NUM_KEPT]  # without steps, old trails would accumulate
         self._trails = [t for t in old if t.forward() is not None] + self._trails[-_NUM_KEPT:]
@@ -106,7 +106,7 @@ class BackwardOrder:
                 trail.units.append(unit)
 
     def pass_by(self, block: int) -> None:
-        """Note that the newest forward skipped ``block``, which other ranks may use."""
+        """Note that the newest forward passed ``block`` by, which other ranks may use."""
         trail = self._trails[-1]
         if not (self._is_alone or block in self.left_out or block in trail.units):
             trail.units.append(block)
@@ -155,11 +155,11 @@ class BackwardOrder:
             return
         self._followed = trail
         if forward is None:
-            self._with_grad.add(unit)  # reentrant checkpointing hides this in the forward
+            self._with_grad.add(unit)  # a reentrant checkpoint's forward runs without gradients
             if self._recomputed is not None and self._recomputed[0] is trail:
                 # A checkpoint recomputes its units in forward order. A unit before all recomputed
                 # ones therefore belongs to another checkpoint, and backward has finished with the
-                # first. Units without trainable parameters give no other sign of this.
+                # recomputed ones. If these have no trainable parameter, nothing else shows this.
                 again = {trail.units[p] for p in self._recomputed[1]}
                 first = min(i for i, used in enumerate(trail.units) if used in again)
                 self._is_recomputed_ready |= position < first
@@ -228,7 +228,7 @@ class BackwardOrder:
         if self._recomputed is not None and self._is_recomputed_ready:
             trail, positions = self._recomputed
             for _ in self._follow(trail, min(positions)):
-                pass  # other ranks recompute it too, so nothing is gathered
+                pass  # other ranks recompute the unit too, so it is not gathered
             self._recomputed = None
 
     def _follow(self, trail: _Trail, stop: int) -> Iterator[int]:

@@ -56,12 +56,12 @@ class ShardSource(ABC):
     def wait_update(self, *, is_beside: bool = False) -> None:
         """Wait until the shard holds its updated values.
 
-        ``is_beside``: another thread than training calls, and leaves `Communicator.place` alone.
+        ``is_beside``: called outside of the training thread. Does not use `Communicator.place`.
         """
         if self.span is not None:
             is_at_once = is_beside or self._tier.are_params_ready(*self.span)
             with nullcontext() if is_at_once else self._communicator.place.during(UPDATE):
-                self._tier.wait_params(*self.span)  # wait_params also orders streams and threads
+                self._tier.wait_params(*self.span)  # even if ready: this orders streams and threads
 
     @abstractmethod
     def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:

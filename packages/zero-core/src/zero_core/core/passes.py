@@ -1,6 +1,6 @@
 """Forward and backward over all units: when units are gathered, released and reduced.
 
-`zero_core.core.hooks` calls this module. The model's code does not change.
+Hooks on the model call this module: `zero_core.core.hooks`.
 
 [Note: the path of a gradient]
 1. A hook takes ``param.grad`` when autograd has computed it, and calls
@@ -88,10 +88,10 @@ class GradientSink(Protocol):
         """Note that more gradients will be added. All ranks then agree on the facts again."""
 
     def agree(self, backward: BackwardPass) -> None:
-        """Start the all-reduce of the step's facts, unless known. Every rank must call it."""
+        """Start the all-reduce of the step's facts, if outdated. Every rank must call it."""
 
     def void_update(self) -> None:
-        """Drop an update enqueued ahead of the decision, because more will be reduced."""
+        """Drop an update enqueued ahead of the decision, because more gradients will be reduced."""
 
     def clear(self) -> None:
         """Drop the gradient and start a new step."""
@@ -129,7 +129,7 @@ class Reductions:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the pending reductions, and pass the results to the sink."""
+        """Finish the pending reductions, and offer the gradients that are due to the sink."""
         for grads, is_last in self.in_flight:
             grads.finish()
             if is_last or grads.plan.is_passed_on_each:
@@ -232,7 +232,7 @@ class BackwardPass:
         self.order.begin_backward(num_missing)
 
     def begin_idle(self, path: Sequence[Unit]) -> None:
-        """Begin a backward without gradients. `end` visits the ``path`` of a forward."""
+        """Begin a backward without gradients. ``path``: the blocks that its forward used."""
         self.begin()
         # With data, a block that is used twice and recomputed stays gathered until its gradients
         # are ready. So the idle rank must gather it only once.
@@ -403,7 +403,7 @@ class BackwardPass:
         self.start_agreement()
         if self._facts.is_any("unreduced"):
             self._sink.void_update()
-            self.end()  # reduce late gradients, which some rank has
+            self.end()  # reduce gradients that some rank has left unreduced
             self._sink.reopen()
             self.start_agreement()
         is_agreed = self._facts.is_unanimous("left out")
@@ -430,13 +430,13 @@ class ForwardPass:
         self.running: list[_Running] = []  # outermost first
         self._forward: Forward | None = None  # the running forward with gradients
         self._failure = 0  # id of the exception that ended the last forward
-        # By whether the forward had gradients: the blocks in the order of use by the model's last
-        # complete forward. ``_path`` is that of the running forward.
+        # Blocks used by the model's last complete forward with gradients (key True) and without
+        # (False), in order of use. ``_path``: blocks used by the running forward so far.
         self._last_paths: dict[bool, list[Unit]] = {}
         self._path: list[Unit] = []
 
     def enter(self, unit: Unit, module: nn.Module) -> None:
-        """Gather ``unit`` for the forward of its ``module``, which may begin the model's."""
+        """Gather ``unit`` for the forward of its ``module``, which may begin a forward pass."""
         if unit.is_root:
             self.end_interrupted(entering=module)
         if not self.running:
@@ -500,9 +500,9 @@ class ForwardPass:
     def leave(self, unit: Unit, *, needs_grad: bool, error: BaseException | None) -> None:
         """Release ``unit`` after its forward.
 
-        ``needs_grad``: whether its output does. ``error``: the exception that ended the forward, or
-        None. An exception that was already being handled when the forward began is ignored: the
-        forward may be a retry in an ``except`` block.
+        ``needs_grad``: whether the output needs a gradient. ``error``: the exception that ended the
+        forward, or None. An exception that was already being handled when the forward began is
+        ignored: the forward may be a retry in an ``except`` block.
         """
         units = self._units
         is_trained = self._forward is not None  # even if the model disables gradients
@@ -530,7 +530,7 @@ class ForwardPass:
         running = self.running
         if running and running[-1].unit is unit and running[-1].handled is error:
             return False
-        if id(error) != self._failure:  # otherwise an inner block has reported it
+        if id(error) != self._failure:  # no inner block has reported it
             self._failure = id(error)  # keeping the error would keep its frames' tensors
             self._communicator.note_failure(f"the forward of {unit!r}", error)
         return True
@@ -621,7 +621,7 @@ class Passes:
         self.forward.abandon()
 
     def idle_backward(self, grad: Tensor) -> None:
-        """Begin the backward of a rank without data. A hook on its loss, which ignores ``grad``."""
+        """Begin the backward of a rank without data. Called as a hook on the rank's loss."""
         self.backward.begin_idle(self.forward.last_path(is_trained=True))
 
     @property

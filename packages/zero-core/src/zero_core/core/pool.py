@@ -1,4 +1,4 @@
-"""Memory of two kinds, which are never interleaved, so that memory does not fragment.
+"""Long-lived and short-lived memory, kept apart so that memory does not fragment.
 
 Long-lived memory (parameter shards, gradient shards, master weights, states) is allocated once, in
 one contiguous buffer per kind (`Arena`). Short-lived memory (gathered units, gradients before
@@ -19,9 +19,9 @@ from zero_core._torch import storage_of
 from zero_core.layout.arithmetic import ParamSpec, Segment
 
 Allocate = Callable[[int, torch.dtype], Tensor]
-"""Allocates a 1-D tensor of a number of elements, uninitialised."""
+"""Function that allocates an uninitialized 1-D tensor of the given number of elements and dtype."""
 Wait = Callable[[], object]
-"""Waits until memory may be written to again."""
+"""Function that waits until memory may be written to again."""
 
 
 def allocator(device: torch.device) -> Allocate:
@@ -45,7 +45,7 @@ class CopyStream:
             self._stream.__exit__(*error)
 
     def after_readers(self) -> Wait | None:
-        """Return a function that makes this stream wait for the current stream's present work."""
+        """Return a function that makes this stream wait for the current one. None on a CPU."""
         if self._stream is None:
             return None
         event = torch.accelerator.current_stream(self._device).record_event()
@@ -227,7 +227,7 @@ class SegmentViews:
         self._found.clear()
 
     def of(self, full: Tensor) -> BufferViews:
-        """Return the views of ``full``, [padded_numel] of a buffer that outlives this object."""
+        """Return the views of ``full``, [padded_numel], whose buffer must exist until `forget`."""
         # A refilled storage gets new addresses, but its views stay valid.
         key = (storage_of(full) if self.is_opaque else full.data_ptr(), full.dtype)
         found = self._found.get(key)

@@ -36,8 +36,7 @@ from zero_core.core.unit import Unit
 
 _Packed = tuple[Unit, FlatParams, torch.dtype, int, torch.Size, tuple[int, ...], int, Forward]
 """A weight that autograd saved: unit, segment, dtype, offset, shape, strides, version, and the
-forward. A plain tuple, as there is one for each use of a weight, and a test for each saved tensor.
-"""
+forward. A plain tuple, because it is fast to create and to test."""
 
 
 class SavedParam:
@@ -93,7 +92,7 @@ class SavedWeights:
         self._backward: Backward | None = None
         # By thread, because each thread has its own stack of hooks in torch.
         self._hooks: dict[int, AbstractContextManager[Any]] = {}
-        self._is_autocast = False  # whether this forward runs under autocast
+        self._is_autocast = False  # whether the watched forward runs under autocast
 
     def add(self, unit: Unit, flat: FlatParams) -> None:
         """Pack views of ``flat``, which has been gathered, from now on."""

@@ -26,7 +26,7 @@ grad_sum    [padded_numel], accumulation dtype: the gathered ``grad_shard`` of a
 `GradientPlan` (`zero_core.layout.gradient_plan`) says which gradient tensors exist, and in which
 memory. The state tier receives ``grad_shard`` or ``grad_sum`` in the dtype `GradientPlan.offered`.
 
-A single rank has nothing to shard: unless shards are offloaded, every stage works as stage 0 there.
+On a single rank every stage works as stage 0, unless shards are offloaded.
 
 The *arena* is memory that is allocated once and kept. A *pool* lends buffers of equal size for
 short use (`zero_core.core.pool`). The *state tier* holds master weights and optimizer states and
@@ -47,7 +47,7 @@ from zero_core.core.params import FlatParams
 
 
 class Hints(Protocol):
-    """Announces upcoming units for prefetching: `zero_core.sharded.param_offload.PrefetchHints`"""
+    """Announces upcoming units for prefetching: `zero_core.sharded.param_offload.PrefetchHints`."""
 
     def announce(self, unit: int, *, backward: bool) -> None: ...
 

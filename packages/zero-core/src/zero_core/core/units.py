@@ -3,10 +3,10 @@
 [Note: the tail]
 The tail is a unit of parameters behind the blocks in the module tree, which are most likely used
 after the blocks. It exists only if it has `zero_core.layout.discovery.MIN_TAIL_NUMEL` elements. Its
-gather is launched with the root's, after the first block's, and awaited when forward leaves the
+gather is launched after those of the root and the first block, and awaited when forward leaves the
 last block. Like the root, the tail stays gathered until backward ends. Earlier use waits earlier: a
-hook waits when a module with a tail parameter is called, and any other code waits when it reads one
-([Note: access] in `zero_core.core.access`).
+hook waits when a module with a tail parameter is called, and other code waits when it reads a tail
+parameter ([Note: access] in `zero_core.core.access`).
 
 [Note: publication]
 At stages 1 and 2 every rank keeps all values, and a step updates one slice on each rank. Once the
@@ -66,7 +66,7 @@ class UnitSet:
         if self.tail is not None and has_sharded_params:
             for flat in self.tail.params:
                 flat.await_tail = weakref.WeakMethod(self._await_tail)
-        self._full_params_depth = 0  # release nothing within `full_params`
+        self._full_params_depth = 0  # number of open `full_params` contexts
         kept = [flat for unit in units for flat in unit.params if flat.is_kept]
         self._published = [flat for flat in kept if flat.is_exchanged]
         self._launcher: Launcher | None = None
@@ -103,7 +103,7 @@ class UnitSet:
                 continue
             if not ahead.is_exchanged and not ahead.is_updated():
                 continue  # gathering would block until the tier has updated the unit
-            if ahead.is_block:  # the root and the tail are not released anyway
+            if ahead.is_block:  # only blocks are released if not used next
                 self.prefetch.ahead.append((index, number))
             ahead.gather(backward=backward)
 
@@ -112,7 +112,7 @@ class UnitSet:
         tail = self.tail
         if tail is None or tail.index in self.ready:
             return
-        if tail.is_exchanged or tail.is_updated():  # else the first reader waits for the update
+        if tail.is_exchanged or tail.is_updated():  # a local gather must not wait for an update
             tail.gather()
         for flat in tail.params:
             flat.defer()
@@ -128,7 +128,7 @@ class UnitSet:
         """Wait for the tail's gather, in any thread that reads a parameter of the tail."""
         with self._opening_tail:
             assert self.tail is not None, "its parameter was read"
-            if any(flat.is_deferred for flat in self.tail.params):  # else released already
+            if any(flat.is_deferred for flat in self.tail.params):  # not released meanwhile
                 self.open_tail()
 
     def gather_exact(self, unit: Unit) -> None:

@@ -72,7 +72,7 @@ FIRST: dict[str, Callable[[Site], Extension]] = {
         site.state, site.facts, site.train
     ),
 }
-"""Extensions whose events come before those of the program's, by key of the configuration."""
+"""Extensions that handle events before the user's extensions, by key of the configuration."""
 LAST: dict[str, Callable[[Site], Extension]] = {
     # Last, because it records only backwards that no other extension has refused.
     "world_size_invariant": lambda site: Invariance(
@@ -83,7 +83,7 @@ LAST: dict[str, Callable[[Site], Extension]] = {
         site.state, site.train, _given(site.config.memory_checkpoint), site.ranks, site.per_node
     ),
 }
-"""Those whose events come behind them."""
+"""Extensions that handle events after the user's extensions, by key of the configuration."""
 WRAPPERS: dict[str, Callable[..., Removable]] = {
     "tiled_compute": lambda site, passes, modules, host_inputs: TiledForwards(
         modules[0], _given(site.config.tiled_compute), passes
@@ -95,7 +95,7 @@ WRAPPERS: dict[str, Callable[..., Removable]] = {
         is_on_cpu=_given(site.config.activation_checkpointing).cpu_checkpointing,
     ),
 }
-"""Those that wrap forwards of modules."""
+"""Functions that wrap forwards of modules, by key of the configuration."""
 
 
 def check_extensions(config: Config) -> None:

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_NAMED = 4
 _NUM_COMPARED = 3
-"""Micro-steps with which the next one is compared."""
+"""Number of previous micro-steps with which a micro-step is compared."""
 
 
 class ReplicaCheck(Extension):
@@ -117,10 +117,9 @@ class RepeatedRounds(Extension):
     A round is a backward, outside of ``no_sync``, of a forward that began after the previous
     backward. Several rounds in a micro-step are legal: two losses, each with a separate forward.
     But they also occur if the user interrupts a notebook between backward and ``step`` and runs the
-    same lines again. This class assumes such a repetition in two cases: a micro-step has more
-    rounds than those before, or an interactive interpreter has reported an error
-    (``sys.last_value``) since the previous round. If the first micro-step was repeated, later ones
-    have fewer rounds.
+    same lines again. This class assumes such a repetition in three cases: a micro-step has more
+    rounds than the micro-steps before it, the first micro-step had more than those after it, or an
+    interactive interpreter has reported an error (``sys.last_value``) since the previous round.
     """
 
     def __init__(self, train: TrainState, *, rank: int) -> None:

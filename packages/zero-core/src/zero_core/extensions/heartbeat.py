@@ -17,8 +17,7 @@ _INTERVAL_S = 1.0
 class HeartbeatFile(Extension):
     """File that the first rank of a node writes after a step, at most once a second.
 
-    The file's modification time is the time of the last step, and its content is JSON. Other ranks
-    of the node wait for the first one in each step, so one file represents all of them.
+    Other ranks of the node wait for the first one in each step, so one file represents all of them.
     """
 
     def __init__(self, path: Path, rank: int) -> None:

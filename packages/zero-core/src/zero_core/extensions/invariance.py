@@ -9,7 +9,7 @@ seeded again.
 
 [Note: one norm for any world size]
 Sums of rounded numbers depend on the order of addition, which depends on the number of ranks. With
-``world_size_invariant`` a norm is therefore computed in two parts that do not:
+``world_size_invariant`` a norm is computed in two parts that do not depend on this number:
 - norms of **chunks**, `CHUNK_NUMEL` elements at fixed places of a segment. Shards consist of whole
   chunks (`zero_core.layout.arithmetic.Layout.build`), and one operator reduces each chunk as a row.
 - **bins**: each chunk's power is rounded to 24 bits and added to the bin of its exponent, in which
@@ -51,7 +51,7 @@ class Invariance(Extension):
         self._ranks = ranks
         self._seeded = (-1, -1, -1)  # `_place` of the last seed
         self._reduced = (-1, -1, -1)  # `_place` of the last backward
-        self._is_running = False  # stays True after a forward that raised
+        self._is_running = False  # whether a forward is running or has raised
         self.handles = [
             model.register_forward_pre_hook(outside_graphs(self._enter), prepend=True),
             model.register_forward_hook(outside_graphs(self._leave)),
@@ -136,9 +136,10 @@ _MANTISSA_BITS = 24
 _BIN_BITS = 2
 _LEAST_EXPONENT, _LARGEST_EXPONENT = -160, 160
 NUM_BINS = (_LARGEST_EXPONENT - _LEAST_EXPONENT) // _BIN_BITS
-"""Bins cover powers from 2**-161 up to 2**160: smaller ones count as zero, larger as infinite."""
+"""Number of bins. They cover [2**-161, 2**159): smaller powers count as 0, larger as infinite."""
 _ROWS = 1024
-"""Chunks that an accelerator reduces at once: a kernel's order may depend on its shape."""
+"""Number of chunks that an accelerator reduces at once. It is fixed, because a kernel's order of
+additions may depend on the shape."""
 
 
 def chunk_norms(values: Tensor, p: float = 2.0) -> Tensor:

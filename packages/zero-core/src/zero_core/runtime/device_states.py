@@ -140,17 +140,20 @@ class DeviceStates:
         return frozenset(self._away)
 
     def before_write(self) -> None:
-        """Notify extensions before states are read or written. Loads and access by name call it."""
+        """Notify extensions that states are about to be read or written outside of a step."""
         for follow in self._extensions.before_write:
             follow()
 
     def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
-        """Raise if ``what`` needs an offloaded part, or if a step left values half-updated."""
+        """Do `check_here`, and raise if a step left values half-updated."""
         self._state.control.place.check_finished(what)
         self.check_here(what, needed)
 
     def check_here(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
-        """Raise if ``what`` needs an offloaded part or the engine has ended, else prepare."""
+        """Raise if ``what`` needs an offloaded part or the engine has ended.
+
+        A call that needs all parts also waits for pending exchanges and finds edits.
+        """
         if self.ended_by:
             raise RuntimeError(
                 f"rank {self._state.control.rank}: {what} of an engine that has ended, by "
@@ -160,7 +163,7 @@ class DeviceStates:
         if self._away and needed & self._away.keys():
             raise RuntimeError(self._explain(what, needed))
         if needed is ALL_PARTS:
-            # All ranks then launch exchanges of ``what`` after those of the last publication.
+            # On all ranks the exchanges of ``what`` must follow those of the last publication.
             self._passes.units.drain()
             self.edits.find()
 
@@ -189,7 +192,7 @@ class DeviceStates:
 
     def check_model(self, *, has_substitutes: bool = False) -> None:
         """Raise if a parameter of the model was added, replaced, removed, moved or unfrozen."""
-        # Runs at each forward, so it only iterates over dictionaries in C.
+        # Runs at each forward, so the modules' dictionaries are compared in C.
         if (
             any(self._empty)
             or sum(map(len, self._places)) != len(self._entries)
@@ -352,7 +355,7 @@ def fix_memory(model: nn.Module) -> ObjectMethods:
     """Stop recurrent modules from moving their weights to cuDNN's memory, until `remove`.
 
     On a GPU ``nn.RNNBase.flatten_parameters`` moves the weights into a new buffer, often in each
-    forward. Without that cuDNN copies the weights at each call, and torch logs a warning.
+    forward. For weights in other memory cuDNN makes a copy at each call, and torch logs a warning.
     """
     modules = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     return ObjectMethods(_FLATTEN, [(module, lambda: None) for module in modules])

@@ -1,11 +1,11 @@
 """Parameters with full values within a context, and changes to parameters by one rank.
 
 [Note: full parameters]
-Values that are kept, or in use by a forward, a backward or another ``gathered``, are shown where
-they are. At stage 3, a context of selected parameters copies them out of their gathered segments,
-one unit at a time, and so needs only the memory of these parameters. While a context of the whole
-model is open, nothing is released. A context of selected parameters within it copies nothing, and
-keeps all units gathered until it ends.
+Full values that exist already (kept ones, or those in use by a forward, a backward or another
+``gathered``) are not copied. Other selected parameters are copied out of their gathered segments,
+one unit at a time, so that only one unit is gathered at a time. While a context of the whole model
+is open, no unit is released. A nested context of selected parameters copies nothing, and keeps all
+units gathered until it ends.
 
 [Note: edits]
 Changes made by one rank are written to all shards and master weights. Only changed elements of the
@@ -13,8 +13,8 @@ master weights are overwritten, because unchanged ones have more bits than their
 
 [Note: small parameters]
 `GatheredCalls.keep_small_params` keeps copies of small parameters for use while their units are
-released. One exchange of bytes fills the copies from the shards. Forward and backward use the
-gathered unit.
+released. One exchange of bytes fills the copies from the shards. Forward and backward do not use
+the copies.
 
 [Note: parameters saved between two gathers]
 A forward may use a parameter, of this engine or another, only within `gathered`: for example a
@@ -95,9 +95,9 @@ class GatheredCalls:
     def publish(self) -> None:
         """Wait until every rank that keeps full values has those of the last step.
 
-        A step launches the exchange of values. Otherwise the next forward, or the first read of a
-        parameter, waits for it. At stage 3 values stay sharded (see `gathered`), but copies made by
-        `keep_small_params` are filled. Every rank must call it.
+        A step only launches the exchange of values. Without `publish` the next forward, or the
+        first read of a parameter, waits for the exchange. At stage 3 values stay sharded (see
+        `gathered`), but copies made by `keep_small_params` are filled. Every rank must call it.
         """
         self._device_states.check("publish()", FORWARD_PARTS)
         with self.place.during("publish()"):
@@ -106,8 +106,8 @@ class GatheredCalls:
     def keep_small_params(self) -> None:
         """Keep copies of small parameters at stage 3, as DeepSpeed does. `publish` fills them.
 
-        ``stage3_param_persistence_threshold`` and ``stage3_model_persistence_threshold`` define
-        small. The next `publish` creates the copies. Every rank must call it.
+        ``stage3_param_persistence_threshold`` limits the size of a parameter,
+        ``stage3_model_persistence_threshold`` that of all copies. Every rank must call it.
         """
         self._device_states.check("keep_small_params()")
         zero = self.config.zero_optimization
@@ -213,7 +213,7 @@ class GatheredParams:
     def some_params(
         self, params: Sequence[nn.Parameter] | None, modifier_rank: int | None
     ) -> Iterator[nn.Module]:
-        """Gather parameters within the context. None: all of them, and no unit is released."""
+        """Gather ``params`` within the context. If None, gather all and release no unit."""
         self._passes.forward.end_interrupted()
         if modifier_rank is not None:
             self._check_same(modifier_rank, params or ())
@@ -258,7 +258,7 @@ class GatheredParams:
                 values_before = [p.tensor.clone() for p in full]
             control.barrier()  # other ranks may read this rank's slice until they arrive here
             self._edited.update(id(p.param) for p in full)
-        # Changes of these are lost, unless an enclosing context applies them.
+        # Changes of these are lost: they are not kept, and no open context with a modifier has one.
         lost = [p for p in full if not (p.flat.is_kept or id(p.param) in self._edited)]
         before = {id(p.param): p.param._version for p in lost}
         self._reading.append(before)
@@ -312,7 +312,7 @@ class GatheredParams:
 
     @torch.no_grad()
     def _spread(self, full: list[_FullParam], rank: int, before: list[Tensor]) -> None:
-        """Broadcast the values of ``rank``. Only ``rank`` passes ``before``. See [Note: edits]."""
+        """Write the values of ``rank`` to all shards. ``before``: old values, empty elsewhere."""
         control = self.state.control
         self.state.quiesce()  # other ranks may still gather the old values
         if not full:
@@ -369,7 +369,7 @@ class GatheredParams:
             )
 
     def _check_same(self, modifier_rank: int, params: Sequence[nn.Parameter]) -> None:
-        """Raise if ranks passed other parameters or modifiers, which would deadlock."""
+        """Raise if ranks passed different parameters or modifiers, which would deadlock."""
         control = self.state.control
         known = self.state.param_names
         names = sorted({known.get(id(p), "one that is not this engine's") for p in params})
@@ -405,7 +405,7 @@ class GatheredParams:
         is_used = is_in_backward() or any(u is unit or (u.is_root and unit.is_tail) for u in used)
         is_needed = self._units.has_full_params or (is_used and unit.is_current)
         copied = [] if is_needed else [place for place in wanted if not place[0].is_kept]
-        # Hold another context's copy once more, because that context may end first.
+        # Another context's copy is held once more below, because that context may end first.
         missing = [(flat, n) for flat, n in copied if flat.shown.copy_of(n) is None]
         new: dict[tuple[FlatParams, int], Tensor] = {}
         if missing or len(copied) < len(wanted):
@@ -425,7 +425,7 @@ class GatheredParams:
 
 
 def _compare(full: _FullParam, before: Tensor) -> float:
-    """Return whether a parameter's values, or its shape or dtype, differ from ``before``."""
+    """Return `_SAME`, `_CHANGED` (values) or `_RESHAPED` (shape or dtype) against ``before``."""
     now = full.param.data
     if now.shape != before.shape:
         return _RESHAPED
@@ -448,8 +448,8 @@ class _SmallParams:
     def __init__(self, state: ShardedState, max_numel: int, max_total: int) -> None:
         self._state = state
         self._limits = max_numel, max_total
-        self._held: list[tuple[FlatParams, int, Tensor]] | None = None  # with each copy's bytes
-        self._nbytes = 0  # largest total of any rank
+        self._held: list[tuple[FlatParams, int, Tensor]] | None = None  # tensor: bytes of a copy
+        self._nbytes = 0  # largest size of one rank's part of the copies
 
     def _hold(self) -> None:
         """Create the copies, without values."""

@@ -1,6 +1,6 @@
 """Inputs of recomputed blocks, optionally kept in host memory.
 
-The vertical schedule also keeps gradients of tied weights in host memory.
+The vertical schedule also uses `HostCopies`, for gradients of tied weights.
 
 [Note: recomputed blocks]
 With ``activation_checkpointing`` each block saves only its inputs and is recomputed in backward
@@ -10,11 +10,11 @@ of the block object is wrapped. Names, class and hooks do not change.
 
 [Note: two streams and one call ahead]
 One stream per direction copies inputs to the host and back, in parallel with the blocks. The host
-does not wait. When backward requests the inputs of a call, the inputs of the next call that it will
-need are prefetched: the previous call, or with the vertical schedule the same block's call
-for the next micro-batch, or after the last micro-batch the previous block's for the first. A host
-buffer is reused when nothing references the packed tensor. The next copy into the buffer waits for
-the last copy out of it.
+does not wait. When backward requests the inputs of a call, the inputs that backward needs next are
+prefetched: those of the previous call. With the vertical schedule they are the same block's inputs
+of the next micro-batch or, after the last, the previous block's inputs of the first micro-batch. A
+host buffer is reused when nothing references the packed tensor. The next copy into the buffer waits
+for the last copy out of it.
 
 [Note: pinned memory]
 Torch rounds pinned allocations up to powers of two. So buffers are cut out of larger pieces that
@@ -52,14 +52,14 @@ class HostCopy:
     values: Tensor  # view of the buffer, in the tensor's shape and dtype
     last_copy: torch.Event  # end of the copy to the host, or of the last copy back
     fetched: Tensor | None = None  # the values on the device, until used
-    is_fetched: bool = False  # whether they were ever fetched
+    is_fetched: bool = False  # whether they have been fetched
 
     def __del__(self) -> None:
         self.copies.release(self)
 
 
 def page_locked_bytes(nbytes: int, number: int, most: int = MAX_IN_PIECE) -> int:
-    """Return the pinned bytes for ``number`` buffers, allocated ``most`` at a time."""
+    """Return the pinned bytes of ``number`` buffers, allocated at most ``most`` at a time."""
     if not nbytes:
         return 0
     size, count = _piece(nbytes, most)
@@ -67,7 +67,7 @@ def page_locked_bytes(nbytes: int, number: int, most: int = MAX_IN_PIECE) -> int
 
 
 def _piece(nbytes: int, most: int) -> tuple[int, int]:
-    """Return the buffer size for ``nbytes``, and the number of buffers that best fill a piece."""
+    """Return the buffer size for ``nbytes``, and how many buffers best fill a power of two."""
     size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return size, max(range(1, most + 1), key=lambda n: n * size / _next_power_of_two(n * size))
 
@@ -83,13 +83,13 @@ class HostCopies:
         self._device = device
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
-        # Pinned buffers of recently requested sizes.
-        self._free: dict[int, list[tuple[Tensor, torch.Event | None]]] = {}  # by size in bytes
+        # Free pinned buffers by size in bytes, with the end of their last copy.
+        self._free: dict[int, list[tuple[Tensor, torch.Event | None]]] = {}
         self._last_use: dict[int, int] = {}  # by size: number of the last call
         self._num_calls = 0
 
     def store(self, tensor: Tensor, most: int = MAX_IN_PIECE) -> HostCopy | None:
-        """Start to copy ``tensor`` to the host. Return None if it is elsewhere, sparse or empty.
+        """Start to copy ``tensor`` to the host. Return None if elsewhere, sparse or empty.
 
         The caller keeps the tensor's memory until `wait`, or calls `record`. ``most``: maximal
         number of buffers of this size that are pinned at a time.
@@ -216,7 +216,7 @@ class HostInputs:
 def recompute_blocks(
     blocks: Sequence[nn.Module], passes: Passes, host_inputs: HostInputs | None, *, is_on_cpu: bool
 ) -> ObjectMethods:
-    """Wrap the forwards of ``blocks``, in the passes' order. See [Note: recomputed blocks].
+    """Wrap the forwards of ``passes.units.blocks``. See [Note: recomputed blocks].
 
     ``is_on_cpu``: keep inputs in host memory. ``host_inputs`` moves accelerator inputs.
     """
@@ -237,8 +237,8 @@ def recompute_blocks(
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if torch.compiler.is_compiling() and not is_on_cpu:
-                # A compiled backward recomputes by itself. Unpacking its saved weights marks its
-                # beginning.
+                # A compiled backward recomputes by itself. `recomputing` is not needed, because
+                # unpacking the saved weights marks the start of that backward.
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
             with nullcontext() if host_inputs is None else host_inputs.context():
                 return checkpoint(

@@ -6,9 +6,9 @@ when the engine starts. A change between two versions belongs to the later one. 
 positions, not values. A patch contains the newest values at all positions that changed since the
 receiver's version. Logging a position late, or twice, only makes a patch longer.
 
-While a version is open, the log of a compared shard needs two bits per element: one for changed
-weights, one for weights that moved far. A closed version needs about a byte per changed weight, and
-at most a bit and a quarter per element.
+While a version is open, the log of a shard needs two bits per element: one for changed weights, one
+for weights that moved by more than `NEAR`. A closed version needs about a byte per changed weight,
+and at most a bit and a quarter per element.
 
 [Note: how changes are found]
 A *compared* shard is 16-bit and separate from its master weights. The state tier does not write the
@@ -21,9 +21,9 @@ is updated, because nearly all fp32 values change in a step. Values written outs
 [Note: positions]
 A set of positions in ``[0, numel)`` is encoded in one of three ways:
 
-- *gaps*: uint8. For each position, the number of unchanged elements since the last one. 255 stands
-  for 255 unchanged elements without a position. Needs about a byte per position if at most a
-  fiftieth of the elements is in the set.
+- *gaps*: uint8. For each position, the number of elements since the last position. 255 stands for
+  255 elements that no position follows. Needs about a byte per position if at most a fiftieth of
+  the elements is in the set.
 - *bits*: uint8, one bit per element, lowest bit first.
 - *all*: empty. All elements are in the set.
 
@@ -118,7 +118,7 @@ def from_low_bits(old: Tensor, codes: Tensor, form: Form) -> Tensor:
 def compare(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """Compare two 1-D tensors of a 16-bit dtype. Return masks of changed and of far elements.
 
-    Far elements differ by more than `NEAR`, or in sign. The cost is independent of the changes.
+    Far elements differ by more than `NEAR`, or in sign.
     """
     # Distances of magnitudes, valid for equal signs. Uses integer operations, because torch's
     # comparisons take 5 times as long.
@@ -207,15 +207,15 @@ def decode(kind: Kind, encoded: Tensor, numel: int) -> Tensor | slice:
 class ShardChanges:
     """Positions that one version changed in a shard of ``numel`` elements.
 
-    Two sets are stored: all changed positions, and those that moved by more than `NEAR` at once.
+    Two sets are stored: all changed positions, and those moved by more than `NEAR` in one update.
     """
 
     def __init__(self, numel: int) -> None:
-        self.num_updates = 0  # upper bound of the changes of an element
+        self.num_updates = 0  # upper bound of how often an element changed
         self._numel = numel
         self.ranges: set[tuple[int, int]] = set()  # (start, stop) ranges that are in both sets
-        self._sets: list[tuple[Kind, Tensor]] = []  # other positions: all and far, or one set
-        self._written: list[tuple[int, int]] = []  # sorted (start, stop) of the last update
+        self._sets: list[tuple[Kind, Tensor]] = []  # other positions: changed and far, or both
+        self._written: list[tuple[int, int]] = []  # (start, stop) of the last update's writes
 
     @property
     def nbytes(self) -> int:
@@ -244,7 +244,7 @@ class ShardChanges:
             bits[start // 8 : start // 8 + packed.numel()] |= packed
 
     def compact(self) -> None:
-        """End the version. Sets are encoded as gaps where shorter, and nothing may be added."""
+        """End the version: encode sets as gaps where shorter. Afterwards nothing may be added."""
         self._written = []
         for number, (_, bits) in enumerate(self._sets):
             kind, encoded = encode(unpack_bits(bits, self._numel))
@@ -280,12 +280,12 @@ class ChangeLog:
     ) -> None:
         """Start without changes.
 
-        ``shards``: for each compared segment, the start of its updated part in the local flat
-        space, that part, and the range in it that is this rank's slice of the segment. ``spans``:
-        start and segment of all trainable segments, sorted. ``store`` receives the values of shards
-        on the meta device that are not compared.
+        ``shards``, for each compared segment: where its updated part starts in the local flat
+        space, the part, and the range of the part that is this rank's slice of the segment.
+        ``spans``: start and segment of all trainable segments, sorted. ``store`` receives the
+        values of meta-device shards whose segments are not compared.
         """
-        self.version = self.oldest = 0  # the newest version
+        self.version = self.oldest = 0  # newest version, and oldest that a patch can start from
         self._shards = dict(shards)
         self._spans = spans
         self._store = store
@@ -293,7 +293,7 @@ class ChangeLog:
         self._max_bytes = max_bytes
         self._open: dict[int, ShardChanges] = {}
         self._closed: list[dict[int, ShardChanges]] = []  # one entry per version after `oldest`
-        self._seen: dict[int, int] = {}  # by uncompared segment: last seen version
+        self._seen: dict[int, int] = {}  # by uncompared segment: version of its values
         self._lock = threading.Lock()
 
     # ------------------------------------------------------ called during a step
@@ -317,7 +317,7 @@ class ChangeLog:
             old = target[first : first + new.numel()]
             new = new.to(old.device, old.dtype)
             low, high = max(first, own_start), min(first + old.numel(), own_stop)
-            if low < high:  # at stage 0 other ranks write the same elsewhere
+            if low < high:  # other ranks record changes outside their slice
                 part = slice(low - first, high - first)
                 masks = compare(old[part], new[part])
                 with self._lock:
@@ -337,7 +337,7 @@ class ChangeLog:
         self.oldest = self.version
 
     def collect(self, params: Sequence[FlatParams]) -> bool:
-        """Record other shards' changes. Return whether any value changed since the last version."""
+        """Record changes made without `write`. Return whether the open version has any changes."""
         for flat in params:
             segment = flat.segment
             low, high = segment.shard_range(flat.rank)

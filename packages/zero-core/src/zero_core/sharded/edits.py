@@ -75,8 +75,7 @@ class Edits(Extension):
         self._kept = [flat for flat in state.params if flat.is_kept and flat.segment.is_trainable]
         # By name of each parameter marked since the last step: a checksum if written, else None.
         self._marked: dict[str, int | None] = {}
-        # By name of each parameter not yet applied: this rank's piece, and the parameter's
-        # elements.
+        # By name of each parameter with writes to apply: this rank's piece, and all elements.
         self._pending: dict[str, tuple[Piece, Tensor]] = {}
 
     def begin(self) -> None:

@@ -40,7 +40,7 @@ from zero_core.sharded.param_offload import (
     PrefetchHints,
 )
 
-_NUM_SPARE = 2  # reserve for buffers whose copies to the host are pending
+_NUM_SPARE = 2  # number of extra buffers in a pool while copies to the host are pending
 
 
 class RefilledBuffers(BufferPool):
@@ -49,8 +49,7 @@ class RefilledBuffers(BufferPool):
     For components of quantized parameters: a quantizer's kernel (such as bitsandbytes') may keep a
     view of a gathered weight from forward to backward, unseen by autograd's hooks. In other pools
     the view could show another unit's values. Here it shows the right values once the unit is
-    gathered again. FSDP2 resizes all storages in this way. Other buffers are pooled here, because
-    newly allocated pages cost time on a CPU.
+    gathered again.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class Pools:
         self._pools: list[tuple[str, BufferPool, int]] = []
 
     def split(self, segments: Iterable[Segment]) -> list[list[Segment]]:
-        """Split segments into root, blocks and tail, which use buffers at different times."""
+        """Split segments into those of the root, the blocks and the tail, for separate pools."""
         parts: list[list[Segment]] = [[] for _ in range(2 + self._layout.has_tail)]
         for segment in segments:
             is_in_tail = segment.unit == self._layout.tail
@@ -132,7 +131,7 @@ class Pools:
     ) -> BufferPool:
         """Make a pool for requests of ``nbytes``, of which ``num_at_once`` are lent together.
 
-        ``num_copied``: how many of them are copied to the host in a backward.
+        ``num_copied``: how many buffers are copied to the host in a backward.
         """
         # More spare buffers would be unused. The root's segments are lent together and need none.
         num_spare = max(0, min(self._num_spare, num_copied - num_at_once))
@@ -143,7 +142,7 @@ class Pools:
     def make_for_values(
         self, gathered: Collection[int], offloaded: Collection[int]
     ) -> dict[int, tuple[BufferPool, BufferPool | None]]:
-        """Return by segment the pools of gathered values and of fetched shards (may be None)."""
+        """Return by segment the pool of gathered values, and of fetched shards if offloading."""
         found: dict[int, tuple[BufferPool, BufferPool | None]] = {}
         allocate, stream = self._private, self._stream
         for part in self.split(self._layout.segments):
@@ -182,7 +181,7 @@ class Pools:
                 and p.communicated == dtype
             ]
             nbytes = [s.padded_numel * dtype.itemsize for s in segments]
-            # On a single rank that passes gradients on, the tier reads the full gradient's buffer.
+            # On a single rank without kept gradients, the tier copies the full gradient's buffer.
             num_copied = 0 if self._has_peers else len(borrowed)
             at_once = _num_at_once(borrowed)
             full[dtype] = self._make(
@@ -216,7 +215,7 @@ class Pools:
     def make_for_terms(
         self, plans: Sequence[tuple[Segment, GradientPlan]], *, has_micro_steps: bool
     ) -> BufferPool:
-        """Return the pool for reductions that are added to those of earlier micro-steps.
+        """Return the pool for reduced gradients that are added to those of earlier micro-steps.
 
         Only one unit's reductions are pending at a time.
         """
@@ -231,7 +230,7 @@ class Pools:
             report[kind] = report.get(kind, 0) + nbytes
 
     def reserve(self) -> None:
-        """Allocate all buffers that steps borrow. Later they would fragment activations' memory."""
+        """Allocate all buffers that steps borrow, because later allocations fragment memory."""
         for _, pool, expected in self._pools:
             pool.reserve(expected)
 
@@ -258,7 +257,7 @@ class Memory:
     ) -> None:
         """Allocate values for ``rank`` on ``device``. The model's parameters do not change.
 
-        ``exchanged`` allocates memory that other ranks read (shards and gradients), if special.
+        ``exchanged``: special allocator of memory that other ranks read (shards and gradients).
         """
         self._found = found
         self._layout = layout
@@ -294,9 +293,9 @@ class Memory:
                 layout.segments[index], rank, is_sharded=self.has_sharded_state
             )
             self.spans[index] = (start, start + high - low)
-        # Memory that the state tier updates, by start in the local flat space. Shards that the tier
-        # cannot write directly (in a file, or with logged changes) are on the meta device. Their
-        # values go to `store`.
+        # Memory that the state tier updates, with its start in the local flat space. A meta tensor
+        # stands for a shard that the tier does not write directly (in a file, or with logged
+        # changes), but through `store`.
         self.update_targets: list[tuple[int, Tensor]] = []
         self.store: ParamStore | None = None
         self.changes: ChangeLog | None = None  # for weight patches
@@ -455,7 +454,7 @@ class Memory:
         """Allocate gradient buffers, by trainable segment.
 
         A tier that copies gradients (``owns_grads``) needs no kept gradient shards, unless
-        gradients accumulate over micro-steps and the tier cannot accumulate them (``adds_grads``).
+        gradients accumulate over micro-steps and the tier cannot add them (``adds_grads`` false).
         """
         plan_of = {
             s.index: plan_gradient(
@@ -470,7 +469,7 @@ class Memory:
             "gradients",
             {s.index: (p.communicated, s.padded_numel) for s, p in plans if p.is_full_kept},
         )
-        # After its reduction, a kept full gradient holds the sum, if it fits.
+        # Sums that overwrite the unreduced gradients, in the same memory.
         total = {s.index: full[s.index] for s, p in plans if p.is_sum_in_full}
         shards: dict[int, Tensor] = {}
         if self._layout.world_size > 1 and self._stage == 0:

@@ -1,8 +1,8 @@
 """Offloaded parameter shards, and their copies to the device ahead of use.
 
 ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857), section 5.1: at stage 3 the device needs a
-shard only while its unit is gathered. A `zero_core.protocols.ParamTier` otherwise holds the shard,
-in host memory or in a file.
+shard only while its unit is gathered. At other times a `zero_core.protocols.ParamTier` holds the
+shard, in host memory or in a file.
 
 [Note: the copy stream]
 On an accelerator a separate stream, the *copy stream*, copies offloaded values to the device, while

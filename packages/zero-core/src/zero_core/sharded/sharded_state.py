@@ -2,11 +2,11 @@
 
 [Note: when buffers are broadcast]
 Rank 0's buffers are broadcast before a forward of the model, as in torch's DistributedDataParallel,
-unless the previous forward ran without gradients or within ``no_sync``. In these cases no shared
-step has changed them. So evaluation after a training forward uses rank 0's running statistics on
-every rank. Every rank must run such a forward. A buffer updated by a direct call of a submodule is
-broadcast with the model's next forward. A buffer registered after the build is broadcast after the
-next step, which compares the ranks' buffers.
+unless the previous forward ran without gradients or within ``no_sync``. So evaluation after a
+training forward uses rank 0's running statistics on every rank. Every rank must run a forward that
+broadcasts. A buffer updated by a direct call of a submodule is broadcast with the model's next
+forward. A buffer registered after the build is broadcast after the next step, which compares the
+ranks' buffers.
 
 [Note: buffers that ranks agree on]
 A broadcast must have the same number of bytes on all ranks, or gloo aborts the process. So a rank
@@ -73,7 +73,7 @@ class CommonBuffers:
         self._agreed = self._seen
 
     def by_dtype(self) -> Mapping[torch.dtype, list[tuple[Tensor, bool]]]:
-        """Return tensors of the agreed buffers' forms, and whether each is the module's own."""
+        """Return the agreed buffers, or zeros of their form, and whether each is the module's."""
         found: dict[torch.dtype, list[tuple[Tensor, bool]]] = {}
         for b in self._agreed:
             value = b.module._buffers.get(b.key)
@@ -91,7 +91,7 @@ class CommonBuffers:
         self._is_due = True
 
         def after(*hook_args: Any) -> None:
-            # Only the hook references ``backward``, which in turn references this object.
+            # ``backward`` is not stored in this object, because it references this object.
             self._post_forward(backward)
 
         before = outside_graphs(self._pre_forward)
@@ -103,7 +103,7 @@ class CommonBuffers:
             self.handles.pop().remove()
 
     def idle_forward(self, backward: BackwardPass) -> None:
-        """Take part in the broadcast of the other ranks' next forward, without a forward."""
+        """Take part in the broadcast before the other ranks' next forward, without running one."""
         if self.handles:
             self._pre_forward()
             self._post_forward(backward)
@@ -137,10 +137,10 @@ class ShardedState:
     control: ControlGroup  # for small exchanges
     common_buffers: CommonBuffers
     pieces: tuple[Piece, ...]  # this rank's parts of the trainable parameters
-    optimizer: str  # description: its kind and number of groups
+    optimizer: str  # description: kind and number of groups
     quantized: tuple[Quantized, ...] = ()
     changes: ChangeLog | None = None  # for weight patches
-    readers: list[Future[Any]] = field(default_factory=list)  # threads that read shards
+    readers: list[Future[Any]] = field(default_factory=list)  # reads of shards in other threads
     extensions: list[Extension] = field(default_factory=list)  # extensions that have states
 
     @property
@@ -281,7 +281,7 @@ class ShardedState:
         self.control.barrier()
 
     def value_parts(self) -> Iterator[tuple[Callable[[Tensor], None], ParamSpec, int, int]]:
-        """Yield a writer for values on this rank, its parameter, and its range in the slot.
+        """Yield for each part of a parameter on this rank: writer, spec, and range in the slot.
 
         The writer sets master weights, or the values themselves for a frozen parameter.
         """
@@ -309,8 +309,7 @@ class ShardedState:
 
         If ``dtype`` is None or the parameter's own, the values are those of the shards, else the
         master weights. (A tier may round master weights differently than a cast.) For quantized
-        parameters, yields their components. If ``rank`` is given, other ranks yield and download
-        nothing.
+        parameters, yields their components. If ``rank`` is given, other ranks yield nothing.
         """
         for segment in self.layout.segments:
             if dtype in (None, segment.dtype):

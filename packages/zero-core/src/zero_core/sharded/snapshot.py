@@ -23,7 +23,7 @@ from zero_core.protocols import SnapshotTier
 from zero_core.sharded.sharded_state import ShardedState
 
 BLOCK_NUMEL = 1 << 20
-"""Elements of one state that are read or copied at once."""
+"""Number of elements of one state that are read or copied at once."""
 
 
 class StateWatch:
@@ -32,7 +32,7 @@ class StateWatch:
     def __init__(self, tier: SnapshotTier) -> None:
         self.tier = tier
         self.num_changes = 0  # number of announced changes
-        self.snapshot: Snapshot | None = None  # snapshot with unread blocks, or None
+        self.snapshot: Snapshot | None = None  # until its `end`
         tier.watch_changes(self)
 
     def before_change(self, start: int, stop: int) -> None:
@@ -54,8 +54,7 @@ class StateBlocks:
 class Snapshot:
     """This rank's states of all trainable segments at the time of construction.
 
-    Without a watch the states are read from the tier, and must not change until they have been
-    read.
+    Without a watch the states must not change until they have been read.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Snapshot:
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._num_bytes = 0  # total size of the copies
         self._unread = [set(self._names) for _ in self._blocks]
-        # Copies wait only for work that was enqueued when the snapshot was made.
+        # Event after the work enqueued before the snapshot. Reads must wait for no later work.
         self.ready: torch.Event | None = None
         if self._blocks:
             low, _ = self._blocks[0]

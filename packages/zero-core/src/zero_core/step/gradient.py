@@ -41,7 +41,7 @@ from zero_core.step.param_grads import SHARDED, UPDATED_IN_BACKWARD, ParamGrads
 from zero_core.step.update import choose_policy
 
 CLIP_EPSILON = 1e-6
-"""Of `torch.nn.utils.clip_grad_norm_`."""
+"""Epsilon that `torch.nn.utils.clip_grad_norm_` adds to the norm."""
 _CHANGED = "param.grad was changed to values that are not finite"
 _MAX_NAMED = 3
 _MAX_RANKS = 8
@@ -150,7 +150,7 @@ class StepGradient:
                 grads.wait()
             grads.shard.release(tier.offer_grad(start, reduced.shard))
         else:  # one micro-step's gradient, which the tier accumulates
-            accumulating = cast(AccumulatingTier, tier)  # its plan requires such a tier
+            accumulating = cast(AccumulatingTier, tier)  # the gradient's plan requires it
             grads.shard.release(accumulating.add_grad(start, reduced.shard, is_last=is_last))
             if not is_last:
                 return False
@@ -221,7 +221,7 @@ class StepGradient:
             fill(facts)
 
     def _square_sums(self, *, is_covered: bool = False) -> Tensor:
-        """Return the sums of squares of this rank's shards, or of all `covered` gradients."""
+        """Return `add_squares` of this rank's shards or, if ``is_covered``, of what it updates."""
         norms, squares = [], []
         # In layout order, because the order of reductions may differ between steps.
         for index in sorted(self._norms):
@@ -235,7 +235,7 @@ class StepGradient:
                 norms.append(norm)
                 continue
             square, device = norm(), self._state.device
-            if square.device != device:  # copying to the device would wait
+            if square.device != device:  # `to` would wait for the device
                 square = torch.full((), square.item(), dtype=square.dtype, device=device)
             squares.append(square.view(1))
         return self._arithmetic.add_squares(norms, squares)
@@ -277,7 +277,7 @@ class StepGradient:
         self._clipped = 1.0
 
     def clip(self, max_norm: float, p: float) -> float:
-        """Clip by the ``p``-norm, after `agree`. Return the norm before. All ranks must call it."""
+        """Clip, after `agree`. Return the ``p``-norm before clipping. All ranks must call it."""
         if p == 2.0:
             norm = math.sqrt(self._square_sum)
         else:
@@ -394,7 +394,7 @@ class StepGradient:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the scale factor of `torch.nn.utils.clip_grad_norm_`. 1 if ``max_norm`` is 0."""
+    """Return the factor of `torch.nn.utils.clip_grad_norm_`. 1 without a limit or finite norm."""
     if max_norm <= 0.0 or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + CLIP_EPSILON))
@@ -403,7 +403,8 @@ def clip_factor(norm: float, max_norm: float) -> float:
 def _explain_nonfinite(grads_of: Mapping[int, FlatGrads], state: ShardedState) -> str:
     """Name the parameters with a non-finite gradient, and the ranks that produced it.
 
-    Every rank must call it. Names all ranks that produced non-finite values in a segment.
+    Every rank must call it. A parameter is listed with all ranks that produced non-finite values
+    in its segment.
     """
     names, seen = [], []
     for index, grads in grads_of.items():
@@ -420,7 +421,7 @@ def _explain_nonfinite(grads_of: Mapping[int, FlatGrads], state: ShardedState) -
             ]
     own = json.dumps({"names": names, "ranks": seen})
     rows = [json.loads(row) for row in state.control.gather_bytes(own.encode())]
-    # A rank may observe non-finite contributions to segments of other ranks' parameters.
+    # One rank may know the ranks of a segment, and another rank the names of the parameters.
     by_segment: dict[int, set[int]] = {}
     for index, ranks in (pair for row in rows for pair in row["ranks"]):
         by_segment.setdefault(index, set()).update(ranks)
@@ -444,7 +445,7 @@ def _describe(name: str, ranks: set[int] | None) -> str:
 class EngineOptimizer(torch.optim.Optimizer):
     """Optimizer that shares the param groups of ``given``. Only the engine may step it."""
 
-    _has_all_groups = False  # False while torch adds the groups
+    _has_all_groups = False  # False while torch's constructor adds the groups
 
     def __init__(
         self,
@@ -511,7 +512,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         if not self._may_step or closure is not None:
             raise RuntimeError("call engine.step(): the engine drives its optimizer")
         self._gradient.apply()
-        self._meter.end_step()  # published bytes count for the next step
+        self._meter.end_step()  # bytes that publish the new values count for the next step
         self._passes.units.values_changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -2,9 +2,9 @@
 
 [Note: random numbers by micro-batch]
 Dropout draws from torch's generators. The vertical schedule interleaves the micro-batches of a
-step. So each micro-batch has generator states of its own, seeded from torch's seed and the number
-of the micro-step since the start of training. The random numbers thus do not depend on the
-schedule. Activation checkpointing saves the state at the start of a block and restores it.
+step. So each micro-batch has its own generator states, seeded from torch's seed and the number of
+the micro-step since the start of training. The random numbers thus do not depend on the schedule.
+Activation checkpointing restores the generator state at the start of a block to recompute it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MicroBatches:
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
         """Run all micro-batches of a step. Return their losses, detached.
 
-        Leaves the step's last micro-step open. ``seed``: torch's seed, from which the seeds of the
+        Does not end the last micro-step. ``seed``: torch's seed, from which the seeds of the
         micro-batches derive.
         """
         losses = []

@@ -3,29 +3,31 @@
 [Note: param.grad]
 From the end of a step's last backward to `step`, ``param.grad`` is the reduced gradient with the
 same values as in DDP: averaged over the ranks, multiplied by the fp16 loss scale, not clipped by
-`Engine.clip_grad_norm_`, in the parameter's shape and dtype. If the state tier reads the gradient
-in that dtype, ``param.grad`` is a view of the tier's input, else a copy. The step uses changes made
-to ``param.grad``: in-place changes, assignment of a tensor, and assignment of None, which leaves
-the parameter and its state unchanged. At other times ``param.grad`` is None or a tensor assigned by
-the user. A backward adds to that tensor. Without a backward, `step` uses the tensor itself.
+`Engine.clip_grad_norm_`, in the parameter's shape and dtype. ``param.grad`` is a view of the
+state tier's input if that has the parameter's dtype, is not owned by the tier, and is read by no
+other rank. Otherwise it is a copy. The step uses changes made to ``param.grad``: in-place changes,
+assignment of a tensor, and assignment of None, which leaves the parameter and its state unchanged.
+At other times ``param.grad`` is None or a tensor assigned by the user. A backward adds to that
+tensor. Without a backward, `step` uses the tensor itself.
 
 At stages 1 to 3, and if backward updates units, reading ``param.grad`` between backward and `step`
 returns None and logs a warning once, because `torch.nn.utils.clip_grad_norm_` would silently clip
 nothing. Assigning a gradient raises an error.
 
 ``grad`` is a property of the parameters' class. It costs nothing unless read or set. Torch's
-AccumulateGrad uses torch's own attribute, which stays None. So a further backward of the same step
-does not change tensors that the user holds.
+AccumulateGrad uses torch's own attribute. So a further backward of the same step does not change
+tensors that were read from ``param.grad``.
 
-A slow rank may still gather the gradient from its peers' shards. So users get views only of memory
-that no peer reads, and a shard is changed only after the all-reduce of the step's facts, which ends
-those reads. The facts describe the gradient as it was reduced. After the all-reduce every rank has
-the whole gradient, and computes the norm of the changed gradient locally.
+A slow rank may still gather the gradient from its peers' shards. A shard is changed only after the
+all-reduce of the step's facts, which ends those reads. The facts describe the gradient as it was
+reduced. After the all-reduce every rank has the whole gradient, and computes the norm of the
+changed gradient locally.
 
-Changes are detected by a checksum of each view, and by comparing copies. (A permutation may keep
-the checksum, but it also keeps the norm.) A segment that was only read keeps its statistics. Every
-rank must make the same changes, as with DDP. The hash of the facts covers the names of changed
-segments. If these differ, all ranks refuse the step (after `Engine.clip_grad_norm_`, the next one).
+Changes are detected by a checksum of each view, and by comparing copies. (A permutation keeps the
+checksum, but also the norm.) A segment that was only read keeps its statistics. Every rank must
+make the same changes, as with DDP. The hash of the facts covers the names of changed segments. If
+the names differ, all ranks refuse the step. Changes after `Engine.clip_grad_norm_` come too late
+for the hash of their step: they are in the next step's hash, and that step is refused.
 """
 
 from __future__ import annotations
@@ -86,11 +88,12 @@ allow_foreach(TrainedParameter)
 
 @dataclass(slots=True)
 class _Complete:
-    """A segment whose gradient may be read, with the tensors that users got, by position."""
+    """A segment whose gradient may be read, with the tensors that users read or set."""
 
     grads: FlatGrads
-    given: dict[int, Tensor | None] = field(default_factory=dict)  # None: set to None by the user
-    checksums: dict[int, Tensor] = field(default_factory=dict)  # of views, with known changes
+    # By position in the segment. None: set to None by the user.
+    given: dict[int, Tensor | None] = field(default_factory=dict)
+    checksums: dict[int, Tensor] = field(default_factory=dict)  # of views, after known changes
 
 
 class ParamGrads:
@@ -112,10 +115,10 @@ class ParamGrads:
         ]
         self._complete: dict[int, _Complete] = {}  # by segment index
         self._given: dict[int, _Complete] = {}  # entries of ``_complete`` that were read or set
-        self.set_params: set[int] = set()  # numbers of parameters set since the all-reduce
-        self._assigned: dict[int, nn.Parameter] = {}  # by id: assigned before completion
-        # Segments changed in this step before the all-reduce of the facts, in this step after it,
-        # and in the previous step after it.
+        self.set_params: set[int] = set()  # parameters set after the facts were summed
+        self._assigned: dict[int, nn.Parameter] = {}  # by id: see `is_assigned`
+        # Segments changed before the all-reduce of this step's facts, after this all-reduce, and
+        # after the all-reduce of the previous step.
         self._changed: set[int] = set()
         self._changed_late: set[int] = set()
         self._changed_before: set[int] = set()
@@ -162,7 +165,7 @@ class ParamGrads:
         return given[position]
 
     def write(self, param: nn.Parameter, grad: Tensor | None) -> bool:
-        """Set the step's gradient of ``param``. Return False to store it in torch's attribute."""
+        """Set the step's gradient of ``param``. False: store ``grad`` in torch's attribute."""
         flat, position = self._state.places[id(param)]
         index = flat.segment.index
         found = self._complete.get(index)
@@ -262,7 +265,7 @@ class ParamGrads:
                 one.grads.shard.keep(_elements(one.grads, changes.get(index, {})))
 
     def begin_agreement(self, communicator: Communicator) -> list[str]:
-        """Return the names of changed segments, for the hash of the facts."""
+        """Return the names of segments changed in this step, or after the last step's hash."""
         self._changed |= self._changed_late
         self._changed_late = set()
         self.set_params.clear()
@@ -280,7 +283,7 @@ class ParamGrads:
 
 
 _serving: weakref.WeakValueDictionary[int, ParamGrads] = weakref.WeakValueDictionary()
-"""By ``id`` of the parameter."""
+"""Object that serves ``param.grad`` of each parameter, by the parameter's ``id``."""
 
 
 def _of_param(grads: FlatGrads, position: int) -> Tensor:
@@ -300,7 +303,7 @@ def _elements(grads: FlatGrads, changes: Mapping[int, Tensor]) -> list[tuple[int
 
 
 def _checksum(values: Tensor) -> Tensor:
-    """Return a sum of the bits, equal on any hardware. Only permutations always preserve it."""
+    """Return the sum of ``values`` viewed as integers, which is equal on any hardware."""
     integer = torch.int16 if values.itemsize == 2 else torch.int32
     return values.reshape(-1).view(integer).sum(dtype=torch.int64)
 

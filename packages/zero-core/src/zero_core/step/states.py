@@ -174,11 +174,11 @@ class StateAccess:
         return _widened(self._state.read_state(what, piece.start, piece.stop))
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return this rank's part of every state of parameter ``name``, as `get_local` does.
+        """Return this rank's part of every optimizer state of ``name``, as `get_local` does.
 
         If the optimizer keeps whole-parameter states, returns a CPU copy of the optimizer's own
-        state, with non-tensors, in its own shapes and dtypes. Empty if this rank updates no element
-        of the parameter, and before the parameter's first step. Requires no communication.
+        state, including non-tensors, in its own shapes and dtypes. Returns {} before the
+        parameter's first step, or if this rank updates none of it. Requires no communication.
         """
         found, tier = self._find(name, "state", is_local=True), self._state.tier
         number = self._state.piece_numbers.get(found.slot.param)
@@ -208,8 +208,8 @@ class StateAccess:
     def load_own(self, saved: Mapping[str, tuple[Mapping[str, float], Mapping[str, Any]]]) -> None:
         """Restore this rank's states from the results of `scalars` and `of`, by parameter name.
 
-        Requires no communication. Parameters of which this rank updates no element are skipped. If
-        an error is raised, possibly on one rank only, nothing was restored.
+        Requires no communication. Parameters of which this rank updates no element are skipped.
+        If an error is raised, nothing was restored on this rank.
 
         Raises:
             ValueError: a state does not have the length of this rank's part, or the shape of a
@@ -302,7 +302,7 @@ class StateAccess:
         """Set this rank's ``part`` of a sliced state or of the gradient."""
         state, (segment, slot, piece, _) = self._state, found
         if what == GRAD:
-            # At stage 0 the gradient shard is smaller than ``part``, which covers the whole state.
+            # At stage 0 ``part`` is the whole parameter, and the gradient shard only a slice.
             factor = self._complete_gradient()
             grads = self._gradient.grads[segment.index]
             base, _ = segment.shard_range(state.control.rank)
@@ -310,7 +310,7 @@ class StateAccess:
             if low < high:
                 first = max(slot.start, state.covered(segment.index)[0])
                 grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
-            else:  # every rank must offer the segment again
+            else:  # empty, but every rank must offer the segment again
                 grads.replace(0, part[:0])
             self._gradient.params_with_grad.add(slot.param)
             self._passes.backward.reductions.offer(grads, is_last=True)

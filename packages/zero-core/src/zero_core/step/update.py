@@ -14,11 +14,11 @@ step can change a gradient or skip the step: no clipping, no fp16 loss scale and
 ``check_grad_overflow``. Changing or dropping gradients afterwards raises an error.
 
 [Note: speculation]
-In other cases the decision needs the last gradient of backward. The state tier may still update
-early, as if the step were taken without clipping, and undo the update if that is wrong
-(`zero_core.protocols.SpeculativeTier`). Results are the same. An undone update costs the host two
-copies of its states and a second update, a kept one costs one copy. So speculation must be enabled
-in the configuration.
+With clipping, fp16 or ``check_grad_overflow`` the decision needs the last gradient of backward. The
+state tier may still update early, as if the step were taken without clipping, and undo the update
+if the decision is another (`zero_core.protocols.SpeculativeTier`). Results are the same. An undone
+update costs two copies of the states and a second update, a kept one costs one copy. So speculation
+must be enabled in the configuration.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 def updates_in_backward(config: Config) -> bool:
     """Whether the configuration makes final updates of units in backward.
 
-    By default: with optimizer offload, without clipping, fp16, overflow check or
+    Never with clipping, fp16 or overflow check. By default: with optimizer offload, and without
     ``memory_checkpoint``, which reads the states during backward.
     """
     offload = config.zero_optimization.offload_optimizer
@@ -56,7 +56,8 @@ def updates_in_backward(config: Config) -> bool:
 def may_speculate(config: Config) -> bool:
     """Whether the configuration makes undoable updates of units in backward.
 
-    By default: if the size of the undo log is set, and without ``memory_checkpoint``.
+    Only with offload to the CPU, and with clipping, fp16 or overflow check. By default: if the
+    size of the undo log is set, and without ``memory_checkpoint``.
     """
     offload = config.zero_optimization.offload_optimizer
     if offload.device != "cpu" or not config.can_cancel_steps:
@@ -79,7 +80,7 @@ class UpdatePolicy:
         self._train = train
 
     def reduced(self, active: Sequence[int], *, grad_scale: float) -> bool:
-        """Handle a reduced segment, with its ``active`` pieces. Return whether it was updated."""
+        """Handle a reduced segment. Return whether its ``active`` pieces had a final update."""
         return False
 
     @property
@@ -112,7 +113,7 @@ class AheadPolicy(UpdatePolicy):
 
     @property
     def can_step_ahead(self) -> bool:
-        return self._tier.can_step_ahead  # may change when a load brings other groups
+        return self._tier.can_step_ahead  # may change when a load replaces the groups
 
     def step_ahead(
         self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor

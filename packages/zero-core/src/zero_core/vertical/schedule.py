@@ -18,10 +18,10 @@ sums are bit-identical to those of the horizontal schedule. A tied weight of the
 its gradient from the head, which must be kept until the embedding adds its part. One such gradient
 per micro-batch is kept, in host memory if inputs of blocks are kept there.
 
-The passes treat the micro-batches of a step as one forward and one backward. The root is entered
-once. Hooks of each micro-batch's forward enter and leave the root and the blocks. A block stays
-gathered until the first micro-batch enters the next block. In backward a unit is gathered once for
-all micro-batches.
+The passes treat the micro-batches of a step as one forward and one backward. Hooks in each
+micro-batch call `ForwardPass.go_into` and `go_out_of` instead of ``enter`` and ``leave``. A block
+stays gathered until the first micro-batch enters the next block. In backward a unit is gathered
+once for all micro-batches.
 
 Each block must be called once, in the order of the module tree. Otherwise an
 `AccumulationScheduleError` is raised. The same error is raised if a forward stores tensors in
@@ -114,7 +114,7 @@ class MicroBatch:
         self.partial = partial  # incomplete gradients of all micro-batches
         self.segments = Segments(partial, number)  # segments of this micro-batch's graph
         self.states: tuple[Tensor, ...] | None = None  # generator states, while paused
-        self.is_done = False  # whether its forward has ended
+        self.is_done = False  # whether the forward has ended
         self._go = threading.Semaphore(0)
         self._paused = threading.Semaphore(0)
         self._is_abandoned = False
@@ -179,7 +179,7 @@ class VerticalSchedule(MicroBatches):
         state: ShardedState,
         host_inputs: HostInputs | None,
     ) -> None:
-        """Hook ``modules``, the passes' blocks. ``host_inputs`` may move inputs to the host."""
+        """Hook ``modules``, the blocks. ``host_inputs`` moves inputs of blocks to the host."""
         if not passes.units.blocks:
             raise AccumulationScheduleError(
                 "accumulation_schedule = 'vertical' needs a sequence of blocks (an nn.ModuleList "
@@ -330,7 +330,7 @@ class VerticalSchedule(MicroBatches):
         self._forward.go_into(unit, module)
 
     def _leave(self, unit: Unit, *, needs_grad: bool, error: BaseException | None) -> None:
-        if error is not None and not isinstance(error, ForwardAbandoned):  # else already reported
+        if error is not None and not isinstance(error, ForwardAbandoned):  # follows a failure
             self._forward.note_failure(unit, error)
         if self._forward.go_out_of(unit, needs_grad=needs_grad) and unit.is_root:
             self._units.saved.leave_thread()
@@ -422,7 +422,7 @@ class VerticalSchedule(MicroBatches):
         if unit is own:
             one.partial.discard(one.number, param)
             self._add(unit, grads, position, grad)
-        else:  # a parameter of the root, by `_check_params`
+        else:  # `_check_params` allows only parameters of the root here
             one.partial.put(one.number, param, grad)
 
     def _name(self, segment: int) -> str:

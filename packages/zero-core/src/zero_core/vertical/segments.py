@@ -47,10 +47,9 @@ from zero_core.runtime.host_inputs import HostCopies, HostCopy
 class PartialGrads:
     """Gradients of parameters that several segments use, by micro-batch and id of the parameter.
 
-    A gradient is complete when the last segment has added its part. Between turns of a micro-batch,
-    gradients are on the host if there are ``copies``. The device then holds the gradients of at
-    most two turns: the computing stream waits until those of the previous turn are on the host,
-    which frees their memory.
+    A *turn* is the backward of one micro-batch through one segment. With ``copies``, gradients are
+    on the host between turns of their micro-batch. The device then holds the gradients of at most
+    two turns: the computing stream waits until those of the previous turn are on the host.
     """
 
     def __init__(self, num_micro_batches: int, copies: HostCopies | None) -> None:
@@ -115,7 +114,7 @@ class SegmentCrossing(Exception):
 
 @dataclass(eq=False, slots=True)
 class _Gradient:
-    """The sum so far of a border's gradient, and the ``anchor`` of its micro-batch."""
+    """A border's gradient so far, and the ``anchor`` tensor that identifies its micro-batch."""
 
     anchor: Tensor
     grad: Tensor | None = None
@@ -221,7 +220,7 @@ class Segments(TorchFunctionMode):
         return func(*given[0], **given[1])
 
     def close(self, results: Iterable[Tensor]) -> None:
-        """Search the graph of the current segment, from its ``results`` on."""
+        """Record borders and parameters in the current segment's graph, from ``results`` on."""
         nodes = [t.grad_fn for t in results if t.grad_fn is not None]
         self._search(self.number, [n for n in nodes if not self._is_earlier(n, self.number)])
 

@@ -1,7 +1,7 @@
 """Current activity of a rank, as other ranks see it, and the times of a step by activity.
 
-A mark on the host is a time of `time.perf_counter`. A mark on an accelerator is an event on the
-current stream, so times are device times: a wait lasts as long as the stream waits.
+A *mark* is a point in time. On a host it is a value of `time.perf_counter`. On an accelerator it is
+an event on the computation's stream, so a wait lasts as long as the stream waits.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class StepClock:
     def spans(self) -> list[tuple[str, str, float, float]]:
         """Return the parts of an ended step. On an accelerator, waits for the step's end.
 
-        Each part is (place, collective that it waits for or "", start, stop).
+        Each part is (place, collective waited for or "", start, stop), with times in seconds.
         """
         *_, end = self._marks[-1]
         if isinstance(end, torch.Event):

@@ -1,7 +1,6 @@
 """Heartbeats of ranks, which show in log lines and errors which rank the others wait for.
 
-One thread per process serves all engines. While it queries the store, no lock is held, and only the
-thread of the board waits.
+One thread per process serves all engines. It never waits for the store that holds the heartbeats.
 
 [Note: which rank the others wait for]
 A thread of each rank publishes a beat every tenth of the configured time. A stopped or dead process
@@ -27,9 +26,9 @@ current call has taken. A store that does not answer also counts as a cause.
 
 [Note: reads of many ranks]
 All waiting ranks read beats from one store. So each reads beats of at most `_WINDOW` ranks at a
-time, first those of the following ranks. A stopped rank is thus named in time by the ranks before
-it. Once a log line is due, each further read uses the next window, and the time between reads grows
-with the wait. Until all windows were read, only verdicts about single ranks are reported.
+time, first of the ranks after it. A stopped rank is thus named in time by the ranks before it. Once
+a log line is due, each further read uses the next window, and the time between reads grows with the
+wait. Until all windows were read, only verdicts about single ranks are reported.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ OTHER_BLOCKS = (
 _MAX_NAMED = 4  # maximal number of ranks or statements in a message
 _ENDED = ("Z", "X")
 _STOPPED = {"T": "its process is stopped", "t": "a debugger holds its process"}
-# Shares of ``within_s``: time between two beats, time of a wait before others are observed, time
-# without a beat before a rank counts as silent, time of a wait before a line is logged.
+# Shares of the configured time: between two beats, of a wait before other ranks are observed,
+# without a beat before a rank counts as silent, of a wait before a line is logged.
 _BEAT, _OBSERVE, _SILENCE, _LOG = 0.1, 0.3, 0.3, 0.7
 _MIN_SILENCE_S = 0.5
-_LONG = 6  # delay factor before a live rank in disk work is named
+_LONG = 6  # factor on ``within_s`` before a live rank that uses a disk is named
 _LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkpoint:")
 _WINDOW = 64  # number of ranks whose beats are read at once
 _READ = 1 / 16  # time between two reads, as a share of a long wait
@@ -81,11 +80,11 @@ class Beat(NamedTuple):
 
     number: int  # increases with each beat
     place: str  # `zero_core.watch.place.Place.doing`, with the step
-    waits_for: str  # the collective that it waits for, with the step, or ""
+    waits_for: str  # the collective that the rank waits for, with the step, or ""
     num_changes: int  # `Place.num_changes`
     still_s: float  # time since the last change
     cause: str  # the rank's own error that makes others wait in vain, or how it ended
-    has_given_up: bool  # whether it failed while waiting for another rank
+    has_given_up: bool  # whether the rank failed while waiting for another rank
     pid: int
     namespace: str  # namespace of ``pid``
 
@@ -108,7 +107,7 @@ class Verdict(NamedTuple):
 
 @dataclass
 class _Seen:
-    """The last beat of a rank, when it was read, and since when its number and place are equal."""
+    """The last beat of a rank, when it was read, and when its number and place last changed."""
 
     beat: Beat
     at: float
@@ -159,7 +158,7 @@ class ThreadedBoard:
     """Non-blocking access to beats in a store. A thread keeps this object alive until `close`."""
 
     def __init__(self, store: Any, host: str, keys: Sequence[str], rank: int) -> None:
-        """``keys``: key of each rank's beat. ``host``: the store's host, "rank 0 of the job"."""
+        """``keys``: key of each rank's beat. ``host``: description of the store's host."""
         self.host = host
         self.is_lost = False  # whether the connection has failed, which stops all use
         self._store = store
@@ -346,7 +345,7 @@ class Watch:
         self.interval_s = _BEAT * within_s
         self.device_waits = device_waits
         self._board = board
-        # Not at exit, when a last beat must report how the process ends.
+        # At exit the board stays open: a last beat must report how the process ends.
         weakref.finalize(self, board.close).atexit = False
         self._place = place
         self._rank = rank
@@ -360,7 +359,7 @@ class Watch:
         self._has_misread = False
         self._lock = threading.Lock()
         self._last_tick = time.monotonic()
-        self._still = (-1, self._last_tick)  # the place's number of changes, and since when
+        self._still = (-1, self._last_tick)  # number of changes, and when it last grew
         self._wait = _Wait(None, self._last_tick)
         self._publish(self._last_tick)
 
@@ -540,7 +539,7 @@ class Watch:
     # ----------------------------------------------------------- called by any thread
 
     def find_dead(self, ranks: Sequence[int]) -> str:
-        """Return which of ``ranks`` have ended or were silent for long. Call it every second."""
+        """Return which of ``ranks`` have ended or were silent for long, as of the last calls."""
         silence_s = _LONG * self._within_s or math.inf
         with self._lock:
             self._add_answers(time.monotonic())
