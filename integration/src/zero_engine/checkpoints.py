@@ -1,6 +1,6 @@
 """``zero-engine verify | inspect | export | prune | import``: checkpoints on the command line.
 
-Imports no torch at the top.
+Functions import torch on use, because that takes seconds.
 """
 
 from __future__ import annotations

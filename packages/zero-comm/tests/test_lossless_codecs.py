@@ -187,7 +187,7 @@ def test_short_slices_and_bytes_are_not_coded() -> None:
 
 
 @both_formats
-@pytest.mark.parametrize(  # all dtypes for one backend, which the checks do not depend on
+@pytest.mark.parametrize(  # the checks do not depend on the backend: one has all dtypes
     ("target", "dtype"), [(t, d) for t in HOSTS for d in (DTYPES if t == TORCH else DTYPES[::3])]
 )
 def test_functions_take_any_shape_and_address_and_fill_values_in_place(

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def _call(function: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a method that calls ``function`` and ignores the device that it is asked about."""
+    """Return a method that calls ``function`` without arguments, for whatever device."""
 
     def method(self: DeepSpeedAccelerator, *_device_index: int | None, **_named: Any) -> Any:
         return function()

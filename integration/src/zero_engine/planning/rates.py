@@ -45,8 +45,8 @@ class Curve:
 
     Attributes:
         points: ``(amount, seconds)`` by rising amount. Below the first point the seconds are
-            constant. Above the last one the slope of the last two points continues, or the rate of
-            a single one.
+            constant. Above the last point the slope of the last two continues. A single point gives
+            a constant rate.
     """
 
     points: tuple[tuple[float, float], ...]

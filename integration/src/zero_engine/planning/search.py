@@ -253,7 +253,7 @@ def _reasons(
 
 
 def whole(choice: Choice) -> str:
-    """Return a choice in words, with a capital."""
+    """Return a choice in words, which start with a capital letter."""
     return f"Stage{str(choice)[5:]}" + ("" if choice.is_varied else f", {choice.variant}")
 
 

@@ -170,7 +170,7 @@ def _mended(
         except (
             AttributeError,
             ImportError,
-        ) as error:  # the program may not need it
+        ) as error:  # the program may not need the patch
             import logging
 
             logging.getLogger("zero_engine").warning(
@@ -180,7 +180,7 @@ def _mended(
                 error,
             )
 
-    # Patch this loader only: its class is the interpreter's.
+    # Patch the loader object: its class is the interpreter's and serves other modules, too.
     spec.loader.exec_module = run_and_mend  # type: ignore[method-assign]
     return spec
 
