@@ -38,19 +38,18 @@ from zero_engine.calibration.operators import STEPS, Points, Stopwatch, rising, 
 from zero_engine.planning import Calibration, Curve, Rates, plan
 
 UPDATED = (2**16, 2**20, 2**23)
-"""Elements of an update."""
+"""Numbers of elements of the timed updates."""
 EXCHANGED = (2**10, 2**16, 2**20, 2**23)
-"""Bytes of a rank's shard."""
+"""Sizes of a rank's shard in the timed collectives, in bytes."""
 MOST_EXCHANGED = 2**29
 """Largest total of a gather's results, in bytes, over all ranks that share host memory."""
 DISK_BYTES = (2**20, 2**24, 2**26)
 PRODUCTS = ("matmul", "product", "bmm", ATTENTION, ATTENTION_BACKWARD)
 MOST_FACTOR = 2.5
-"""Largest factor by which kernels may be slower in training than alone. Products may be faster by
-it."""
+"""Largest factor by which training may slow kernels, and by which it may speed up products."""
 _Activation = Callable[[Tensor], Tensor]
 DEPTHS = (2, 10)
-"""Blocks of two tiny models, whose difference gives the time per block."""
+"""Numbers of blocks of two tiny models, whose times differ by that of the further blocks."""
 
 
 class _Flat(nn.Module):

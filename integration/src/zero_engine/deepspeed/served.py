@@ -110,7 +110,7 @@ _PATHS_BY_SOURCE = {
 ALIASES: Mapping[str, str] = {
     path: sources for sources, paths in _PATHS_BY_SOURCE.items() for path in paths.split()
 }
-"""DeepSpeed's path, and the modules here that have its names. A row may use rows above it."""
+"""DeepSpeed's path, and the modules here that have the path's names. Rows may use rows above."""
 
 _NAMES_BY_PATHS = {
     "accelerator": "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported",
@@ -219,7 +219,7 @@ _SUBMODULES = {
     for package, names in _SUBMODULES_BY_PACKAGE.items()
     for name in names.split()
 }
-"""Refused modules in served packages. Only an import makes one: an attribute look-up must fail."""
+"""Refused modules in served packages. An import finds them. An attribute look-up fails."""
 
 
 class RefusedModule(ModuleType):

@@ -23,7 +23,7 @@ _SPARE_BYTES = 4 << 30
 """Memory besides the mapped files: one parameter at a time, Python and torch."""
 _SPARE_SECONDS = 120
 _SECONDS_PER_GB = 60
-"""Processor time. Summing each byte twice and copying it takes a few seconds per GB."""
+"""Limit of processor time. Two checksums and a copy take a few seconds per GB."""
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:

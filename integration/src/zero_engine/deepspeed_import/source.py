@@ -47,7 +47,7 @@ _KEYS = {
 
 
 _INERT = "deepspeed."
-"""Objects whose class name starts with it become records."""
+"""Start of the class names whose objects become records."""
 
 
 class Record:

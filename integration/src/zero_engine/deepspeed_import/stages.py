@@ -266,7 +266,7 @@ def _value(path: Path) -> Tensor:
 
 
 _States = dict[str, tuple[dict[str, Tensor], int]]
-"""Elementwise states and number of steps by parameter."""
+"""Elementwise states and number of steps of each parameter."""
 
 
 def read_stage_0(place: Path, frozen: Iterable[str]) -> Source:

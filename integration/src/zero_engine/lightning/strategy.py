@@ -44,7 +44,7 @@ _OF_TRAINER = {
     "fp16.enabled": "Trainer(precision='16-mixed')",
     "bf16.enabled": "Trainer(precision='bf16-mixed')",
 }
-"""Keys that Lightning decides, and where. The configuration must not have them."""
+"""Keys that Lightning decides, and Lightning's setting. The configuration must not have them."""
 _TAG = "checkpoint"
 """The engine's folder within a checkpoint of Lightning's."""
 _ADVICE = "leave it out (save_hyperparameters(ignore=[...]) for an argument)"

@@ -27,7 +27,7 @@ _WORD_END = re.compile(r"[ \t]*(?=[,}\]#\r\n]|//|/\*|\Z)")
 _LINE = re.compile(r"[^\r\n]*")
 _LONG_QUOTE = "'''"
 _LARGEST_WHOLE = 1e10
-"""Bound below which a whole number with a fraction or an exponent (5e8) becomes an int."""
+"""Bound below which whole numbers become ints even if they are written as 5.0 or 5e8."""
 _MAX_DIGITS = 400
 _WORDS = {"true": True, "false": False, "null": None}
 

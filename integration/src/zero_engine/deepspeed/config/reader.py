@@ -497,7 +497,7 @@ def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
 
 
 _SHARED = ("data_types", "optimizer")
-"""Blocks of which zero-core reads the keys that are in no table."""
+"""Blocks whose keys go to zero-core, except for keys in a table."""
 _BLOCKS = frozenset(
     path.partition(".")[0] for path in (*HONOURED, *UNNEEDED, *REFUSED) if "." in path
 )

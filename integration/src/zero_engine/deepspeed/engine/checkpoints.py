@@ -291,7 +291,7 @@ _WORDS = {
     'without=("lr_scheduler",)': "load_lr_scheduler_states=False",
     "load without 'frozen'": "load with load_module_strict=False",
 }
-"""Advice of zero-core's messages, and DeepSpeed's arguments for the same."""
+"""Zero-core's arguments in error messages, and DeepSpeed's arguments with the same effect."""
 
 
 class TagMismatchError(CheckpointError, AssertionError):

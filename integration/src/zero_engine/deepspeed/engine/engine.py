@@ -59,7 +59,7 @@ PARTS: Mapping[OffloadStateTypeEnum, StatePart] = {
     OffloadStateTypeEnum.lp_grads: StatePart.GRADIENTS,
     OffloadStateTypeEnum.contiguous_grad_buffer: StatePart.BUFFERS,
 }
-"""zero-core's names of these states."""
+"""zero-core's name of each state."""
 
 _Outputs = TypeVar("_Outputs")
 
@@ -545,7 +545,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
 
 _num_divided = 0
-"""Running backwards whose loss is divided already. Autograd calls hooks from other threads."""
+"""Running backwards with a divided loss. Global, because autograd runs hooks in other threads."""
 
 
 def average_plain_backwards(

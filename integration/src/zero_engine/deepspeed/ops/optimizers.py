@@ -29,7 +29,7 @@ from zero_core import Lion
 from zero_core.adapters import Adam
 
 made_as: weakref.WeakKeyDictionary[torch.optim.Optimizer, type] = weakref.WeakKeyDictionary()
-"""Optimizers that the configuration names, and the class here that ``isinstance`` finds."""
+"""Optimizers made from the configuration, and the class below that ``isinstance`` accepts."""
 
 
 class _Named(ABCMeta):

@@ -13,7 +13,7 @@ from zero_core.adapters import ModuleRule
 from zero_core.config import LeafModuleConfig
 
 _MARKS = ("_z3_leaf", "_is_zero_leaf")
-"""DeepSpeed's attribute, which scripts read, and the one that `zero_core.build` reads."""
+"""DeepSpeed's attribute, which scripts read, and the attribute that `zero_core.build` reads."""
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
