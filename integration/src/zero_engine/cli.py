@@ -234,8 +234,8 @@ def plan(
 ) -> None:
     """Forecast the memory, traffic and time of a run, and what fits best.
 
-    Nothing is allocated. Times are by --rates, --device, or the rates that 'zero-engine doctor
-    --measure' kept for this machine.
+    Nothing is allocated. Times are computed from --rates, --device, or the rates that 'zero-engine
+    doctor --measure' kept for this machine.
 
     Ends with code 1 if nothing fits the memory that was given.
     """

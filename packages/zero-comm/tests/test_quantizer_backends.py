@@ -85,7 +85,7 @@ class Case:
     def _make_close(self, part: Tensor, generator: torch.Generator) -> None:
         """Fill ``part`` with dequantized values whose step is about the dtype's spacing.
 
-        Encoders then have to correct codes.
+        A rounded code can then be wrong, and encoders have to correct it.
         """
         spacing = torch.finfo(self.dtype if self.dtype != torch.float64 else torch.float32).eps
         around_one = torch.rand(part.shape, generator=generator, dtype=torch.float64) - 0.5

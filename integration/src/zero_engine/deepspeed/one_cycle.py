@@ -53,7 +53,7 @@ class LRRangeTest(IterationSchedule):
 
 
 class OneCycle(IterationSchedule):
-    """Rates rise and fall once while momentum falls and rises. Then both decay.
+    """Rates rise and fall once while momentum falls and rises. Then rates fall and momentum rises.
 
     In the cycle, of ``A + B`` steps, ``lr = min + (max - min) * s`` and ``beta1 = max_mom -
     (max_mom - min_mom) * s``, where ``s`` rises from 0 to 1 in ``A`` steps and falls in ``B``. In

@@ -104,7 +104,7 @@ def import_checkpoint(
 
 
 def _check_target(place: Path, target: Path) -> None:
-    """Refuse to write into the checkpoint that is read, or over anything."""
+    """Refuse a target that exists or overlaps with the checkpoint to read."""
     source, new = place.resolve(), target.resolve()
     if source.is_relative_to(new) or new.is_relative_to(source):
         raise CheckpointError(

@@ -1,9 +1,9 @@
 """transformers' Trainers on the engine.
 
 [Note: the seams]
-The engine works by hooks on the unwrapped model, so the Trainer's loop is unchanged. Overridden
-are, in the Trainer's order: the Accelerator (`ZeroAccelerator`), the device placement, the
-preparation of the model (`_wrap_model` builds the engine), the saved state dict, and the
+The engine works by hooks on the unwrapped model, so the Trainer's loop is unchanged. These parts
+are overridden, in the Trainer's order: the Accelerator (`ZeroAccelerator`), the device placement,
+the preparation of the model (`_wrap_model` builds the engine), the saved state dict, and the
 checkpoints. The Accelerator asks the engine for the backward and the gradient's norm, and the
 optimizer asks it for the step.
 """

@@ -131,7 +131,8 @@ class ZeroStrategy(DDPStrategy):
                 ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
                 ``process_group_backend``, ``timeout`` and ``start_method``.
 
-        Raises ConfigError if the Trainer decides a key, or an option is DistributedDataParallel's.
+        Raises ConfigError for a key that the Trainer decides, and for DistributedDataParallel's
+        options.
         """
         super().__init__(**process_options)
         if self._ddp_kwargs or self._ddp_comm_hook is not None or self._model_averaging_period:

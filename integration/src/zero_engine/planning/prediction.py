@@ -101,9 +101,9 @@ class StepShape:
         is_added_by_tier: whether a state tier gets the gradient of each micro-step.
         is_in_backward: whether the host's update in backward is final.
         undo_share: share of the host's elements whose update in backward fits the undo log.
-        agree: resource and seconds of the small all-reduce.
+        agree: resource and seconds of the small all-reduce of [Note: one step].
         num_together: micro-batches that pass through a unit before the next unit.
-        waiting: units updated after the decision although the undo log has room for them.
+        waiting: units updated after that all-reduce although the undo log has room for them.
     """
 
     micro_steps: int

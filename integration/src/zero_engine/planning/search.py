@@ -188,7 +188,7 @@ class Search:
 
 
 def _schedules(config: Config, ratio: float) -> Iterator[Placement]:
-    """Yield the other schedules of a host's update. They do not change numerical results."""
+    """Yield schedules of the host's update that ``config`` does not have. Results stay the same."""
     is_later = updates_in_backward(config) or may_speculate(config)
     words = "the host updates after backward" if is_later else "the host updates in backward"
     yield Placement(words, (("offload_optimizer", "update_in_backward", not is_later),))

@@ -1,8 +1,8 @@
 """Text in, batches of token ids out.
 
 The last part of the text is **held out**, the rest is trained on. Each part is cut into **windows**
-of ``context`` tokens. Rank 0 writes both to the run's folder. Every rank maps that file, as does a
-resumed run, which therefore does not need the original text.
+of ``context`` tokens. Rank 0 writes both parts to a file in the run's folder. All ranks map that
+file, also in a resumed run, which therefore does not need the original text.
 
 A rank's windows are a pure function of (seed, step, rank): resuming needs only the step's number.
 """

@@ -62,7 +62,7 @@ COPY_SHARE = 1 / 8
 
 
 class TrainingRun:
-    """Run that is prepared in its folder.
+    """Training run whose folder is prepared.
 
     ``config`` is the engine's, without "auto" values. ``checkpoints`` is a folder or URL.
     ``max_copy_bytes`` limits the copy of a rank's states for a save. None: no limit is known.

@@ -1,7 +1,7 @@
 """The buffers of differences and values, written from their definitions one integer at a time.
 
-[Note: the difference buffer] and [Note: the value buffer] define them. The module uses neither
-zero_comm nor torch. An element is the integer of its bits.
+[Note: the difference buffer] and [Note: the value buffer] in `zero_comm.lossless.block_frame`
+define them. The module uses neither zero_comm nor torch. An element is the integer of its bits.
 """
 
 import struct

@@ -89,7 +89,7 @@ def message(numel: int, kind: str) -> int:
 
 @contextmanager
 def counted() -> Iterator[dict[str, list[int]]]:
-    """Count the bytes that this rank sends by torch's collectives, in all and to other nodes."""
+    """Count the bytes that torch's collectives send from this rank to other ranks and nodes."""
     sent: dict[str, list[int]] = {}
     kept = {name: getattr(dist, name) for name in _NAMES if hasattr(dist, name)}
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -67,7 +67,7 @@ _Outputs = TypeVar("_Outputs")
 class Watch:
     """Observers of an engine's steps, in the order of DeepSpeed's output.
 
-    ``monitor`` writes scalars, and ``tput_timer`` counts steps and epochs. Scripts know both as
+    ``monitor`` writes scalars, and ``tput_timer`` counts steps and epochs. Scripts read both as
     attributes of the engine.
     """
 

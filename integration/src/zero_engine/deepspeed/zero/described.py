@@ -12,8 +12,8 @@ address and shape of a parameter get that parameter's attributes. The class ``to
 not get the attributes, because torch.compile would see them on every tensor.
 
 Non-reentrant `torch.utils.checkpoint` keeps the arguments of the recomputed function, which its
-frame's ``get_inputs`` returns. That method is replaced in the same way. Torch releases without
-``get_inputs`` use an ``autograd.Function``.
+frame's ``get_inputs`` returns. That method is replaced in the same way. In torch releases without
+``get_inputs``, checkpoints use an ``autograd.Function``, which the property covers.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Init:
 
     See `partitioned_init`. Every rank must enter it. It starts torch.distributed if necessary. A
     nested context is part of the outer one, unless the outer one has made no module yet: then the
-    inner one replaces it. transformers enters such a nested context, and loads values after it.
+    inner one replaces it.
     """
 
     _active: ClassVar[Init | None] = None
@@ -188,9 +188,9 @@ def suspended_init() -> Iterator[None]:
 class GatheredParameters:
     """A context in which sharded parameters hold their whole values, on every rank.
 
-    For parameters without an engine see `gathered_params`, for an engine's see
-    `zero_core.Engine.gathered`, which copies changes to the master weights too. Other objects
-    (None, buffers, ordinary parameters) are ignored.
+    `gathered_params` gathers parameters without an engine. `zero_core.Engine.gathered` gathers an
+    engine's, and copies changes to the master weights, too. Other objects (None, buffers, ordinary
+    parameters) are ignored.
 
     Every rank must enter it with the same parameters, at every stage: a rank that enters alone
     waits until the process group's timeout. Code for one rank (``if rank == 0``) belongs inside the

@@ -5,8 +5,8 @@ They are ZeRO-3's partitioned parameters (Rajbhandari et al., arXiv 1910.02054, 
 [Note: partitioned parameters]
     partitioned  a parameter without its value: its class is `Partitioned`, and its ``data`` is one
                  NaN on the CPU, expanded to its shape. Reads give NaN. Writes are refused
-    value        the tensor that the parameter stands for: a recording until the first request,
-                 which rank 0 replays, and from then on split into parts
+    value        the tensor that the parameter stands for: at first a recording, which rank 0
+                 replays at the first request. From then on the value is split into parts
     part         this rank's slice of the flat value, [ceil(numel / world size)], on the CPU. After
                  an engine has ended: this rank's elements of the parameter's shard
     gathered     an ordinary parameter with the whole value on the CPU of every rank, within
