@@ -129,7 +129,7 @@ def test_values_of_normal_numbers_take_the_bits_that_the_format_note_says(
 
 
 @both_formats
-@pytest.mark.parametrize("target", {t.name: t for t in HOSTS}.values(), ids=str)  # by backend
+@pytest.mark.parametrize("target", {t.name: t for t in HOSTS}.values(), ids=str)  # one per backend
 def test_messages_bring_any_bit_patterns_and_are_refused_once_a_bit_or_a_byte_is_lost(
     fmt: Lossless, target: Target
 ) -> None:

@@ -87,7 +87,7 @@ class DeepSpeedAccelerator:
         self._ranges.pop().__exit__(None, None, None)
 
     def stream(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
-        """Return a context that queues work on ``stream``. None does nothing."""
+        """Return a context that queues work on ``stream``, or a context without effect for None."""
         return nullcontext() if stream is None else stream
 
 

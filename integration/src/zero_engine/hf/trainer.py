@@ -89,7 +89,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     ) -> float | None:
         """Clip to ``max_norm``, and return the gradient's norm.
 
-        Does nothing for a 2-norm of infinity or of the configuration, and returns None.
+        Returns None, without clipping, if a 2-norm's ``max_norm`` is infinite or the
+        configuration's.
         """
         engine = self._engine()
         if norm_type == 2 and max_norm in (math.inf, engine.config.gradient_clipping):

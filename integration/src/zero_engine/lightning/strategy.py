@@ -131,7 +131,7 @@ class ZeroStrategy(DDPStrategy):
                 ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
                 ``process_group_backend``, ``timeout`` and ``start_method``.
 
-        Raises ConfigError for a key that the Trainer decides, and for DistributedDataParallel's
+        Raises ConfigError for keys that the Trainer decides, and for DistributedDataParallel's
         options.
         """
         super().__init__(**process_options)

@@ -59,7 +59,7 @@ class Stopwatch:
             self._pairs.append((begun, now))
 
     def take(self) -> float | None:
-        """Return and reset the sum, None without a finished interval. Synchronizes the device."""
+        """Return and reset the sum, None without a finished interval. Waits for the last event."""
         was_used, self._was_used = self._was_used, False
         if not was_used:
             return None
