@@ -108,7 +108,7 @@ class Case:
         self.check_values(expected[:, inner], device)
 
     def check_values(self, rows: Tensor, device: torch.device) -> None:
-        """Compare the values and the sum of ``rows``, a view of a wider buffer."""
+        """Check that the device's backend decodes and sums ``rows`` as plain torch does."""
         there, backend = rows.to(device, copy=True), find_backend(device)
         values = torch.full((self.num_rows, self.numel), 5.0, dtype=self.dtype)
         total = torch.full((self.numel,), 5.0)

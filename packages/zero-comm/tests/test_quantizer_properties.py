@@ -46,7 +46,7 @@ def spacing_in_steps(x: Tensor, y: Tensor, steps: Tensor, fmt: BlockFormat) -> T
 def error_bound(x: Tensor, y: Tensor, fmt: BlockFormat, in_steps: float) -> Tensor:
     steps = steps_per_element(x, fmt)
     bound = steps * spacing_in_steps(x, y, steps, fmt) * in_steps
-    # Error of fp32 arithmetic with values of up to LEVEL steps, the largest of the block.
+    # Error of fp32 arithmetic. A block's largest value is LEVEL steps.
     noise = steps * LEVEL[fmt.kind] * 2.0**-21 + x.double().abs() * 2.0**-22
     if not fmt.is_symmetric:
         noise = steps * 2.0**-13 + x.double().abs() * 2.0**-23

@@ -313,7 +313,7 @@ class Prediction:
 def run_steps(shape: StepShape, units: Sequence[UnitTime], cores: float | None) -> StepProgram:
     """Simulate `NUM_STEPS` steps.
 
-    An update before the decision is void if the host has not begun it when the step is decided. The
+    An update that precedes the step's decision is void if the host has not begun it by then. The
     simulation is then repeated with the unit's update after the decision, without an undo log.
     """
     while True:

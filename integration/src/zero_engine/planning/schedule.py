@@ -1,7 +1,6 @@
 """Simulation of a step whose lanes overlap as in the engine's schedule.
 
-Each piece of work has a duration, a resource, and earlier work that it depends on. In the tests,
-`zero_offload.testing.virtual_time` drives the real tiers with the same durations.
+Each piece of work has a duration, a resource, and earlier work that it depends on.
 
 [Note: resources]
 main      the computing thread, or the compute stream: in program order

@@ -149,10 +149,9 @@ class Search:
     def _placed(
         self, choices: Sequence[TimedChoice], variants: Sequence[Variant]
     ) -> list[TimedChoice]:
-        """Return choices of other placements.
+        """Return choices whose placement is not the configured one.
 
-        If no choice fits yet, all variants are tried, up to the first placement with a choice that
-        fits.
+        If none of ``choices`` fits, all variants are tried, up to the first placement that fits.
         """
         best = _fastest(choices[0], choices, allow_rounding=False)
         if best is not None:

@@ -154,7 +154,7 @@ class _Alias(Loader):
 def _mended(
     fullname: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    """Return the module's own spec, with a loader that mends the module after running it."""
+    """Return the module's own spec, with a loader that patches the module after its import."""
     # foreign: finders of other projects. Old ones have no find_spec.
     others = (f for f in sys.meta_path if not isinstance(f, _Served) and hasattr(f, "find_spec"))
     found = (finder.find_spec(fullname, path, target) for finder in others)

@@ -30,7 +30,7 @@ HELD_OUT_FRACTION = 0.05
 # Limits on the text keep start-up within seconds.
 MAX_STDLIB_CHARS = 6_000_000
 MAX_BPE_CHARS = 2_000_000
-# Folders of the standard library with other kinds of text.
+# Folders in the standard library's tree that are not read.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 

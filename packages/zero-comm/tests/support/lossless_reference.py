@@ -39,7 +39,7 @@ def _raw(elements: Sequence[int], bits: int) -> bytes:
 
 
 def _ordered(pattern: int, bits: int) -> int:
-    """Return the ordered integer of a bit pattern."""
+    """Map a float's bit pattern to an integer that sorts like the float."""
     sign = 1 << (bits - 1)
     return pattern ^ (2**bits - 1) if pattern & sign else pattern ^ sign
 

@@ -154,7 +154,7 @@ class Checkpoints(Facts):
         return str(loaded), client_state
 
     def fill_small_params(self) -> None:
-        """Update parameters that are not sharded at stage 3. Every rank must call it."""
+        """At stage 3, write new values into unsharded parameters. Every rank must call it."""
         if self.core.config.zero_optimization.stage == 3:
             self.core.publish()
 

@@ -174,7 +174,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.collate_fn = collate_fn
         self.optimizer = DeepSpeedOptimizer(core, self) if isinstance(core, Engine) else None
         if isinstance(core, Engine) and core.config.fp16.enabled:
-            core.loss_scaler.growth_delay = 1  # first growth window: a step longer, as DeepSpeed's
+            core.loss_scaler.growth_delay = 1  # DeepSpeed's first growth window has a step more
         self.global_samples = 0
         self._was_step_applied = False
         self.watch = Watch(settings, core, self.train_batch_size())

@@ -154,7 +154,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.state: Any = OptimizerState(core, self.param_groups)
         trained = (core.owns(p) for group in self.param_groups for p in group["params"])
         names = [name for name in trained if name is not None]
-        if not any(map(core.states.is_whole, names)):  # else the optimizer itself holds some states
+        if not any(map(core.states.is_whole, names)):  # the optimizer itself holds no state
             own, vars(given)["state"] = given.state, self.state
             core.remove_at_end([AtEnd(lambda: vars(given).update(state=own))])
         self.loss_scaler = LossScaler(core)
