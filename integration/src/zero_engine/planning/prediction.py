@@ -143,7 +143,7 @@ class Prediction:
         self._has_peers = self.layout.world_size > 1
 
     def _transfer(self, verb: str, calls: Sequence[tuple[int, int]]) -> Transfer:
-        """Return the time of calls, given their (bytes within the node, bytes between nodes)."""
+        """Return the time of calls, given (bytes within the node, bytes between nodes) of each."""
         if not self._has_peers:
             return Transfer()
         near = sum(self.rates.seconds([f"{verb}.within"], near) for near, _ in calls)
