@@ -1,11 +1,10 @@
 """transformers' Trainers on the engine.
 
 [Note: the seams]
-The engine works by hooks on the unwrapped model, so the Trainer's loop is unchanged. These parts
-are overridden, in the Trainer's order: the Accelerator (`ZeroAccelerator`), the device placement,
-the preparation of the model (`_wrap_model` builds the engine), the saved state dict, and the
-checkpoints. The Accelerator calls the engine's backward and clipping, and the optimizer calls the
-engine's step.
+The engine works by hooks on the unwrapped model, so the Trainer's loop is unchanged. Overrides, in
+the Trainer's order: the Accelerator (`ZeroAccelerator`), the device placement, the preparation of
+the model (`_wrap_model` builds the engine), the saved state dict, and the checkpoints. The
+Accelerator calls the engine's backward and clipping, and the optimizer calls the engine's step.
 """
 
 from __future__ import annotations

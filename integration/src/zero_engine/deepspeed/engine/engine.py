@@ -252,8 +252,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step and, at an accumulation boundary, update the parameters.
 
-        Every rank must call it. Raises a RuntimeError within `no_sync` or
-        `coalesce_grad_reduction`.
+        Every rank must call it. Raises RuntimeError in `no_sync` and `coalesce_grad_reduction`.
         """
         core = self._live_core("step")
         if self._is_quiet:  # scripts may match DeepSpeed's message

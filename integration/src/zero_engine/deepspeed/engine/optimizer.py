@@ -241,8 +241,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return groups and this rank's part of the state, in the form of torch's optimizers.
 
-        States are as in `OptimizerState`. ``scalars`` has numbers of each parameter, such as its
-        steps.
+        States are as in `OptimizerState`. ``scalars`` has each parameter's numbers, such as steps.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = {id(param): number for number, param in enumerate(params)}
