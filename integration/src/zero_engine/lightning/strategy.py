@@ -131,7 +131,7 @@ class ZeroStrategy(DDPStrategy):
                 ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
                 ``process_group_backend``, ``timeout`` and ``start_method``.
 
-        Raises ConfigError for such keys, and for options of DistributedDataParallel.
+        Raises ConfigError for keys that the Trainer decides or options of DistributedDataParallel.
         """
         super().__init__(**process_options)
         if self._ddp_kwargs or self._ddp_comm_hook is not None or self._model_averaging_period:
