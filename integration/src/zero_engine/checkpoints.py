@@ -1,6 +1,6 @@
 """``zero-engine verify | inspect | export | prune | import``: checkpoints on the command line.
 
-Imports no torch at the top.
+Functions import torch on use, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ def convert(
         option("A parameter that was frozen, for a checkpoint of stage 0. Repeatable."),
     ] = None,
 ) -> Answer:
-    """Write a checkpoint of DeepSpeed's, of any ZeRO stage or universal, as one of this engine's.
+    """Convert a checkpoint of DeepSpeed, of any ZeRO stage or universal, to this engine's format.
 
-    The files are read without network where the system permits network namespaces, and nothing
-    that they name is called but torch's functions that make tensors. Nothing is replaced.
+    The files are read without network if the system permits network namespaces. Of the functions
+    that the files name, only torch's constructors of tensors are called. No file is replaced.
     """
     from zero_engine.deepspeed_import.importing import import_checkpoint
 

@@ -234,8 +234,8 @@ def plan(
 ) -> None:
     """Forecast the memory, traffic and time of a run, and what fits best.
 
-    Nothing is allocated. Times are by --rates, --device, or the rates that 'zero-engine doctor
-    --measure' kept for this machine.
+    Nothing is allocated. Times are computed from --rates, --device, or the rates that 'zero-engine
+    doctor --measure' kept for this machine.
 
     Ends with code 1 if nothing fits the memory that was given.
     """
@@ -291,7 +291,7 @@ def report(
 
 
 def _add(answer: Callable[..., Answer], name: str) -> None:
-    """Add a command that prints the report of ``answer``."""
+    """Add the command ``name``, which prints what ``answer`` returns."""
 
     @app.command(name)
     @wraps(answer)
@@ -305,8 +305,8 @@ def _add(answer: Callable[..., Answer], name: str) -> None:
     own = signature(answer, eval_str=True)
     json_option = Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Json)
     parameters = [*own.parameters.values(), json_option]
-    # typer reads a command's options from its signature, and its annotations too. Python 3.14 does
-    # not copy those of `answer`: the strings of `run` would be evaluated in the module of `answer`.
+    # typer reads a command's options from `__signature__` and `__annotations__`. In Python 3.14
+    # `wraps` does not copy the annotations.
     vars(run)["__signature__"] = own.replace(parameters=parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 

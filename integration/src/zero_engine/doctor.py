@@ -193,7 +193,7 @@ def _machine() -> Iterator[_Row]:
     elif limit is None:
         yield "lockable memory", shown
     else:
-        # CUDA's pinning ignores the limit. It counts for mlock, which NCCL over InfiniBand uses.
+        # The limit applies to mlock, which NCCL over InfiniBand uses. CUDA's pinning ignores it.
         advice = "ulimit -l unlimited, for NCCL over InfiniBand"
         value = f"{shown}; pin_memory is not limited by it: CUDA pins by itself"
         yield "lockable memory", value, "note", advice

@@ -31,7 +31,7 @@ def parse_bytes(text: str, name: str) -> int:
 
 
 def locked_memory_limit_bytes() -> int | None:
-    """Return the bytes that ``mlock`` may lock, None without a limit. CUDA's pinning has none."""
+    """Return the bytes that ``mlock`` may lock, None if unlimited. CUDA's pinning has no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 

@@ -100,7 +100,7 @@ class PlanRequest:
 
     def settings(self) -> dict[str, Any]:
         found = engine_config(self.config)
-        # A run fills "auto" values of its schedule from its number of steps, which a plan lacks.
+        # A run fills "auto" values of its schedule from its number of steps, unknown here.
         if AUTO in json.dumps(found.get("scheduler", {})):
             del found["scheduler"]
         given = {

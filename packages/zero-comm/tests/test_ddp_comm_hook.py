@@ -328,7 +328,7 @@ def _bound_device(backends: str) -> Iterator[None]:
 
 
 def make_hook_of_some_ranks(rank: int, world_size: int) -> Outcomes:
-    """Create hooks on ranks 0 and 2, first with equally many groups on both, then not."""
+    """Create hooks on ranks 0 and 2, with equal and then with different numbers of groups."""
     group, every = dist.new_group([0, 2]), dist.new_group([0, 1, 2])
     with _bound_device("cpu:gloo,cuda:nccl"):
         ddp_comm_hook(group=every)  # a group of all ranks needs no check

@@ -216,7 +216,7 @@ def test_gradients_are_divided_as_fsdp2_was_told(ranks: list[Outcomes]) -> None:
     ):
         expected = got[f"plain {plain}"]
         if len(ranks) == 1 and name == "own factor":
-            expected = got["plain average"] / 3  # with one rank FSDP2 divides by the factor itself
+            expected = got["plain average"] / 3  # with one rank FSDP2 divides by the factor
         error = (got[f"quantized {name}"] - expected).norm() / expected.norm()
         assert error <= (0.04 if len(ranks) > 1 else 1e-6), name
 

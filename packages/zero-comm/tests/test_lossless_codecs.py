@@ -129,7 +129,7 @@ def test_values_of_normal_numbers_take_the_bits_that_the_format_note_says(
 
 
 @both_formats
-@pytest.mark.parametrize("target", {t.name: t for t in HOSTS}.values(), ids=str)  # by backend
+@pytest.mark.parametrize("target", {t.name: t for t in HOSTS}.values(), ids=str)  # one per backend
 def test_messages_bring_any_bit_patterns_and_are_refused_once_a_bit_or_a_byte_is_lost(
     fmt: Lossless, target: Target
 ) -> None:
@@ -187,7 +187,7 @@ def test_short_slices_and_bytes_are_not_coded() -> None:
 
 
 @both_formats
-@pytest.mark.parametrize(  # all dtypes for one backend, which the checks do not depend on
+@pytest.mark.parametrize(  # the checks do not depend on the backend: one has all dtypes
     ("target", "dtype"), [(t, d) for t in HOSTS for d in (DTYPES if t == TORCH else DTYPES[::3])]
 )
 def test_functions_take_any_shape_and_address_and_fill_values_in_place(

@@ -1,4 +1,4 @@
-"""Gathers of lossless differences on simulated ranks: exact bits, and whole values if needed."""
+"""Gathers of lossless differences on simulated ranks: exact bits, and fallback to whole values."""
 
 from collections.abc import Callable
 from itertools import pairwise

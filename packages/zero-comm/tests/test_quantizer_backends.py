@@ -85,7 +85,7 @@ class Case:
     def _make_close(self, part: Tensor, generator: torch.Generator) -> None:
         """Fill ``part`` with dequantized values whose step is about the dtype's spacing.
 
-        Encoders then have to correct codes.
+        A rounded code can then be wrong, and encoders have to correct it.
         """
         spacing = torch.finfo(self.dtype if self.dtype != torch.float64 else torch.float32).eps
         around_one = torch.rand(part.shape, generator=generator, dtype=torch.float64) - 0.5
@@ -108,7 +108,7 @@ class Case:
         self.check_values(expected[:, inner], device)
 
     def check_values(self, rows: Tensor, device: torch.device) -> None:
-        """Compare the values and the sum of ``rows``, a view of a wider buffer."""
+        """Check that the device's backend decodes and sums ``rows`` as plain torch does."""
         there, backend = rows.to(device, copy=True), find_backend(device)
         values = torch.full((self.num_rows, self.numel), 5.0, dtype=self.dtype)
         total = torch.full((self.numel,), 5.0)

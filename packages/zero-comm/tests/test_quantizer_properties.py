@@ -46,7 +46,7 @@ def spacing_in_steps(x: Tensor, y: Tensor, steps: Tensor, fmt: BlockFormat) -> T
 def error_bound(x: Tensor, y: Tensor, fmt: BlockFormat, in_steps: float) -> Tensor:
     steps = steps_per_element(x, fmt)
     bound = steps * spacing_in_steps(x, y, steps, fmt) * in_steps
-    # Error of fp32 arithmetic with values of up to LEVEL steps, the largest of the block.
+    # Error of fp32 arithmetic. A block's largest value is LEVEL steps.
     noise = steps * LEVEL[fmt.kind] * 2.0**-21 + x.double().abs() * 2.0**-22
     if not fmt.is_symmetric:
         noise = steps * 2.0**-13 + x.double().abs() * 2.0**-23
@@ -110,7 +110,7 @@ def test_stochastic_rounding_is_right_on_average(
     values = torch.stack(draws).double()
     steps = steps_per_element(x, fmt)
     spacing = steps * spacing_in_steps(x, values.abs().amax(0), steps, fmt)
-    # A draw has a standard deviation of at most half the spacing. The bound is six of the mean's.
+    # Half the spacing bounds a draw's standard deviation. The bound is six times the mean's.
     error = (values.mean(0) - x.double()).abs()
     is_end = x.abs() == x.abs().max()  # bf16 may round the maximum down, which clamps x
     bound = spacing * (6 * 0.5 / num_draws**0.5)

@@ -39,7 +39,7 @@ class _Job:
 class LateTransport(SimulatedTransport):
     """A transport that runs jobs in threads and sleeps before and after every exchange.
 
-    Peers get the ``zeros`` memory itself instead of a copy, like ranks with shared memory. If a
+    Peers read the memory of `zeros` itself instead of a copy, like ranks with shared memory. If a
     rank overwrites the memory too early, a late peer reads wrong values.
     """
 

@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run the program in its own process and return the JSON that it prints.
+    """Run `PROGRAM` in a new process and return the JSON that it prints.
 
     Triton reads its settings at import, and this process may have imported it for the interpreter.
     """

@@ -23,7 +23,7 @@ MEASURE = "measure this one with zero-engine doctor --measure"
 
 @dataclass(frozen=True)
 class KeptRates:
-    """Kept rates, None if they do not fit this machine, and a line for the user about them."""
+    """Kept rates, None if they are missing or of another machine, and a line for the user."""
 
     calibration: Calibration | None
     said: str

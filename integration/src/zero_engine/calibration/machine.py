@@ -1,4 +1,4 @@
-"""Calibrations: of this machine, measured by new rank processes, and of devices in a table."""
+"""Calibrations of this machine, measured in new rank processes, and of devices in a table."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def default_ranks(cores: int, devices: int) -> set[int]:
 def measure_to(
     output: str, ranks: Sequence[int] | None, disk: str | None
 ) -> tuple[Calibration, Path]:
-    """Measure this machine, write the rates to ``output``, and keep them in the returned file."""
+    """Measure, write the rates to ``output``, and keep them. Returns rates and kept file."""
     wrong = next((number for number in ranks or () if number < 1), None)
     if wrong is not None:
         raise ConfigError(f"--ranks {wrong}: must be at least 1")
@@ -111,7 +111,7 @@ def _measure(count: int, cores: int, disk: Path | None) -> dict[str, object]:
 
 
 def first_failed(started: Sequence[subprocess.Popen[bytes]], limit_s: float) -> int | None:
-    """Return the index of a process that failed, or None when all have ended with code 0."""
+    """Wait for processes. Return the index of one that failed, or None if all ended with code 0."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         codes = [process.poll() for process in started]

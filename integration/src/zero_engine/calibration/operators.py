@@ -36,7 +36,7 @@ _Call = tuple[Any, tuple[Any, ...]]
 
 
 def rising(points: Points) -> Points:
-    """Return new points, with seconds lowered to those of the next larger amount."""
+    """Return new points, whose seconds do not exceed those of any larger amount."""
     found = points[-1:]
     for amount, seconds in reversed(points[:-1]):
         found.insert(0, (amount, min(seconds, found[0][1])))
@@ -48,23 +48,23 @@ class Stopwatch:
     """Timer of calls on one rank.
 
     Attributes:
-        curves: points by the names of `zero_engine.planning.rates`.
+        curves: measured points by the curve names of `zero_engine.planning.rates`.
     """
 
     device: torch.device
     curves: dict[str, Points] = field(default_factory=dict)
 
     def seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
-        """Return the lower quartile of the seconds of a call: other programs only slow it down.
+        """Return the lower quartile of the times of ``call``, as other programs only slow it down.
 
-        A first call is a warm-up. Every rank must call it. ``is_together`` is for collectives: all
-        ranks then repeat the call equally often.
+        The first call is a warm-up. Every rank must call this method. ``is_together`` is for
+        collectives: all ranks then repeat the call equally often.
         """
         times = self._times(call, TOGETHER if is_together else LEAST, is_together)
         return sorted(times)[len(times) // 4]
 
     def typical_seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
-        """Return the median seconds of a whole step, which includes delays by other programs."""
+        """Return the median seconds of ``call``, which include delays by other programs."""
         return statistics.median(self._times(call, STEPS, is_together))
 
     def _times(self, call: Callable[[], object], least: int, is_together: bool) -> list[float]:
@@ -124,7 +124,7 @@ def time_operators(watch: Stopwatch) -> None:
 
 
 def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
-    """Time the three products of linear layers, in forward and backward.
+    """Time the three matrix products of a linear layer's forward and backward.
 
     The fit has a time per operation, per byte and per call: short or narrow matrices have more
     bytes per operation.
@@ -147,7 +147,7 @@ def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
 
 
 def _fit(rows: Tensor) -> Tensor:
-    """Fit the last column by a sum of the others. Returns the non-negative factors.
+    """Fit the last column by a weighted sum of the other columns. Returns the weights, all >= 0.
 
     The fit minimizes the relative error: a small product counts as much as a large one.
     """

@@ -38,23 +38,22 @@ from zero_engine.calibration.operators import STEPS, Points, Stopwatch, rising, 
 from zero_engine.planning import Calibration, Curve, Rates, plan
 
 UPDATED = (2**16, 2**20, 2**23)
-"""Elements of an update."""
+"""Numbers of elements of the timed updates."""
 EXCHANGED = (2**10, 2**16, 2**20, 2**23)
-"""Bytes of a rank's shard."""
+"""Sizes of a rank's shard in the timed collectives, in bytes."""
 MOST_EXCHANGED = 2**29
 """Largest total of a gather's results, in bytes, over all ranks that share host memory."""
 DISK_BYTES = (2**20, 2**24, 2**26)
 PRODUCTS = ("matmul", "product", "bmm", ATTENTION, ATTENTION_BACKWARD)
 MOST_FACTOR = 2.5
-"""Largest factor by which kernels may be slower in training than alone. Products may be faster by
-it."""
+"""Largest factor by which training may slow kernels, and by which it may speed up products."""
 _Activation = Callable[[Tensor], Tensor]
 DEPTHS = (2, 10)
-"""Blocks of two tiny models, whose difference gives the time per block."""
+"""Numbers of blocks of two tiny models, whose times differ by that of the further blocks."""
 
 
 class _Flat(nn.Module):
-    """Parameters whose gradients cost almost nothing."""
+    """Model of one parameter, whose gradient takes almost no time."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -205,7 +204,7 @@ def time_files(watch: Stopwatch, folder: Path) -> None:
 
 
 class Blocks(nn.Module):
-    """Transformer language model, for the costs around kernels."""
+    """Transformer language model, to measure costs outside kernels."""
 
     def __init__(
         self, depth: int, width: int, heads: int, vocab: int, *, activation: _Activation = gelu
@@ -246,11 +245,11 @@ class _Block(nn.Module):
 
 
 def fit_operators(watch: Stopwatch) -> None:
-    """Fit the time of a call outside its kernel, and how much slower kernels are in training.
+    """Fit the time of a call outside its kernel, and factors by which training slows kernels.
 
     Compares measured forward and backward passes of whole models with the sum of their kernels'
-    curves. Small tensors give the time per call. Large ones give the factors: their data is in no
-    cache and their results are in new memory.
+    curves. Small tensors give the time per call. Large tensors give the factors, because their data
+    is in no cache and their results are in new memory.
     """
     watch.curves["operator"] = _constant(0.0)
     few, many = (_compare(watch, Blocks(n, 32, 2, 64), (2, 16), "float32") for n in DEPTHS)
@@ -367,8 +366,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return the rates of this rank, as a row of a calibration's JSON. Every rank must call it.
 
-    ``cores`` are the machine's if its ranks compute on the CPU. ``disk`` is a folder on the disk of
-    NVMe offload. ``is_link_alone`` times collectives alone, for ranks of several nodes.
+    ``cores`` is the number of cores, None with accelerators. ``disk`` is a folder on the disk of
+    NVMe offload. ``is_link_alone`` times only collectives, for ranks of several nodes.
     """
     watch = Stopwatch(device)
     if not is_link_alone:

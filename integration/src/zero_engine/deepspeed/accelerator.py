@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def _call(function: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a method that calls ``function`` and ignores the device that it is asked about."""
+    """Return a method that calls ``function`` without arguments, for whatever device."""
 
     def method(self: DeepSpeedAccelerator, *_device_index: int | None, **_named: Any) -> Any:
         return function()
@@ -87,7 +87,7 @@ class DeepSpeedAccelerator:
         self._ranges.pop().__exit__(None, None, None)
 
     def stream(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
-        """Return a context that queues work on ``stream``. None does nothing."""
+        """Return a context that queues work on ``stream``, or a context without effect for None."""
         return nullcontext() if stream is None else stream
 
 

@@ -66,7 +66,7 @@ def write_stand_ins(place: Path, *, rank: int, stage: int, is_bf16: bool) -> Non
 
 
 def refuse_foreign(directory: str | Path, tag: object = None) -> None:
-    """Refuse a checkpoint that DeepSpeed wrote. ``tag`` None is the newest in ``directory``."""
+    """Refuse a checkpoint that DeepSpeed wrote. A ``tag`` of None means the newest checkpoint."""
     folder = local_path(directory, "a checkpoint of DeepSpeed's names")
     if tag is None:
         tag = read_latest(folder)

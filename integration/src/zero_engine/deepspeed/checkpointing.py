@@ -78,7 +78,7 @@ non_reentrant_checkpoint = checkpoint
 
 
 def get_cuda_rng_tracker() -> Any:
-    """Return the tracker that Megatron's layers fork for dropout. Torch keeps the random state."""
+    """Return a tracker whose ``fork``, which Megatron's layers enter for dropout, does nothing."""
     return SimpleNamespace(fork=lambda name="model-parallel-rng": nullcontext())
 
 

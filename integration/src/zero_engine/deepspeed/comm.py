@@ -48,7 +48,7 @@ def _as_torch(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
 
 # foreign: torch 2.13 renames the two functions below, and later releases warn of the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# foreign: as above
+# foreign: torch 2.13 renames this function, too.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 for _name in _ALIKE.split():

@@ -55,8 +55,8 @@ def init_distributed(
         assert device is not None
         backend = dist.get_default_backend_for_device(device)
     if "gloo" in backend:
-        # The first torch optimizer imports this module. If a group exists by then, the module keeps
-        # the group alive past destroy_process_group (torch 2.13), which _leave needs.
+        # The first torch optimizer imports torch._dynamo. If a group exists at that time, the
+        # import keeps the group alive past the destroy_process_group in `_leave` (torch 2.13).
         importlib.import_module("torch._dynamo")
     options: dict[str, Any] = {"timeout": timeout} if timeout else {}
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
@@ -88,7 +88,7 @@ def choose_device(index: int | None = None) -> None:
 def _leave() -> None:
     """Destroy a gloo group at exit, because its threads may abort the process (torch 2.13).
 
-    Destroying an NCCL group could wait for a rank that has died.
+    An NCCL group is not destroyed, because that could wait for a rank that has died.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         gc.collect()  # an engine in a reference cycle holds the group

@@ -78,9 +78,9 @@ class Unserved:
         return self is other
 
     __hash__ = object.__hash__
-    # It cannot be called or subclassed, and its attributes cannot be replaced.
+    # An `Unserved` cannot be called or subclassed, and its attributes cannot be replaced.
     __call__ = __mro_entries__ = __setattr__ = __delattr__ = _refuse
-    # It cannot be used as a constant or a context manager.
+    # An `Unserved` cannot be used as a constant or a context manager.
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __setitem__ = _refuse
     __str__ = __format__ = __fspath__ = __int__ = __float__ = __index__ = _refuse

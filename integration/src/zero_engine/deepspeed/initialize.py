@@ -85,13 +85,13 @@ def initialize(
     Every rank must call it, with the same model and configuration. The parameters move to the
     engine's memory; see `zero_core.build`. An earlier engine of the model is ended as by its
     ``destroy()``: values are kept, and gradients that wait for a step are dropped. A wrong
-    configuration or optimizer is refused before that. After a later failure the model is as before,
-    or as the earlier engine left it. Within `zero.Init`, the parameters made so far are partitioned
-    first.
+    configuration or optimizer is refused while the earlier engine still works. After a later
+    failure the model is as before, or as the earlier engine left it. Within `zero.Init`, the
+    parameters made so far are partitioned first.
 
     Args:
-        args: the parsed command line: ``deepspeed_config``, used if no configuration is given here,
-            ``local_rank``, which is set, and ``device_rank``, the accelerator's index.
+        args: the parsed command line. Its ``deepspeed_config`` is used if no configuration is
+            passed, its ``local_rank`` is set, and its ``device_rank`` is the accelerator's index.
         optimizer: a torch optimizer, or a function that makes one out of ``model_parameters``. It
             replaces the configuration's.
         model_parameters: parameters or groups to train. Default: all that require a gradient.
@@ -136,7 +136,7 @@ def initialize(
     if _option(args, "local_rank") is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     given = _make_optimizer(settings, model, optimizer, model_parameters)
-    # DeepSpeed also refuses an untested optimizer if the key is missing, which is allowed here.
+    # If the key is missing, DeepSpeed refuses an untested optimizer, and this engine allows it.
     is_checked = settings.allows_untested_optimizer is False and (
         int(settings.core.get("zero_optimization", {}).get("stage", 0)) > 0
     )
@@ -207,7 +207,7 @@ def initialize(
 def _name_optimizer(engine: DeepSpeedEngine) -> None:
     """Make the configuration's optimizer an instance of DeepSpeed's class.
 
-    At stage 0 in fp32 the returned view becomes one too, as DeepSpeed returns the optimizer itself.
+    At stage 0 in fp32 the returned view becomes an instance, too.
     """
     named, config = engine.core.config.optimizer, engine.core.config
     zero, view = config.zero_optimization, engine.optimizer
@@ -266,7 +266,7 @@ def _make_optimizer(
 
 
 def _find_untrained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return trainable parameters that are in no group, with a warning."""
+    """Warn of trainable parameters that are in no group, and return them."""
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in covered}
     if left:

@@ -131,7 +131,7 @@ def override_warmupCosineLR_params(args: Any, params: MutableMapping[str, Any]) 
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """Return a ``scheduler`` block of `add_tuning_arguments`' values, or None and the reason."""
+    """Return a ``scheduler`` block of tuning arguments, or None and the reason."""
     name = getattr(args, LR_SCHEDULE, None)
     if name is None:
         return None, f"--{LR_SCHEDULE} not specified on command line"
@@ -143,7 +143,7 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the highest rate in a ``scheduler`` block, or None and the reason."""
+    """Return the highest rate (of LRRangeTest: the lowest), or None and the reason."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"

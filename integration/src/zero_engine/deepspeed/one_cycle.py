@@ -1,7 +1,7 @@
 """The 1cycle policy, and the range test that finds its bounds, with DeepSpeed's values.
 
-Smith, 2018 (arXiv 1803.09820): sections 3 and 4. Formulas use the position ``b = k + 1``, where
-``k`` is the count of `zero_core.schedules`.
+Smith, 2018 (arXiv 1803.09820): sections 3 and 4. The formulas below use the position ``b = k + 1``,
+where ``k`` is the count of `zero_core.schedules`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _BETA2 = 0.99
 class LRRangeTest(IterationSchedule):
     """Rising rates, to find where the loss diverges.
 
-    ``lr = min_lr * (1 + step_rate * b / step_size)``. A staircase rounds ``b / step_size`` down.
-    ``min_lr`` is one rate for all groups or a list.
+    ``lr = min_lr * (1 + step_rate * b / step_size)``. With ``lr_range_test_staircase``, ``b /
+    step_size`` is rounded down. ``min_lr`` is one rate for all groups or a list.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LRRangeTest(IterationSchedule):
 
 
 class OneCycle(IterationSchedule):
-    """Rates rise and fall once while momentum falls and rises. Then both decay.
+    """Rates rise and fall once while momentum falls and rises. Then rates fall and momentum rises.
 
     In the cycle, of ``A + B`` steps, ``lr = min + (max - min) * s`` and ``beta1 = max_mom -
     (max_mom - min_mom) * s``, where ``s`` rises from 0 to 1 in ``A`` steps and falls in ``B``. In
@@ -62,7 +62,7 @@ class OneCycle(IterationSchedule):
     step uses ``min_lr`` and ``min_mom``.
 
     ``A`` is ``cycle_first_step_size`` and ``B`` is ``cycle_second_step_size``, by default ``A``.
-    The second number of stairs is by default the first one; 0 means no stairs. A
+    The second number of stairs is by default equal to the first. 0 means no stairs. A
     ``decay_step_size`` of 0 means no decay. Rates and momenta are one value for all groups or a
     list. Without betas in the optimizer, ``cycle_momentum`` has no effect except a warning.
     """
@@ -119,7 +119,7 @@ class OneCycle(IterationSchedule):
         elif cycle_momentum:
             text = "%s has no betas, so momentum is not cycled (cycle_momentum = false says so)"
             _log.warning(f"OneCycle: {text}", type(self.optimizer).__name__)
-        if last_batch_iteration == -1:  # as in DeepSpeed, `get_last_lr` fails before `step`
+        if last_batch_iteration == -1:
             set_rates(self.optimizer.param_groups, self.min_lrs)
             if self.cycle_momentum:
                 self._set_betas([(low, _BETA2) for low in self._min_moms])
@@ -155,7 +155,7 @@ class OneCycle(IterationSchedule):
             group["betas"] = pair
 
     def _part(self) -> float:
-        """Return the position within the cycle: 0 at its ends, 1 at its top."""
+        """Return ``s``: 0 at the cycle's ends and 1 at its top, rounded down to a stair."""
         position = self.last_batch_iteration + 1
         turns = 1.0 + position / self.total_size
         x, top = turns - math.floor(turns), self.first_step_size / self.total_size

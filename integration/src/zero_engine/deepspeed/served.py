@@ -4,7 +4,7 @@
              Other public names of a served module are `Unserved`
     refused  other modules of DeepSpeed, which can be imported
 
-The first use of what is not served (a call, a subclass, an attribute, a comparison) raises an error
+The first use of an unserved name (a call, a subclass, an attribute, a comparison) raises an error
 with advice.
 """
 
@@ -110,7 +110,7 @@ _PATHS_BY_SOURCE = {
 ALIASES: Mapping[str, str] = {
     path: sources for sources, paths in _PATHS_BY_SOURCE.items() for path in paths.split()
 }
-"""DeepSpeed's path, and the modules here that have its names. A row may use rows above it."""
+"""DeepSpeed's path, and the modules here that have the path's names. Rows may use rows above."""
 
 _NAMES_BY_PATHS = {
     "accelerator": "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported",
@@ -219,7 +219,7 @@ _SUBMODULES = {
     for package, names in _SUBMODULES_BY_PACKAGE.items()
     for name in names.split()
 }
-"""Refused modules in served packages. Only an import makes one: an attribute look-up must fail."""
+"""Refused modules in served packages. An import finds them. An attribute look-up fails."""
 
 
 class RefusedModule(ModuleType):
@@ -255,7 +255,7 @@ def reason_to_refuse(name: str) -> str | None:
 def refuse_other_names(path: str) -> None:
     """Make public names that ``zero_engine.deepspeed.PATH`` lacks an `Unserved`.
 
-    The served names become the module's ``__all__``, except for the package itself.
+    In submodules, the served names become ``__all__``.
     """
     full_name = f"{_HOME}.{path}".removesuffix(".")
     module = sys.modules[full_name]
@@ -299,7 +299,7 @@ def serve() -> None:
 
 
 def _module(path: str) -> ModuleType:
-    """Return the module that serves ``path``. It is made if there is no file of that name."""
+    """Return the module that serves ``path``. Makes the module if it has no file."""
     name = f"{_HOME}.{path}".removesuffix(".")
     if name not in sys.modules:
         outer, _, last = path.rpartition(".")

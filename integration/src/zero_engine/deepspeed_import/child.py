@@ -1,8 +1,8 @@
 """The process that reads a checkpoint of DeepSpeed's: ``python -m ...child``.
 
 It reads a request, JSON, from stdin. It prints progress on stderr and one JSON object on stdout,
-which is empty or has the error. It has no network, bounded memory and time, and ends with its
-parent.
+which is empty or has the error. Its memory and time are bounded, it has no network if the system
+permits, and it ends with its parent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SPARE_BYTES = 4 << 30
 """Memory besides the mapped files: one parameter at a time, Python and torch."""
 _SPARE_SECONDS = 120
 _SECONDS_PER_GB = 60
-"""Processor time. Summing each byte twice and copying it takes a few seconds per GB."""
+"""Limit of processor time. Two checksums and a copy take a few seconds per GB."""
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
             "note: this system permits no network namespace: files are read with the network there",
             file=sys.stderr,
         )
-    die_with_parent(request["parent"])  # leave_network would clear an earlier signal
+    die_with_parent(request["parent"])  # leave_network would undo an earlier call
     # Imported here, because torch starts threads, which would keep the network.
     from zero_core.errors import ZeroError
     from zero_engine.deepspeed_import import importing

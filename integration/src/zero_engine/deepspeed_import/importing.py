@@ -51,12 +51,12 @@ def import_checkpoint(
 
     Raises:
         CheckpointError: there is no such checkpoint, a part of it is not imported, or the new
-            folder exists or overlaps with it.
+            folder exists or overlaps with the old one.
         CheckpointCorruptError: the checkpoint is damaged.
     """
     try:
         place = find_place(checkpoint.local_path(directory, _WHAT), tag)
-        # The given name, not the target of a link.
+        # If ``place`` is a link, the new folder gets the link's name.
         target = checkpoint.local_path(output, _WHAT) / Path(os.path.abspath(place)).name
         _check_target(place, target)
     except OSError as error:
@@ -104,7 +104,7 @@ def import_checkpoint(
 
 
 def _check_target(place: Path, target: Path) -> None:
-    """Refuse to write into the checkpoint that is read, or over anything."""
+    """Refuse a target that exists or overlaps with the checkpoint to read."""
     source, new = place.resolve(), target.resolve()
     if source.is_relative_to(new) or new.is_relative_to(source):
         raise CheckpointError(
@@ -133,7 +133,7 @@ _MAX_TAG = 1024
 _SPARE_BYTES = 1 << 30
 """Allowance for buffers with several names, which are written several times."""
 _MAX_RATIO = 4
-"""Largest ratio of size to disk blocks, on a disk that compresses. Other files have holes."""
+"""Largest ratio of a file's size to its disk blocks, by compression. A larger one means holes."""
 
 
 def find_place(directory: Path, tag: str | None) -> Path:
@@ -210,7 +210,7 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
     memory. ``optimizer`` is the optimizer's class; None is the saved configuration's.
     """
     checkpoint.check_tag(tag)
-    # The manifest first, because it refuses content before the long writing of tensors.
+    # The manifest is made first, so that wrong content is refused before tensors are written.
     known = [name for param in source.params for name in param.states or ()]
     states = list(dict.fromkeys([MASTER, *known]))
     kind = optimizer or _optimizer_of(source)
@@ -226,7 +226,7 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
             for index, param in enumerate(source.params):
                 if param.states is not None:
                     given = param.states.get(name)
-                    # Without an update, moments are zero.
+                    # A parameter that was never updated has no moments: they are zero.
                     found[str(index)] = given or (torch.zeros(param.numel),)
             files |= checkpoint.write_file(aside.folder, checkpoint.file_name(name, 0), found)
         _note("writing frozen parameters and buffers")
@@ -270,7 +270,7 @@ def _optimizer_of(source: Source) -> str:
 
 
 def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str, Any]:
-    """Return the manifest without the files."""
+    """Return the manifest without its list of files."""
     progress = {
         "global_steps": source.global_steps,
         "micro_steps": source.global_steps,
@@ -332,7 +332,7 @@ def _note(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` shortened, with control characters escaped: a file may have chosen it."""
+    """Return ``text`` shortened, with control characters escaped. It may be of a malicious file."""
     cut = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in cut

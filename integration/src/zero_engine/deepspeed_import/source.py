@@ -47,7 +47,7 @@ _KEYS = {
 
 
 _INERT = "deepspeed."
-"""Objects whose class name starts with it become records."""
+"""Start of the class names whose objects become records."""
 
 
 class Record:
@@ -269,7 +269,7 @@ def named_like(model: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, t
 
 
 def storage_ties(model: Mapping[str, Any]) -> dict[str, str]:
-    """Return the first name of each name whose value shares its memory, which torch.save keeps."""
+    """Map tied names to first names. Tied values share memory, also after torch.save."""
     seen: dict[Any, str] = {}
     ties: dict[str, str] = {}
     for name, value in model["module"].items():

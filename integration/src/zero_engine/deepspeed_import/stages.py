@@ -11,9 +11,9 @@ cuts each parameter into equal parts, rounded up, and each rank concatenates its
 [Note: names at stage 0]
 The one file numbers the optimizer's parameters and does not name them. In 16-bit training, a master
 weight belongs to the parameter whose weights it rounds to. If several parameters have these weights
-(new norms, all ones), the import is refused. In fp32 the shapes decide: of each shape all
-parameters are trained in one group, or none is. Parameters of one shape are assumed to be in the
-model's order, which a note on stderr says.
+(new norms, all ones), the import is refused. In fp32 the shapes decide: all parameters of a shape
+must be trained in one group, or be frozen. Parameters of one shape are assumed to be in the model's
+order, which a note on stderr says.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def _value(path: Path) -> Tensor:
 
 
 _States = dict[str, tuple[dict[str, Tensor], int]]
-"""Elementwise states and number of steps by parameter."""
+"""Elementwise states and number of steps of each parameter."""
 
 
 def read_stage_0(place: Path, frozen: Iterable[str]) -> Source:

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on this engine, without DeepSpeed's name and without a hook.
+"""Hugging Face's Trainer on this engine, without DeepSpeed's name and without an import hook.
 
     trainer = ZeroTrainer(model=model, args=args, train_dataset=data, zero="stage3-offload")
     trainer.train()

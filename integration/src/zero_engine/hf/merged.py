@@ -3,10 +3,10 @@
     export_merged(trainer.model, "merged")
     AutoModelForCausalLM.from_pretrained("merged")
 
-It does what ``model.merge_and_unload().save_pretrained(folder)`` does for an unsharded model.
+The export equals ``model.merge_and_unload().save_pretrained(folder)`` of an unsharded model.
 Parameters are gathered one unit at a time. Each adapted layer is copied, merged by peft's ``merge``
-and written. The model itself is not changed. Files of a quantized base hold dequantized weights. It
-needs peft.
+and written. The model itself is not changed. Files of a quantized base hold dequantized weights.
+The module needs peft.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ADAPTED = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 
 
 class _Part(NamedTuple):
-    """A module of the base model. One that peft replaced includes its submodules."""
+    """A module of the base model. A module that peft replaced includes its submodules."""
 
     path: str
     module: nn.Module
@@ -67,7 +67,7 @@ def export_merged(
     Raises:
         ConfigError: there is no engine, the adapters cannot be merged, or the base cannot be
             dequantized.
-        CheckpointError: on every rank, if a merge failed, there is no room, or ``directory`` is a
+        CheckpointError: on every rank, if a merge failed, the disk is full, or ``directory`` is a
             URL.
     """
     directory = local_path(directory, "an export")
@@ -240,7 +240,7 @@ def _merged(adapted: Any, adapter_names: Sequence[str] | None) -> nn.Module:
         )
     else:
         if is_quantized and isinstance(layer, nn.Linear):
-            # Not the quantized layer's own merge, which would quantize the result.
+            # The quantized layer's own merge would quantize the result.
             LoraLinear.merge(adapted, adapter_names=chosen)
         else:
             adapted.merge(adapter_names=chosen)
@@ -265,7 +265,7 @@ def _dequantized(module: nn.Module) -> nn.Module:
 
 
 def _save_config(base: Any, directory: Path, written: set[str]) -> None:
-    """Write the configuration of the plain model."""
+    """Write the configuration of the merged model, which is not quantized."""
     config = copy.deepcopy(base.config)
     if "quantization_config" in vars(config):
         del config.quantization_config

@@ -1,11 +1,10 @@
 """transformers' Trainers on the engine.
 
 [Note: the seams]
-The engine works by hooks on the unwrapped model, so the Trainer's loop is unchanged. Overridden
-are, in the Trainer's order: the Accelerator (`ZeroAccelerator`), the device placement, the
-preparation of the model (`_wrap_model` builds the engine), the saved state dict, and the
-checkpoints. The Accelerator asks the engine for the backward and the gradient's norm, and the
-optimizer asks it for the step.
+The engine works by hooks on the unwrapped model, so the Trainer's loop is unchanged. Overrides, in
+the Trainer's order: the Accelerator (`ZeroAccelerator`), the device placement, the preparation of
+the model (`_wrap_model` builds the engine), the saved state dict, and the checkpoints. The
+Accelerator calls the engine's backward and clipping, and the optimizer calls the engine's step.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _SCHEDULE = "lr_scheduler"
 
 
 class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """The engine's optimizer, with real ``param_groups``, as the Trainer steps it."""
+    """Wrapper of the engine's optimizer, whose ``step`` is the engine's."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.optimizer, device_placement=False)
@@ -66,7 +65,7 @@ class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class ZeroAccelerator(Accelerator):  # type: ignore[misc]
-    """An Accelerator of one model that an engine trains. The Trainer's own object becomes one."""
+    """Class to which `ZeroTrainer` changes its Accelerator. An engine trains the model."""
 
     engine: ShardedModel | None = None
 
@@ -87,9 +86,10 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(
         self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
     ) -> float | None:
-        """Clip by a norm that differs from the configuration's, and return the norm.
+        """Clip to ``max_norm``, and return the gradient's norm.
 
-        Returns None for the configuration's own norm, by which the engine clips in its step.
+        Returns None, without clipping, if a 2-norm's ``max_norm`` is infinite or the
+        configuration's.
         """
         engine = self._engine()
         if norm_type == 2 and max_norm in (math.inf, engine.config.gradient_clipping):
@@ -122,8 +122,8 @@ class ZeroTrainer(Trainer):
     Every rank runs the same script, under torchrun. The model may be made under
     `zero_core.deferred_init`.
 
-    TrainingArguments lead: a key that they decide may be missing or "auto" in the configuration,
-    and must otherwise agree. The Trainer divides the loss over the micro-steps, and makes and steps
+    A key of the configuration that TrainingArguments decide may be missing or "auto", and must
+    otherwise agree. The Trainer divides the loss over the micro-steps, and makes and steps
     optimizer and schedule, while the engine scales the loss, clips, and updates the parameters.
     """
 

@@ -1,9 +1,9 @@
 """A Lightning strategy on `zero_core.build`.
 
 Lightning's DDPStrategy starts and connects the processes, reduces metrics and gives samplers their
-ranks. This strategy makes the module the engine's, a step of the Trainer the engine's step
-(`ZeroPrecision`), and a checkpoint a folder of shards. Lightning counts the batches to accumulate,
-divides the loss, and requests a step, also at the end of an epoch.
+ranks. This strategy builds the engine on the module, calls the engine's step for each step of the
+Trainer (`ZeroPrecision`), and writes a checkpoint as a folder of shards. Lightning counts the
+batches to accumulate, divides the loss, and requests a step, also at the end of an epoch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OF_TRAINER = {
     "fp16.enabled": "Trainer(precision='16-mixed')",
     "bf16.enabled": "Trainer(precision='bf16-mixed')",
 }
-"""Keys that Lightning decides, and where. The configuration must not have them."""
+"""Keys that Lightning decides, and Lightning's setting. The configuration must not have them."""
 _TAG = "checkpoint"
 """The engine's folder within a checkpoint of Lightning's."""
 _ADVICE = "leave it out (save_hyperparameters(ignore=[...]) for an argument)"
@@ -131,7 +131,7 @@ class ZeroStrategy(DDPStrategy):
                 ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
                 ``process_group_backend``, ``timeout`` and ``start_method``.
 
-        Raises ConfigError if the Trainer decides a key, or an option is DistributedDataParallel's.
+        Raises ConfigError for keys that the Trainer decides or options of DistributedDataParallel.
         """
         super().__init__(**process_options)
         if self._ddp_kwargs or self._ddp_comm_hook is not None or self._model_averaging_period:
@@ -143,10 +143,10 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def engine(self) -> ShardedModel:
-        """The engine: gathered values, states by name, memory and traffic.
+        """The engine, for gathered values, states by name, memory and traffic.
 
-        Raises RuntimeError if the Trainer has not called `setup` yet, or another one has trained
-        the module since.
+        Raises RuntimeError if the Trainer has not called `setup` yet, or another Trainer has
+        trained the module since.
         """
         if self._engine is None:
             raise RuntimeError(
@@ -222,7 +222,7 @@ class ZeroStrategy(DDPStrategy):
         self.optimizers = [self._engine.optimizer]
 
     def _free_engine(self) -> None:
-        """End the engine of an earlier ``fit``, whose memory the next one needs."""
+        """End the engine of an earlier ``fit``, whose memory the next engine needs."""
         if self._engine is None:
             return
         if any(zero_core.engine_of(p) is self._engine for p in self._engine.module.parameters()):
@@ -271,7 +271,7 @@ class ZeroStrategy(DDPStrategy):
 
     def _forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
-        wrapper: Any = self.engine  # Lightning calls it as it would a wrapping module
+        wrapper: Any = self.engine  # takes the place of a wrapping module
         return self._forward_redirection(wrapper, module, method, *args, **kwargs)
 
     training_step = partialmethod(_forward, "training_step")

@@ -1,8 +1,8 @@
 """Observers of a step: times, samples per second, memory, operations, and bytes sent.
 
 DeepSpeed's keys for them are ``wall_clock_breakdown``, ``memory_breakdown``, ``flops_profiler`` and
-``comms_logger``. On an accelerator, times are those of events on the current stream: the host waits
-for the last event at the end of a step, only if times are asked for.
+``comms_logger``. On an accelerator, times are those of events on the current stream: if times are
+requested, the host waits for the last event at the end of a step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Stopwatch:
             self._pairs.append((begun, now))
 
     def take(self) -> float | None:
-        """Return and reset the sum, None without a finished interval. Synchronizes the device."""
+        """Return and reset the sum, None without a finished interval. Waits for the last event."""
         was_used, self._was_used = self._was_used, False
         if not was_used:
             return None

@@ -88,9 +88,9 @@ class FlopsProfilerSettings(_Block):
     recompute_fwd_factor: float = 0.0
     """No effect: backward is counted, not estimated."""
     module_depth: Annotated[int, Field(ge=-1)] = -1
-    """Deepest modules in the table. -1: all."""
+    """Depth of the deepest modules in the table. -1: all depths."""
     top_modules: PositiveInt = 1
-    """Number of modules with the most operations that are named per depth."""
+    """Number of modules that are named per depth, by most operations."""
     detailed: bool = True
     output_file: str | None = None
 
@@ -100,7 +100,7 @@ class CommsLoggerSettings(_Block):
 
     enabled: bool = False
     prof_all: bool = True
-    """Log all collectives, or only those in ``prof_ops``."""
+    """True logs all collectives, False only those in ``prof_ops``."""
     prof_ops: tuple[str, ...] = ()
     """Names that begin with one of `COLLECTIVES`."""
     verbose: bool = False

@@ -100,10 +100,10 @@ class StepShape:
         has_sharded_params: whether parameters are released after use.
         is_added_by_tier: whether a state tier gets the gradient of each micro-step.
         is_in_backward: whether the host's update in backward is final.
-        undo_share: share of the host's elements that an undo log lets it update in backward.
-        agree: resource and seconds of the small all-reduce.
+        undo_share: share of the host's elements whose update in backward fits the undo log.
+        agree: resource and seconds of the small all-reduce of [Note: one step].
         num_together: micro-batches that pass through a unit before the next unit.
-        waiting: units updated after the decision although the undo log has room for them.
+        waiting: units updated after that all-reduce although the undo log has room for them.
     """
 
     micro_steps: int
@@ -143,7 +143,7 @@ class Prediction:
         self._has_peers = self.layout.world_size > 1
 
     def _transfer(self, verb: str, calls: Sequence[tuple[int, int]]) -> Transfer:
-        """Return the time of calls, given their (bytes within the node, bytes between nodes)."""
+        """Return the time of calls, given (bytes within the node, bytes between nodes) of each."""
         if not self._has_peers:
             return Transfer()
         near = sum(self.rates.seconds([f"{verb}.within"], near) for near, _ in calls)
@@ -313,7 +313,7 @@ class Prediction:
 def run_steps(shape: StepShape, units: Sequence[UnitTime], cores: float | None) -> StepProgram:
     """Simulate `NUM_STEPS` steps.
 
-    An update before the decision is void if the host has not begun it when the step is decided. The
+    An update that precedes the step's decision is void if the host has not begun it by then. The
     simulation is then repeated with the unit's update after the decision, without an undo log.
     """
     while True:
@@ -515,7 +515,7 @@ class StepProgram:
         self._publish(unit, [updated])
 
     def _begin_update(self, unit: int) -> None:
-        """Update a unit before the decision if the undo log has room for it."""
+        """Update a unit before the step is decided, if the undo log has room for the update."""
         shape, time = self._shape, self._units[unit]
         room = shape.undo_share * sum(other.host_s for other in self._units)
         begun = sum(self._units[other].host_s for other in self._begun)

@@ -8,7 +8,7 @@ OPERATOR.DTYPE          see `Operator`          a call of a torch operator, such
 matmul.DTYPE            floating-point          a matrix product, and any operator with a count of
                         operations              operations but without a curve
 product.DTYPE           bytes read and written  the memory traffic of a product, added to matmul
-memory.DTYPE            bytes read and written  an elementwise operator, and any other
+memory.DTYPE            bytes read and written  an elementwise operator, and any other operator
 operator                calls                   a call outside its kernel
 pass                    units                   the engine's work for a unit, forward or backward
 step                    steps                   the engine's work for a step
@@ -45,8 +45,8 @@ class Curve:
 
     Attributes:
         points: ``(amount, seconds)`` by rising amount. Below the first point the seconds are
-            constant. Above the last one the slope of the last two points continues, or the rate of
-            a single one.
+            constant. Above the last point the slope of the last two continues. A single point gives
+            a constant rate.
     """
 
     points: tuple[tuple[float, float], ...]

@@ -53,7 +53,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """Lane with the most busy seconds. No step can be shorter."""
+        """Lane with the most busy seconds. The step cannot be shorter than these."""
         return max(LANES, key=lambda lane: self.lanes[lane])
 
     @property

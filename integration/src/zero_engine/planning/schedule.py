@@ -1,7 +1,6 @@
 """Simulation of a step whose lanes overlap as in the engine's schedule.
 
-Each piece of work has a duration, a resource, and earlier work that it depends on. In the tests,
-`zero_offload.testing.virtual_time` drives the real tiers with the same durations.
+Each piece of work has a duration, a resource, and earlier work that it depends on.
 
 [Note: resources]
 main      the computing thread, or the compute stream: in program order
@@ -11,8 +10,8 @@ host      the host's updates: of those that are ready, first the lowest ``need``
 up        copies to the device: as host
 file      reads and writes of NVMe offload: as host
 
-If ranks compute on the CPU, all running work shares ``cores``. If more are asked for, all work that
-uses cores is slowed down by the same factor.
+If ranks compute on the CPU, all running work shares ``cores``. If the running work asks for more,
+all work that uses cores is slowed down by the same factor.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Work:
 
 
 class Schedule:
-    """Work in program order."""
+    """Pieces of work in program order, which `run` simulates."""
 
     def __init__(self, cores: float | None) -> None:
         self._cores = cores

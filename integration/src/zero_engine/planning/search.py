@@ -149,10 +149,9 @@ class Search:
     def _placed(
         self, choices: Sequence[TimedChoice], variants: Sequence[Variant]
     ) -> list[TimedChoice]:
-        """Return choices of other placements.
+        """Return choices whose placement is not the configured one.
 
-        If no choice fits yet, all variants are tried, up to the first placement with a choice that
-        fits.
+        If none of ``choices`` fits, all variants are tried, up to the first placement that fits.
         """
         best = _fastest(choices[0], choices, allow_rounding=False)
         if best is not None:
@@ -188,7 +187,7 @@ class Search:
 
 
 def _schedules(config: Config, ratio: float) -> Iterator[Placement]:
-    """Yield the other schedules of a host's update. They do not change numerical results."""
+    """Yield schedules of the host's update that ``config`` does not have. Results stay the same."""
     is_later = updates_in_backward(config) or may_speculate(config)
     words = "the host updates after backward" if is_later else "the host updates in backward"
     yield Placement(words, (("offload_optimizer", "update_in_backward", not is_later),))
@@ -253,7 +252,7 @@ def _reasons(
 
 
 def whole(choice: Choice) -> str:
-    """Return a choice in words, with a capital."""
+    """Return a choice in words, which start with a capital letter."""
     return f"Stage{str(choice)[5:]}" + ("" if choice.is_varied else f", {choice.variant}")
 
 

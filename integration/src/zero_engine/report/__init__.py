@@ -12,7 +12,7 @@ def write_report(run: str | Path, path: str | Path, *, memory_limit: int | None 
     """Write the page about a run. Entry point of zero-core. Needs the extra "report".
 
     ``run`` is the folder of the run, or of its records. ``memory_limit`` is the bytes that a rank
-    may take. None: its device's, or its share of the host's.
+    may take. None: the memory of its device, or its share of the host's.
 
     Raises:
         ConfigError: there are no records, or the page cannot be written.

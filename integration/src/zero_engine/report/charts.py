@@ -69,7 +69,7 @@ def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
         is_host = rank.run.environment.get("device") == "cpu"
         layers = Counter(detail.kinds) + Counter(detail.host_kinds if is_host else {})
         known = layers.total()
-        if not is_host:  # on a CPU the rest is mostly the interpreter
+        if not is_host:  # on a CPU the other memory is mostly the interpreter's
             layers["other states"] = max(base - known, 0)
         for at, held, place in detail.memory[:_MAX_SPANS]:
             moment = {"ms": at * 1e3, "place": place, "rank": f"rank {rank.run.rank}"}

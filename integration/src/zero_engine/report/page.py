@@ -85,7 +85,7 @@ def render(page: Page) -> str:
 
     parts = [block for blocks in page.sections.values() for block in blocks]
     charts = [block for block in parts if isinstance(block, Chart)]
-    # Vega, Vega-Lite and Vega-Embed. vl_convert's types lack the argument's default.
+    # Bundle of Vega, Vega-Lite and Vega-Embed. vl_convert's types lack the argument's default.
     library: str = javascript_bundle()  # type: ignore[call-arg]
     assert "</script" not in library.lower(), "it could not stand within a script element"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)

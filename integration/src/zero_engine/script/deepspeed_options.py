@@ -90,7 +90,7 @@ def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str
     """Replace DeepSpeed's options in ``parsed`` by torchrun's, in place.
 
     If slots are chosen, sets the variable of visible devices in this process's environment. Returns
-    lines to print: options that have no effect. Raises ConfigError for unsupported options.
+    lines to print, about options that have no effect. Raises ConfigError for unsupported options.
     """
     if parsed.autotuning:
         raise ConfigError(

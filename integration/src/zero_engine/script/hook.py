@@ -154,7 +154,7 @@ class _Alias(Loader):
 def _mended(
     fullname: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    """Return the module's own spec, with a loader that mends the module after running it."""
+    """Return the module's own spec, with a loader that patches the module after its import."""
     # foreign: finders of other projects. Old ones have no find_spec.
     others = (f for f in sys.meta_path if not isinstance(f, _Served) and hasattr(f, "find_spec"))
     found = (finder.find_spec(fullname, path, target) for finder in others)
@@ -170,7 +170,7 @@ def _mended(
         except (
             AttributeError,
             ImportError,
-        ) as error:  # the program may not need it
+        ) as error:  # the program may not need the patch
             import logging
 
             logging.getLogger("zero_engine").warning(
@@ -180,7 +180,7 @@ def _mended(
                 error,
             )
 
-    # Patch this loader only: its class is the interpreter's.
+    # Patch the loader object: its class is the interpreter's and serves other modules, too.
     spec.loader.exec_module = run_and_mend  # type: ignore[method-assign]
     return spec
 

@@ -154,7 +154,7 @@ def _check_startable(parsed: Namespace) -> None:
 
 
 def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
-    """Put ``--local_rank=local_rank`` before the script's arguments. See [Note: local ranks]."""
+    """Give the script ``--local_rank=local_rank`` if it declares that. See [Note: local ranks]."""
     arguments = parsed.training_script_args
     if any(argument.partition("=")[0] == OPTION for argument in arguments):
         return

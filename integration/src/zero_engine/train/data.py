@@ -1,8 +1,8 @@
 """Text in, batches of token ids out.
 
 The last part of the text is **held out**, the rest is trained on. Each part is cut into **windows**
-of ``context`` tokens. Rank 0 writes both to the run's folder. Every rank maps that file, as does a
-resumed run, which therefore does not need the original text.
+of ``context`` tokens. Rank 0 writes both parts to a file in the run's folder. All ranks map that
+file, also in a resumed run, which therefore does not need the original text.
 
 A rank's windows are a pure function of (seed, step, rank): resuming needs only the step's number.
 """
@@ -30,7 +30,7 @@ HELD_OUT_FRACTION = 0.05
 # Limits on the text keep start-up within seconds.
 MAX_STDLIB_CHARS = 6_000_000
 MAX_BPE_CHARS = 2_000_000
-# Folders of the standard library with other kinds of text.
+# Folders in the standard library's tree that are not read.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 

@@ -1,6 +1,6 @@
 """Output of a run in progress: a progress bar, TensorBoard, and a JSON log.
 
-Only rank 0 has a `Reporter`. A resumed run first cuts later steps off both logs.
+Only rank 0 has a `Reporter`. A resumed run first removes later steps from both logs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Reporter:
     def __init__(
         self, folder: RunFolder, settings: RunSettings, *, first_step: int, place: Place
     ) -> None:
-        # Slow, and a report reads logs without it.
+        # Imported here, because the import is slow and `read_metrics` does not need it.
         from torch.utils.tensorboard import SummaryWriter
 
         self._settings = settings

@@ -20,7 +20,7 @@ _Positive = Annotated[int, Field(ge=1)]
 
 
 class Start(StrEnum):
-    """Mode of a start: by ``--resume``, ``--resume auto``, ``--overwrite`` or neither."""
+    """Mode of a start: by ``--resume``, ``--resume auto``, ``--overwrite`` or none of these."""
 
     NEW = "new"
     """In a folder without a run."""

@@ -116,7 +116,7 @@ def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> Tensor:
         return loss
 
     engine.train_batch(batches, compute_loss, client_state={"step": step + 1})
-    # With "auto", a step is recomputed horizontally if the model cannot run the vertical schedule.
+    # With "auto", a failed vertical step is repeated horizontally: its last losses count.
     last = losses[-engine.gradient_accumulation_steps :]
     return torch.stack(last).to(torch.float64).sum()
 

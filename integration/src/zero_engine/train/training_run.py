@@ -1,4 +1,4 @@
-"""Run around its training loop: ranks, folder, text, stop requests, logs and results.
+"""Training run without its loop: ranks, folder, text, stop requests, logs and results.
 
 `program` has the loop. Every rank must call all functions here. Rank 0 writes logs and results.
 """
@@ -62,7 +62,7 @@ COPY_SHARE = 1 / 8
 
 
 class TrainingRun:
-    """Run that is prepared in its folder.
+    """Training run whose folder is prepared.
 
     ``config`` is the engine's, without "auto" values. ``checkpoints`` is a folder or URL.
     ``max_copy_bytes`` limits the copy of a rank's states for a save. None: no limit is known.
@@ -109,7 +109,7 @@ class TrainingRun:
         return {"step": step, "sha256_of_text": self.corpus.sha256_of_text}
 
     def first_step(self, client_state: Mapping[str, Any] | None) -> int:
-        """Return the number of steps taken, according to the checkpoint's state, if any."""
+        """Return the checkpoint's number of steps, 0 without a checkpoint."""
         if client_state is None:
             return 0
         if client_state.get("sha256_of_text") not in (None, self.corpus.sha256_of_text):

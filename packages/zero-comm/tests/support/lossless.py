@@ -63,7 +63,7 @@ class Lossless:
         for dtype in (torch.bfloat16, torch.float32):
             yield self.all_modes(dtype)
             zeros = torch.where(torch.arange(256) % 3 == 0, -0.0, 0.0).to(dtype)
-            yield torch.zeros_like(zeros), zeros  # with values: a single code ends the buffer
+            yield torch.zeros_like(zeros), zeros
         for index, numel in enumerate((0, 1, 3, 255, 256, 257, 2049)):
             for dtype in (DTYPES[index % 3], DTYPES[3 + index % 2]):  # one dtype of each itemsize
                 share = (0.02, 0.3, 1.0)[(index + dtype.itemsize) % 3]
@@ -103,7 +103,7 @@ class Lossless:
         return out[GAP : GAP + int(length)]
 
     def check(self, device: torch.device, old: Tensor, new: Tensor) -> None:
-        """Check that the current codec writes and reads the bytes of plain torch."""
+        """Check that the device's codec writes and reads the same bytes as plain torch."""
         codec, expected = self.find(device), self.encoded(self.reference, old, new)
         assert torch.equal(self.encoded(codec, old.to(device), new.to(device)).cpu(), expected)
         is_good, values = decoded(codec, expected.to(device), old.to(device))
@@ -111,7 +111,7 @@ class Lossless:
         assert torch.equal(values.cpu(), integers_of(new))
 
     def check_verdict(self, device: torch.device, buffer: Tensor, old: Tensor) -> bool:
-        """Check that the current codec treats a damaged buffer as plain torch does.
+        """Check that the device's codec treats a damaged buffer as plain torch does.
 
         Return whether plain torch accepts the buffer.
         """
@@ -131,7 +131,7 @@ SPECIAL = {
 
 
 class Differences(Lossless):
-    """Differences. A ``share`` of arbitrary old bits changes by up to ``octaves`` binary digits."""
+    """Differences of arbitrary bits: a ``share`` of elements changes, by up to ``2**octaves``."""
 
     name = "differences"
     modes: ClassVar = {2: {0, 1, 2, 3, 4, 6, 7, 8, 10, 11, 12}, 4: set(range(14))}

@@ -1,7 +1,7 @@
 """The buffers of differences and values, written from their definitions one integer at a time.
 
-[Note: the difference buffer] and [Note: the value buffer] define them. The module uses neither
-zero_comm nor torch. An element is the integer of its bits.
+[Note: the difference buffer] and [Note: the value buffer] in `zero_comm.lossless.block_frame`
+define them. The module uses neither zero_comm nor torch. An element is the integer of its bits.
 """
 
 import struct
@@ -39,7 +39,7 @@ def _raw(elements: Sequence[int], bits: int) -> bytes:
 
 
 def _ordered(pattern: int, bits: int) -> int:
-    """Return the ordered integer of a bit pattern."""
+    """Map a float's bit pattern to an integer that sorts like the float."""
     sign = 1 << (bits - 1)
     return pattern ^ (2**bits - 1) if pattern & sign else pattern ^ sign
 

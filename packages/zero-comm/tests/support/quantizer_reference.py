@@ -1,6 +1,6 @@
 """The buffer of [Note: the quantized buffer], written from its definition in NumPy, block by block.
 
-The module uses only the format's fields of zero_comm, and only torch's conversions between dtypes.
+The module uses zero_comm only for the fields of a format, and torch only to convert dtypes.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def reference_buffer(x: Tensor, fmt: BlockFormat, seed: int | None = None) -> Te
 
 
 def reference_values(x: Tensor, fmt: BlockFormat, seed: int | None = None) -> Tensor:
-    """Return the expected fp32 values of dequantizing the bytes."""
+    """Return the expected fp32 values of dequantizing `reference_buffer`."""
     blocks = reference_blocks(x, fmt, seed)
     values = np.concatenate([b.values for b in blocks] or [np.zeros(0, np.float32)])
     return torch.from_numpy(values)[: len(x)]
@@ -60,7 +60,7 @@ def steps_per_element(x: Tensor, fmt: BlockFormat) -> Tensor:
 
 
 def uniform(seed: int | None, count: int) -> Array | None:
-    """Return ``u`` of [Note: stochastic rounding]."""
+    """Return the random ``u`` of [Note: stochastic rounding], None without a seed."""
     if seed is None:
         return None
     mixed = _mix(np.array([seed], np.uint64))

@@ -35,7 +35,7 @@ def extreme_values(draw: st.DrawFn) -> Tensor:
 
 @st.composite
 def typical_values(draw: st.DrawFn) -> Tensor:
-    """Draw any length, with a magnitude per 8 elements, and some zeros."""
+    """Draw a tensor of any length, with one magnitude per 8 elements and some zeros."""
     numel = draw(st.one_of(st.sampled_from([0, 1, 2, 3, 7, 255, 256, 257]), st.integers(0, 900)))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     dtype = draw(dtypes)

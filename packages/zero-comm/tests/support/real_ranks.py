@@ -65,7 +65,7 @@ def start_ranks(program: Callable[..., None], arguments: tuple[Any, ...], world_
 def _run(
     rank: int, world_size: int, ranks_per_node: int, folder: str, scenarios: tuple[Scenario, ...]
 ) -> None:
-    gc.freeze()  # spares the garbage collector the imports of the forkserver
+    gc.freeze()  # excludes the forkserver's imports from collections
     warnings.simplefilter("error")
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": str(ranks_per_node)}
     torch.set_num_threads(1)
@@ -89,7 +89,7 @@ def message(numel: int, kind: str) -> int:
 
 @contextmanager
 def counted() -> Iterator[dict[str, list[int]]]:
-    """Count the bytes that this rank passes to torch's collectives, for other ranks and nodes."""
+    """Count the bytes that torch's collectives send from this rank to other ranks and nodes."""
     sent: dict[str, list[int]] = {}
     kept = {name: getattr(dist, name) for name in _NAMES if hasattr(dist, name)}
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -82,7 +82,7 @@ class Network:
 
 
 class SimulatedTransport:
-    """`TransportCollectives` of one simulated rank. Jobs run at once."""
+    """`TransportCollectives` of one simulated rank. Jobs run immediately."""
 
     reduces_in_place = False
 

@@ -79,9 +79,9 @@ Attributes of refused parts (model parallelism, the hybrid engine, ...) are not 
 
 
 class DeepSpeedConfig:
-    """A configuration, resolved for the present ranks. ``engine._config`` is one. Read only.
+    """A configuration, resolved for the present ranks. ``engine._config`` is one. Do not change it.
 
-    Attributes are keys of the top level, and `NAMES`.
+    Its attributes are the top-level keys of the configuration, and `NAMES`.
     """
 
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:

@@ -27,13 +27,13 @@ _WORD_END = re.compile(r"[ \t]*(?=[,}\]#\r\n]|//|/\*|\Z)")
 _LINE = re.compile(r"[^\r\n]*")
 _LONG_QUOTE = "'''"
 _LARGEST_WHOLE = 1e10
-"""Bound below which a whole number with a fraction or an exponent (5e8) becomes an int."""
+"""Bound below which whole numbers become ints even if they are written as 5.0 or 5e8."""
 _MAX_DIGITS = 400
 _WORDS = {"true": True, "false": False, "null": None}
 
 
 def parse_hjson(text: str, name: str) -> dict[str, Any]:
-    """Parse an Hjson object. Its outer braces may be missing. ConfigErrors call it ``name``."""
+    """Parse an Hjson object. Its outer braces may be missing. Error messages call it ``name``."""
     return _Reader(text.removeprefix("\ufeff"), name).read()
 
 
@@ -66,7 +66,7 @@ class _Reader:
             return self._long_string()
         if first in ('"', "'") and first:
             return self._quoted()
-        if first in "},]:":  # "" at the end is in every string
+        if first in "},]:":  # also at the end, where ``first`` is ""
             self._fail(f"expected a value, found {self._rest()}")
         # A number, a constant, or a string without quotes.
         found = _WORD.match(self._text, self._at)
@@ -132,7 +132,7 @@ class _Reader:
         found = _QUOTED.match(self._text, self._at)
         if found is None:
             self._fail("the string that begins here has no end on its line")
-        # JSON has no escape of a single quote, and needs one of a double quote.
+        # JSON does not escape single quotes, and must escape double quotes.
         plain = {"\\'": "'", '"': '\\"'}
         inner = re.sub(r'\\.|"', lambda match: plain.get(match[0], match[0]), found["inner"])
         try:

@@ -233,7 +233,7 @@ def without_auto(block: Mapping[str, Any], tell: Tell, path: str = "") -> dict[s
 
 
 def modernise(config: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Return ``config`` with present names of keys. Raises ConfigError if both names are there."""
+    """Return ``config`` with old keys renamed. Raises ConfigError if both names are given."""
     new = dict(config)
     if "bfloat16" in new:
         _rename(new, "bfloat16", "bf16", tell)
@@ -301,7 +301,7 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         zero = core[_ZERO] = dict(core[_ZERO])
         block = zero.get("offload_param")
         has_offload = isinstance(block, Mapping) and block.get("device", "none") != "none"
-        if has_offload and zero.get("stage", 0) != 3:  # DeepSpeed ignores offload_param there
+        if has_offload and zero.get("stage", 0) != 3:  # then DeepSpeed ignores it
             text = "used at stage 3 only: at lower stages every rank holds all parameters"
             tell(f"{_ZERO}.offload_param", dict(zero.pop("offload_param")), text)
     core["data_types"] = _data_types(core)
@@ -359,7 +359,7 @@ def keep_bf16_moments(core: dict[str, Any]) -> None:
 
 
 def keep_updates_to_steps(core: dict[str, Any]) -> None:
-    """Update offloaded units in ``step()`` only, because any backward may be the last one."""
+    """Disable ``update_in_backward`` in ``core``, because any backward may be the last one."""
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
     if offload.get("device", "none") == "none":
@@ -435,11 +435,11 @@ class Note(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A configuration, sorted. `PATHS` has the keys of fields with another name.
+    """A configuration: zero-core's keys in ``core``, and fields for other keys (see `PATHS`).
 
     Attributes:
         core: configuration for `zero_core.build`, with DeepSpeed's defaults.
-        steps_per_print: None is never.
+        steps_per_print: None means never.
         managed_gradient_accumulation: False: each ``step()`` ends an optimizer step.
         allows_untested_optimizer: False refuses an optimizer that DeepSpeed calls untested. None, a
             missing key, allows it.
@@ -479,7 +479,7 @@ def load(source: Source) -> dict[str, Any]:
 
 
 def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
-    """Return the text, and a name of it for messages."""
+    """Return the text, and the name that error messages give it."""
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return source, "the configuration"
     path = Path(source)
@@ -497,7 +497,7 @@ def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
 
 
 _SHARED = ("data_types", "optimizer")
-"""Blocks of which zero-core reads the keys that are in no table."""
+"""Blocks whose keys go to zero-core, except for keys in a table."""
 _BLOCKS = frozenset(
     path.partition(".")[0] for path in (*HONOURED, *UNNEEDED, *REFUSED) if "." in path
 )

@@ -61,7 +61,7 @@ class Checkpoints(Facts):
         Raises:
             ValueError: ``save_dir`` is empty or None.
             CheckpointError: ``save_dir`` is a URL, a value of the client state cannot be saved, or
-                an update has begun between the last backward of a step and ``step``.
+                a part of the next update has run before its ``step``.
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint() needs a directory, found {save_dir!r}")
@@ -119,7 +119,7 @@ class Checkpoints(Facts):
             from_deepspeed: a folder on a shared file system. ``load_dir`` was written by DeepSpeed:
                 rank 0 imports it into this folder, while the other ranks wait. If the folder
                 already holds checkpoints, its newest is loaded without an import, so that a
-                restarted script resumes. Call ``zero-engine import`` before if the import takes
+                restarted script resumes. Run ``zero-engine import`` beforehand if the import takes
                 longer than the process group's timeout.
 
         Raises:
@@ -154,7 +154,7 @@ class Checkpoints(Facts):
         return str(loaded), client_state
 
     def fill_small_params(self) -> None:
-        """Update parameters that are not sharded at stage 3. Every rank must call it."""
+        """At stage 3, write new values into unsharded parameters. Every rank must call it."""
         if self.core.config.zero_optimization.stage == 3:
             self.core.publish()
 
@@ -194,7 +194,7 @@ class Checkpoints(Facts):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """Return the whole model in the compute dtype on rank 0's CPU, else None.
+        """Return the whole model in the compute dtype on rank 0's CPU, and None on other ranks.
 
         Every rank must call it. Tied names share a tensor.
         """
@@ -216,7 +216,7 @@ class Checkpoints(Facts):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Return the model's own ``state_dict``. At stage 3 it must be gathered first."""
+        """Return the model's own ``state_dict``. At stage 3 parameters must be gathered first."""
         state: dict[str, Any] = self.module.state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
@@ -250,7 +250,7 @@ class Checkpoints(Facts):
 
 
 def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | Path) -> str:
-    """Import a checkpoint into ``output`` on rank 0, unless there is one. Returns its tag."""
+    """Import a checkpoint into ``output`` on rank 0, if none is there. Returns the tag to load."""
     state = engine.core.sharded_state
 
     def on_rank_0() -> str:
@@ -260,7 +260,7 @@ def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | 
         kind = state.optimizer.rpartition(" with ")[0]
         name = None if tag is None else str(tag)
         newest = read_latest(Path(output))
-        # Without a manifest the newest is DeepSpeed's own, which the import refuses to overwrite.
+        # A checkpoint without a manifest is DeepSpeed's own. The import refuses to overwrite it.
         if newest is not None and Path(output, newest, MANIFEST).is_file():
             if name is not None and not Path(output, name, MANIFEST).is_file():
                 raise CheckpointError(
@@ -291,7 +291,7 @@ _WORDS = {
     'without=("lr_scheduler",)': "load_lr_scheduler_states=False",
     "load without 'frozen'": "load with load_module_strict=False",
 }
-"""Advice of zero-core's messages, and DeepSpeed's arguments for the same."""
+"""Zero-core's arguments in error messages, and DeepSpeed's arguments with the same effect."""
 
 
 class TagMismatchError(CheckpointError, AssertionError):

@@ -1,7 +1,7 @@
 """`DeepSpeedEngine`: a `zero_core.Engine` with DeepSpeed's methods.
 
-Forward, backward and step are the core engine's. This class adds DeepSpeed's order of counting, and
-accumulation boundaries that the script sets.
+Forward, backward and step are those of the core engine. This class adds DeepSpeed's counters,
+observers of steps, and accumulation boundaries that the script sets.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PARTS: Mapping[OffloadStateTypeEnum, StatePart] = {
     OffloadStateTypeEnum.lp_grads: StatePart.GRADIENTS,
     OffloadStateTypeEnum.contiguous_grad_buffer: StatePart.BUFFERS,
 }
-"""zero-core's names of these states."""
+"""zero-core's name of each state."""
 
 _Outputs = TypeVar("_Outputs")
 
@@ -67,13 +67,14 @@ _Outputs = TypeVar("_Outputs")
 class Watch:
     """Observers of an engine's steps, in the order of DeepSpeed's output.
 
-    ``monitor`` writes scalars, and ``tput_timer`` counts steps and epochs. Scripts know both as
+    ``monitor`` writes scalars, and ``tput_timer`` counts steps and epochs. Scripts read both as
     attributes of the engine.
     """
 
     def __init__(self, settings: Settings, engine: ShardedModel, batch_size: int) -> None:
         self.monitor = monitoring.Monitor(settings.monitors, rank=engine.rank)
-        # Only rank 0 prints. Every rank measures, so that all ranks do the same work.
+        # Only rank 0 prints and counts operations. Every rank measures times, memory and traffic,
+        # so that all ranks do the same work.
         say: Callable[[str], None] = print if engine.rank == 0 else lambda text: None
         self.observers: list[monitoring.StepObserver] = []
         if self.monitor.enabled:
@@ -121,7 +122,7 @@ class Watch:
         self._is_in_backward = True
         for observer in self.observers:
             observer.begin_plain_backward()
-        # Queued twice, to run after the callback in which the engine waits for reductions.
+        # Queued in a callback, to run after the callback in which the engine waits for reductions.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(self._leave_backward))
 
@@ -173,13 +174,13 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.collate_fn = collate_fn
         self.optimizer = DeepSpeedOptimizer(core, self) if isinstance(core, Engine) else None
         if isinstance(core, Engine) and core.config.fp16.enabled:
-            core.loss_scaler.growth_delay = 1  # first growth window: a step longer, as DeepSpeed's
+            core.loss_scaler.growth_delay = 1  # DeepSpeed's first growth window has a step more
         self.global_samples = 0
         self._was_step_applied = False
         self.watch = Watch(settings, core, self.train_batch_size())
         self._config = DeepSpeedConfig.of(settings, core.config, core.rank, core.world_size)
         self._num_backwards = 0  # number of backwards since the last step
-        self._is_quiet = self._is_coalescing = self._is_stepping = False  # each in its context
+        self._is_quiet = self._is_coalescing = self._is_stepping = False
         self._was_quiet = False  # whether no_sync was entered since the last step
         self._has_told_of_drop = False
         if not settings.managed_gradient_accumulation and isinstance(core, Engine):
@@ -251,7 +252,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step and, at an accumulation boundary, update the parameters.
 
-        Every rank must call it. Raises NoSyncError within `no_sync`.
+        Every rank must call it. Raises RuntimeError in `no_sync` and `coalesce_grad_reduction`.
         """
         core = self._live_core("step")
         if self._is_quiet:  # scripts may match DeepSpeed's message
@@ -313,7 +314,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """Take part in one micro-step of the other ranks, without data.
 
         DeepSpeed has no such call. Its scripts compute a batch whose loss is multiplied by zero,
-        which works here too. See `zero_core.Engine.idle_step` for the average.
+        which works here too. See `zero_core.Engine.idle_step` for the average of the gradients.
         """
         core = self._live_core("idle_step")
         self._num_backwards += 1
@@ -472,7 +473,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """Remove the engine from the model, which keeps its values.
 
         Sharded parameters become partitioned, as within `zero.Init`. Integer parameters and
-        subclasses of ``nn.Parameter`` are gathered, for which every rank must call it.
+        subclasses of ``nn.Parameter`` are gathered, so every rank must call it.
         """
         if self.core.offloaded_states:
             self.core.reload_states()
@@ -543,13 +544,13 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
 
 _num_divided = 0
-"""Running backwards whose loss is divided already. Autograd calls hooks from other threads."""
+"""Running backwards with a divided loss. Global, because autograd runs hooks in other threads."""
 
 
 def average_plain_backwards(
     params: Iterable[nn.Parameter], num_micro_steps: Callable[[], int]
 ) -> list[Any]:
-    """Divide gradients of a plain ``loss.backward()`` by a step's micro-steps. Returns hooks.
+    """Divide gradients of a plain ``loss.backward()`` by the micro-steps per step. Returns hooks.
 
     [Note: divided once]
     `DeepSpeedEngine.backward` divides the loss. In any other backward, a hook on each parameter
@@ -565,7 +566,7 @@ def average_plain_backwards(
     handles: list[Any] = []
     for param in params:
         is_required = param.requires_grad
-        param.requires_grad_(True)  # register_hook requires it, for the call only
+        param.requires_grad_(True)  # register_hook refuses frozen parameters
         handles.append(param.register_hook(divide))  # type: ignore[no-untyped-call]
         param.requires_grad_(is_required)
     return handles

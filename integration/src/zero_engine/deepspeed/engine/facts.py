@@ -42,7 +42,7 @@ class Facts:
     _config: DeepSpeedConfig
 
     def _training_core(self, what: str) -> Engine:
-        """Return ``self.core``. Raises, naming ``what``, if it only evaluates."""
+        """Return ``self.core``. Raises RuntimeError if the engine only evaluates."""
         if not isinstance(self.core, Engine):
             raise RuntimeError(
                 f"{what}() of an engine without an optimizer: give initialize() one, or name one "
@@ -51,7 +51,7 @@ class Facts:
         return self.core
 
     def _live_core(self, what: str) -> Engine:
-        """Return ``self.core``. Raises, naming ``what``, if it only evaluates or has ended."""
+        """Return ``self.core``. Raises RuntimeError if the engine only evaluates or has ended."""
         core = self._training_core(what)
         if not any(map(core.owns, core.module.parameters())):
             raise RuntimeError(
@@ -116,7 +116,7 @@ class Facts:
         return self.core.config.zero_optimization.offload_optimizer.device == "nvme"
 
     def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
-        """Return the configured classes, or DeepSpeed's. Autocast chooses by operation."""
+        """Return the configured classes, or DeepSpeed's defaults. Neither has an effect here."""
         return list(self._config.torch_autocast_lower_precision_safe_modules or _SAFE_MODULES)
 
     @property
@@ -215,7 +215,7 @@ _PATHS = {
 _ABSENT = {
     **dict.fromkeys(("get_model_parallel_rank", "get_tensor_parallel_rank", "autotp_size"), 0),
     "get_sequence_parallel_group": None,
-    "postscale_gradients": True,  # fp32 sums, in which the order of the division does not matter
+    "postscale_gradients": True,  # sums are in fp32, so dividing later is as exact
     "gradient_predivide_factor": 1.0,
     **dict.fromkeys(
         (

@@ -76,10 +76,10 @@ class LossScaler:
 class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
     """This rank's optimizer state by parameter, copied to the CPU when it is read.
 
-    A value is {} if this rank updates no element of the parameter, or before its first step.
-    Otherwise it has ``step``, the optimizer's other numbers, and the states: at stage 0 whole and
-    in the parameter's shape, else this rank's part, 1-D. A parameter that one rank updates whole
-    has that optimizer's own state, on that rank only. Reading needs no other rank.
+    A value is {} if this rank updates no element of the parameter, or before the first step.
+    Otherwise the value has ``step``, the optimizer's other numbers, and the states: at stage 0
+    whole and in the parameter's shape, else this rank's part, 1-D. A parameter that one rank
+    updates whole has the optimizer's own state, on that rank only. Reading needs no other rank.
     """
 
     def __init__(self, core: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -141,7 +141,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         parameter_offload: see `ParameterOffload`; at stage 3 only, as in DeepSpeed.
     """
 
-    _is_bare = False  # whether DeepSpeed would return the driven optimizer itself
+    _is_bare = False  # whether DeepSpeed would return the optimizer itself
 
     def __init__(self, core: Engine, engine: Any) -> None:
         """Wrap the optimizer of ``core``. ``engine``, a `DeepSpeedEngine`, is held weakly."""
@@ -154,7 +154,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.state: Any = OptimizerState(core, self.param_groups)
         trained = (core.owns(p) for group in self.param_groups for p in group["params"])
         names = [name for name in trained if name is not None]
-        if not any(map(core.states.is_whole, names)):  # else the optimizer itself holds some states
+        if not any(map(core.states.is_whole, names)):  # the optimizer itself holds no state
             own, vars(given)["state"] = given.state, self.state
             core.remove_at_end([AtEnd(lambda: vars(given).update(state=own))])
         self.loss_scaler = LossScaler(core)
@@ -241,7 +241,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return groups and this rank's part of the state, in the form of torch's optimizers.
 
-        States are as in `OptimizerState`. ``scalars`` are the engine's numbers of each parameter.
+        States are as in `OptimizerState`. ``scalars`` has each parameter's numbers, such as steps.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = {id(param): number for number, param in enumerate(params)}
@@ -261,7 +261,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank, at the same stage and world size.
 
-        Master weights are not part of it. It needs no other rank, so one rank may raise alone:
+        Master weights are not included. No other rank takes part, so one rank may raise alone:
         ValueError if groups, lengths or shapes differ, KeyError if the optimizer has no such state.
         After an error nothing has been restored.
         """

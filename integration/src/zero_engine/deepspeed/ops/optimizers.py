@@ -29,7 +29,7 @@ from zero_core import Lion
 from zero_core.adapters import Adam
 
 made_as: weakref.WeakKeyDictionary[torch.optim.Optimizer, type] = weakref.WeakKeyDictionary()
-"""Optimizers that the configuration names, and the class here that ``isinstance`` finds."""
+"""Optimizers made from the configuration, and the class below that ``isinstance`` accepts."""
 
 
 class _Named(ABCMeta):
@@ -90,7 +90,7 @@ class DeepSpeedCPUAdam(CPUAdam, metaclass=_Named):
                 "if there is offload_optimizer: to keep yours (Adafactor, 8-bit ones), set "
                 '"zero_force_ds_cpu_optimizer": false in the configuration'
             )
-        # Not CPUAdam's method, which refuses parameters outside host memory. `step` refuses them.
+        # CPUAdam's method would refuse parameters outside host memory, as `step` does.
         torch.optim.Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
         group["decoupled_weight_decay"] = group["adamw_mode"]  # offloaded tiers read torch's key

@@ -35,7 +35,7 @@ def speak(name: str, level: int | str) -> logging.Logger:
     found.setLevel(level)
     found.propagate = False
     handler = next((one for one in found.handlers if isinstance(one, _Stdout)), _Stdout())
-    handler.setLevel(logging.NOTSET)  # set_log_level_from_string may have set a higher one
+    handler.setLevel(logging.NOTSET)  # set_log_level_from_string may have set a level
     found.addHandler(handler)
     return found
 

@@ -1,8 +1,8 @@
 """``deepspeed.utils.tensor_fragment``: a parameter's master weight, gradient and optimizer state.
 
-``full`` values have the parameter's shape, in fp32 on the engine's device. Every rank must call,
-and set the same value. ``local`` values are 1-D: the part that this rank's optimizer state covers.
-Every rank must call to get a gradient, and to set anything.
+``full`` values have the parameter's shape, in fp32 on the engine's device. Every rank must call a
+function of a ``full`` value, and set the same value. ``local`` values are 1-D: the part that this
+rank's optimizer state covers. Every rank must call the getter of the gradient, and all setters.
 
 A getter returns None for a parameter that no engine owns or that was frozen at `initialize`, for a
 state before the first step, and for a gradient outside the time between a step's last backward and

@@ -13,7 +13,7 @@ from zero_core.adapters import ModuleRule
 from zero_core.config import LeafModuleConfig
 
 _MARKS = ("_z3_leaf", "_is_zero_leaf")
-"""DeepSpeed's attribute, which scripts read, and the one that `zero_core.build` reads."""
+"""DeepSpeed's attribute, which scripts read, and the attribute that `zero_core.build` reads."""
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -21,7 +21,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Return False: parameters are never marked."""
+    """Whether a script has marked the parameter."""
     return "ds_z3_leaf_module" in vars(model)
 
 
@@ -38,14 +38,14 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark modules by class or class name, and return them. Raises ValueError if there is none."""
+    """Mark modules by class or class name. Returns the modules."""
     return _set_by_class(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Remove marks by class or class name. Returns the modules. Raises ValueError if none."""
+    """Remove marks by class or class name. Returns the modules."""
     return _set_by_class(model, leaf_module_classes, False, raise_if_not_found)
 
 

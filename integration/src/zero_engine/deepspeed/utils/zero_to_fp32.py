@@ -49,7 +49,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: _M, checkpoint_dir: str | Path, tag: str | None = None
 ) -> _M:
-    """Move ``model`` to the CPU and load the checkpoint's values, in its dtypes. Returns ``model``.
+    """Move ``model`` to the CPU and load the checkpoint's values in its dtypes. Returns ``model``.
 
     It needs no other rank. As in DeepSpeed, an engine of the model is closed, and training needs a
     new one. Within `GatheredParameters` of all stage-3 parameters with a ``modifier_rank``, the

@@ -8,12 +8,12 @@ gets descriptors of these names. Unlike DeepSpeed's, a sharded parameter keeps i
 In DeepSpeed, ``ctx.saved_tensors`` of an ``autograd.Function`` holds the parameter objects with
 these attributes. Here a saved parameter is unpacked as a new tensor, a view of its gathered unit.
 While there is a stage-3 engine, ``ctx.saved_tensors`` is therefore a property: tensors with the
-address and shape of a parameter get that parameter's attributes. They are not set on
-``torch.Tensor``, because torch.compile would see them on every tensor.
+address and shape of a parameter get that parameter's attributes. The class ``torch.Tensor`` does
+not get the attributes, because torch.compile would see them on every tensor.
 
 Non-reentrant `torch.utils.checkpoint` keeps the arguments of the recomputed function, which its
-frame's ``get_inputs`` returns. That method is replaced in the same way. Torch releases without
-``get_inputs`` use an ``autograd.Function``.
+frame's ``get_inputs`` returns. That method is replaced in the same way. In torch releases without
+``get_inputs``, checkpoints use an ``autograd.Function``, which the property covers.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def describe(
 ) -> None:
     """Set the attributes by which scripts recognise sharded ``params`` (``ds_id``, ...).
 
-    ``has_checks`` is the value of `SANITY_CHECKS`; None keeps the present one. ``secondary`` is the
-    group of ranks that share hpZ's secondary shards.
+    ``has_checks`` is the value of `SANITY_CHECKS`; None does not set it. ``secondary`` is the group
+    of ranks that share hpZ's secondary shards.
     """
     for param in params:
         if not is_zero_param(param):
@@ -108,7 +108,7 @@ def describe(
 
 
 def describe_engine(engine: ShardedModel) -> None:
-    """Describe the parameters of a stage-3 ``engine``, and their unpacked copies, until it ends."""
+    """Describe the parameters of a stage-3 ``engine``, and their unpacked copies."""
     params = list(engine.module.parameters())
     describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
     for param in params:
@@ -132,7 +132,7 @@ class AtEnd:
 
 
 class _OwnClass:
-    """Descriptors of the names `ASKED` on a parameter's class, which is not torch's."""
+    """Descriptors of the names `ASKED` on a parameter's class that a user wrote."""
 
     _num_params: ClassVar[Counter[type[nn.Parameter]]] = Counter()
 

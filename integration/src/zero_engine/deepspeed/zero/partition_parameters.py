@@ -77,7 +77,7 @@ class Init:
 
     See `partitioned_init`. Every rank must enter it. It starts torch.distributed if necessary. A
     nested context is part of the outer one, unless the outer one has made no module yet: then the
-    inner one replaces it. transformers enters such a nested context, and loads values after it.
+    inner one replaces it.
     """
 
     _active: ClassVar[Init | None] = None
@@ -188,9 +188,9 @@ def suspended_init() -> Iterator[None]:
 class GatheredParameters:
     """A context in which sharded parameters hold their whole values, on every rank.
 
-    For parameters without an engine see `gathered_params`, for an engine's see
-    `zero_core.Engine.gathered`, which copies changes to the master weights too. Other objects
-    (None, buffers, ordinary parameters) are ignored.
+    `gathered_params` gathers parameters without an engine. `zero_core.Engine.gathered` gathers an
+    engine's, and copies changes to the master weights, too. Other objects (None, buffers, ordinary
+    parameters) are ignored.
 
     Every rank must enter it with the same parameters, at every stage: a rank that enters alone
     waits until the process group's timeout. Code for one rank (``if rank == 0``) belongs inside the
@@ -209,9 +209,9 @@ class GatheredParameters:
         Args:
             params: a parameter, or an iterable of parameters.
             modifier_rank: rank whose changes are kept. By default parameters are read only: without
-                an engine changes are lost, and with an engine of stage 3 they raise at the end on
-                the rank that made them. With ``enable_sanity_checks`` a change in place raises on
-                every rank.
+                an engine changes are lost, and with an engine of stage 3 a change raises at the
+                end, on the rank that made it. With ``enable_sanity_checks`` a change in place
+                raises on every rank.
             fwd_module: module for `register_external_parameter`, if there is no engine yet.
             enabled: False makes the context do nothing.
         """
@@ -229,7 +229,7 @@ class GatheredParameters:
         rank = self._modifier_rank
         found = [p for p in self._params if partitioned.value_of(p) is not None]
         if Init.is_active():
-            # Parameters made so far hold whole values, of which rank 0's are kept.
+            # Parameters made within `Init` hold whole values until its end. Rank 0's are kept.
             if any(map(partitioned.is_partitioned, found)) or rank not in (None, 0):
                 raise NotServedError(
                     f"zero.GatheredParameters(modifier_rank={rank}) within "
@@ -239,7 +239,7 @@ class GatheredParameters:
             return
         described.describe(found)  # deep copies have no ds_id yet
         with ExitStack() as stack:
-            stack.callback(described.describe, found)  # ds_shape, if the body has changed shapes
+            stack.callback(described.describe, found)  # the body may have changed ds_shape
             stack.enter_context(partitioned.gathered_params(found, modifier_rank=rank))
             others = [
                 p for p in self._params if partitioned.value_of(p) is None and engine_of(p) is None
@@ -262,7 +262,7 @@ class GatheredParameters:
 
 @contextmanager
 def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Refuse edits of ``params`` in this context, which would be lost. Collective at its end."""
+    """Refuse edits of ``params`` in this context, which would be lost. Every rank must enter it."""
     before = [(p.data_ptr(), p._version) for p in params]
     yield
     if not params:
@@ -307,7 +307,7 @@ def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[
 @contextmanager
 def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Set ``ds_status`` to AVAILABLE in this context for those of ``params`` without an engine."""
-    owned = described.ShardedParameter  # an engine's, whose ds_status is computed
+    owned = described.ShardedParameter  # an engine's class, which computes ds_status
     marked = [p for p in params if "ds_status" in vars(p) and not isinstance(p, owned)]
     before = [vars(param)["ds_status"] for param in marked]
     for param in marked:
@@ -340,9 +340,9 @@ def sharded_loading() -> Iterator[None]:
 
     Quantized parameters are put in slices: see [Note: values in slices] in
     `zero_core.quantization`. Others become partitioned. Quantizers set a module's weight more than
-    once, so a parameter is complete only when another module is given one. A rank therefore holds
-    its shards and one module. A module's forward refuses values in slices. Every rank must enter
-    it, and load the same values.
+    once, so a parameter counts as complete when another module is given a parameter. A rank
+    therefore holds its shards and one module. A module's forward refuses values in slices. Every
+    rank must enter it, and load the same values.
     """
     ranks = adapters.find_ranks(None, None)
     control = ranks.connect()
@@ -404,10 +404,10 @@ def _check_whole(module: nn.Module, args: Any) -> None:
 class TiledLinear(nn.Module):
     """`torch.nn.Linear` whose input and output may be split along the last dimension.
 
-    It is one linear layer. DeepSpeed's tiles bound the parameters that stage 3 gathers at a time,
-    where this engine gathers whole units. ``combine_out_splits=False`` returns a list of parts.
-    ``linear_cls`` makes the layer, with ``**kwargs``. ``init_linear`` is a layer to copy the values
-    from. Raises RuntimeError if a number of parts is not within [1, features].
+    The layer itself is not split: this engine gathers whole units, where DeepSpeed gathers one tile
+    at a time. ``combine_out_splits=False`` returns a list of parts. ``linear_cls`` makes the layer,
+    with ``**kwargs``. ``init_linear`` is a layer to copy the values from. Raises RuntimeError if a
+    number of parts is not within [1, features].
     """
 
     def __init__(

@@ -5,8 +5,8 @@ They are ZeRO-3's partitioned parameters (Rajbhandari et al., arXiv 1910.02054, 
 [Note: partitioned parameters]
     partitioned  a parameter without its value: its class is `Partitioned`, and its ``data`` is one
                  NaN on the CPU, expanded to its shape. Reads give NaN. Writes are refused
-    value        the tensor that the parameter stands for: a recording until the first request,
-                 which rank 0 replays, and from then on split into parts
+    value        the tensor that the parameter stands for: at first a recording, which rank 0
+                 replays at the first request. From then on the value is split into parts
     part         this rank's slice of the flat value, [ceil(numel / world size)], on the CPU. After
                  an engine has ended: this rank's elements of the parameter's shard
     gathered     an ordinary parameter with the whole value on the CPU of every rank, within
@@ -208,7 +208,7 @@ class Partitioned(nn.Parameter):
                 _refuse(f"changed by {name}", kwargs["out"])
             if not is_partitioned(target):
                 return func(*args, **kwargs)
-            # foreign: torch's functions. A draw does not read the value that it replaces.
+            # foreign: torch's functions. A draw overwrites the value without reading it.
             is_draw = name in _DRAWS or getattr(func, "__module__", "") == "torch.nn.init"
             if is_draw and not _num_gathered:
                 with gathered_params([target], modifier_rank=0):
@@ -417,7 +417,7 @@ def _placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _empty_off_heap(numel: int, dtype: torch.dtype) -> Tensor:
     """Return memory outside the heap, which the system gets back when the tensor is freed.
 
-    On the heap, parts would fill the holes that freed whole values leave.
+    On the heap, parts would fill the holes of freed whole values and keep that memory in use.
     """
     storage = zeroed(numel * dtype.itemsize)
     return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload, no-any-return]

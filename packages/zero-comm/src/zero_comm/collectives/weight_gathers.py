@@ -14,8 +14,9 @@ of its weights. Later gathers of that version, in backward or further micro-step
 only and send nothing outside the group. The first gather of a version fills the secondary shard. A
 version is recorded only after all bytes have arrived, so an incomplete shard is never used. All
 ranks count versions alike and refresh in the same call. Ranks of the group may read a secondary
-shard in place. It is overwritten only when a new version is gathered, and before that all ranks
-exchange data after their earlier gathers (see `zero_comm.transport.protocol`).
+shard in place. Only a gather of a new version overwrites it. By then every rank has finished its
+earlier gathers and has taken part in a later exchange with all ranks (see
+`zero_comm.transport.protocol`).
 
 [Note: differences]
 SDP4Bit (Jia et al., arXiv 2410.15526), section 3.1: weights change little per step, so a change
@@ -35,7 +36,7 @@ earlier values, but user code may have edited them. Each rank therefore computes
 buffer, with its own slice as published. The ranks compare the checksums, message lengths and
 versions. If any differ, if nothing was published before, or if a difference is not shorter, all
 ranks send whole values. This exchange is part of every gather, so a rank that lost its kept values
-never enters another collective than the other ranks.
+still enters the same collectives as the other ranks.
 """
 
 from __future__ import annotations
