@@ -1,8 +1,8 @@
 """Torch functions and attributes that are private or have been renamed.
 
 [Note: hooks and torch.compile]
-torch.compile compiles the forward of a block without the engine's hooks around that forward. The
-hooks are wrapped by `torch.compiler.disable`, whether the block is compiled before or after the
+A compiled module's graph holds its forward without the engine's hooks around that forward. The
+hooks are wrapped by `torch.compiler.disable`, so a module may be compiled before or after the
 engine is built. No hook, disabled or not, may run inside a compiled forward: a hook breaks the
 graph.
 """
@@ -92,12 +92,12 @@ def begin_group_names_at(number: int) -> None:
 
 @contextmanager
 def counting_groups(number: int) -> Iterator[None]:
-    """In this context, name groups that only their members create by counting from ``number``.
+    """Make torch count from ``number`` to name groups that only their members create.
 
-    torch names such a group by a hash of its ranks and of the number of groups that this rank is
-    in. Since pytorch#189073 (torch 2.15) it hashes the counter of groups that all ranks create
-    instead. That counter must stay equal on all ranks, so it is restored afterwards.
-    ``_FIRST_OWN_NUMBER`` keeps names of later groups apart from names in this context.
+    torch names such a group by a hash of its ranks and a count. Before torch 2.15 (pytorch#189073)
+    the count is the number of groups that this rank is in: placeholders raise it to ``number``.
+    Since then it is ``group_count``, which must stay equal on all ranks, so it is restored.
+    ``_FIRST_OWN_NUMBER`` keeps names made in this context apart from names of later groups.
     """
     world = dist.distributed_c10d._world
     names = cast("dict[Any, Any]", world.pg_names)
@@ -148,7 +148,7 @@ def set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Abort process groups together, as torch aborts all of them when the default group ends."""
+    """Abort process groups, as torch does: aborts of NCCL groups are joined in one group call."""
     nccl: dist.ProcessGroupNCCL | None = None
     for group in groups if dist.is_nccl_available() else ():
         with suppress(RuntimeError):  # the group has no CUDA backend
@@ -260,7 +260,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def save_own_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Return the entries of ``module`` itself in a state dict. Names begin with ``prefix``."""
+    """Return ``module``'s state dict without its submodules. Names begin with ``prefix``."""
     saved: dict[str, Tensor] = {}
     module._save_to_state_dict(saved, prefix, keep_vars=False)
     return saved
@@ -269,7 +269,7 @@ def save_own_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 def autocast_source(tensor: Tensor) -> Tensor | None:
     """Return the parameter that ``tensor``, or its base if it is a view, is an autocast copy of.
 
-    torch does not record casts of parameters without gradients.
+    Returns None for a parameter that needs no gradient: torch does not record its casts.
     """
     whole = tensor if tensor._base is None else tensor._base
     node = whole.grad_fn
@@ -302,7 +302,7 @@ def sequence_number(node: Any) -> int:
 
 
 def next_sequence_number() -> int:
-    """Return a sequence number between this thread's existing and later autograd nodes."""
+    """Return a sequence number between those of this thread's existing and later autograd nodes."""
     with torch.enable_grad():
         node = torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn
     return sequence_number(node)

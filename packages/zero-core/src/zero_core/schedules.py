@@ -51,8 +51,8 @@ class ScheduleFactory(Protocol):
 class IterationSchedule(ABC):
     """Base class of DeepSpeed's schedules, whose rates depend only on [Note: the count].
 
-    torch's LRScheduler counts differently, adds a key to the optimizer's groups, and warns about
-    ``step(count)`` and ``get_lr()``, which are DeepSpeed's interface.
+    Not a subclass of torch's LRScheduler, which counts differently, adds a key to the optimizer's
+    groups, and warns about ``step(count)`` and ``get_lr()``, which are DeepSpeed's interface.
 
     Args:
         optimizer: a torch optimizer, or an object with a torch optimizer as ``optimizer``.
@@ -294,7 +294,7 @@ def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:
 
 
 def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Compare states. Names with an underscore differ between torch releases and are skipped."""
+    """Compare keys and lengths. Private keys differ between torch releases and may be missing."""
     needed = {k for k in own if not k.startswith("_") or k == _PARTS}
     missing = sorted(needed - saved.keys())
     if missing:
@@ -307,7 +307,7 @@ def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 
 def resume_rates(schedule: Schedule) -> None:
-    """Set the rates of a ``schedule`` whose state was loaded without the optimizer's."""
+    """Set the rates of a ``schedule`` whose state was loaded without the optimizer's state."""
     if isinstance(schedule, IterationSchedule):
         if schedule.last_batch_iteration >= 0:  # a new engine already has the rates of count -1
             schedule.step(schedule.last_batch_iteration)

@@ -58,7 +58,7 @@ def load_checkpoint(
         return reader
 
     reader = control.together("checkpoint: find", look)
-    # Equal on two ranks only if both see the same file.
+    # ``own`` is equal on two ranks only if both see the same file.
     own: list[Any] = [str(reader.folder), reader.manifest.sha256]
     if isinstance(reader.folder, Path):
         found = (reader.folder / MANIFEST).stat()
@@ -189,7 +189,7 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
             spec = state.layout.params[piece.param]
             if is_extensions:  # a parameter that was frozen keeps the state of `Extension.reset`
                 is_read = sources[spec.name] == MASTER
-            else:  # a parameter that was never updated has no such states
+            else:  # a parameter that was never updated has no optimizer states
                 is_sliced = _is_sliced(tier, piece.param)
                 is_read = is_sliced and reader.scalars(spec.name)["num_steps"] > 0
             if is_read:

@@ -2,8 +2,8 @@
 
 Names and defaults are DeepSpeed's, except for keys marked as not in DeepSpeed's configuration.
 `zero_core.config.schema` reads a configuration. `zero_core.config.rules` checks keys against each
-other. A key without effect has its default and the reason in a call of `unneeded`. Two tables have
-the types and ranges of the keys in ``optimizer.params`` and ``scheduler.params``.
+other. A key without effect has its default and the reason in a call of `unneeded`. Two tables,
+`OPTIMIZER_PARAMS` and `SCHEDULER_PARAMS`, have the types and ranges of the keys in ``params``.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class OffloadParamConfig(_Block):
 class LocoConfig(_Block):
     """``zero_optimization.zeropp_loco_param``: error feedback of quantized gradients.
 
-    The quantization error of a gradient is added to the next one (LoCo, arXiv 2407.04480).
+    A gradient's quantization error is added to the next step's gradient (LoCo, arXiv 2407.04480).
     """
 
     err_beta: _Fraction = 0.8
@@ -432,8 +432,8 @@ class TiledComputeConfig(_Block):
     """Heads, such as ``{"names": ["lm_head"]}``: the cross entropy of their output is tiled."""
 
 
-# An optimizer's or schedule's own keys are checked when it is made. Here, a name has the same type
-# and range for all of them. Values of other names must only be finite.
+# The optimizer or schedule itself refuses unknown keys when it is made. In these tables a name has
+# the same type and range for all optimizers or schedules. Other values must only be finite.
 OPTIMIZER_PARAMS = _params(
     {
         _NonNegative: "lr muon_lr adam_lr weight_decay momentum alpha lr_decay t0 momentum_decay "

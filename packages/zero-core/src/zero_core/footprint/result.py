@@ -1,9 +1,9 @@
 """Result of `zero_core.plan`: frozen data, available as JSON or as tables of text.
 
 [Note: placements]
-parameters  in host memory (`offload_param`), at stage 3 on an accelerator states      on NVMe
-instead of host memory, if a folder on such a disk is given bits        Adam's moments in 16 or 8
-bits on the host. Only this placement changes numbers
+A placement keeps parameters in host memory (`offload_param`, at stage 3 on an accelerator), or
+states on NVMe instead of host memory (if a folder is given), or Adam's moments in 16 or 8 bits on
+the host. Only the last one changes numbers.
 """
 
 from __future__ import annotations
