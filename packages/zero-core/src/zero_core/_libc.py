@@ -9,7 +9,7 @@ import sys
 import torch
 
 _M_ARENA_MAX = -8
-"""Of glibc's malloc.h."""
+"""``M_ARENA_MAX`` in glibc's malloc.h."""
 
 
 def release_free_pages() -> None:

@@ -40,18 +40,18 @@ METADATA_READS = frozenset(
         *(Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.get_device),
     }
 )
-"""Functions of a tensor that read none of its values."""
+"""Functions that read a tensor's metadata and none of its values."""
 get_grad = Tensor.grad.__get__  # type: ignore[union-attr]
-"""Torch's own ``grad`` of a tensor, whatever its class overrides."""
+"""Return torch's own ``grad`` of a tensor, even if its class overrides the attribute."""
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 set_grad = Tensor.grad.__set__  # type: ignore[union-attr]
-"""Set torch's own ``grad`` of a tensor."""
+"""Set torch's own ``grad`` of a tensor, even if its class overrides the attribute."""
 is_autocast_enabled = torch._C._is_any_autocast_enabled
-"""Whether autocast is on for any device. Torch says no to what it calls under autocast."""
+"""Whether autocast is on for any device. False within an operation that autocast has cast."""
 swap_tensor = torch._C._swap_tensor_impl
-"""Exchange what is behind two tensors. Both stay the same objects."""
+"""Exchange the C++ tensors of two Python tensor objects, which stay the same objects."""
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
-"""Return the modes of torch functions that are entered, the innermost last."""
+"""Return the active `TorchFunctionMode`s, the innermost last."""
 call_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 _CALL = nn.Module.__call__.__name__
 _FIRST_OWN_NUMBER = 1 << 32
@@ -283,7 +283,7 @@ def autocast_source(tensor: Tensor) -> Tensor | None:
 
 
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-"""Node of a leaf in autograd's graph; ``variable`` is the leaf."""
+"""Class of a leaf's node in autograd's graph. The node's ``variable`` is the leaf."""
 
 
 def seed_generators(device: torch.device, *numbers: int) -> None:

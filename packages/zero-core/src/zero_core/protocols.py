@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 EXACT_GRADIENTS, EXACT_PARAMETERS = -1, -2
-"""Versions of what must arrive exact."""
+"""Values of ``version`` in `Collectives.all_gather` that require exact values."""
 
 
 @runtime_checkable

@@ -232,7 +232,7 @@ SCHEDULERS: Mapping[str, type[IterationSchedule]] = {
 """DeepSpeed's warm-ups, by their names in the configuration."""
 
 _OF_ZERO_ENGINE = ("LRRangeTest", "OneCycle")
-"""DeepSpeed's other schedules: entry points of that package."""
+"""DeepSpeed's other schedules, which are entry points of the package zero-engine."""
 
 _NEEDS_OBJECTS = {
     "LambdaLR": "it takes functions",
@@ -241,7 +241,7 @@ _NEEDS_OBJECTS = {
     "SequentialLR": "it takes other schedulers",
     "ReduceLROnPlateau": "its step takes a measured value, which the engine does not have",
 }
-"""Schedules of torch that a configuration cannot describe, and why."""
+"""Schedules of torch that a configuration cannot describe, with the reason."""
 
 
 def make_scheduler(
@@ -282,7 +282,7 @@ def make_scheduler(
 
 
 _PARTS = "_schedulers"
-"""Key of the parts' states in torch's SequentialLR and ChainedScheduler."""
+"""State-dict key of the inner schedulers in torch's SequentialLR and ChainedScheduler."""
 
 
 def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:

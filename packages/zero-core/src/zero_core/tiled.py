@@ -55,9 +55,9 @@ class TileForward(Protocol):
 
 
 _FACTS = METADATA_READS | {Tensor.stride, Tensor.is_contiguous}
-"""Functions of a tensor that the wrapper itself answers."""
+"""Functions that read only metadata, which the wrapper tensor has."""
 _SCALING = frozenset({Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__truediv__, Tensor.__rmul__})
-"""Functions of logits and a number that act on each element by itself."""
+"""Functions that scale logits by a number."""
 _CHANGING = frozenset(
     {
         *("__setitem__", "__set__", "__delete__", "register_hook", "retain_grad"),
@@ -65,7 +65,7 @@ _CHANGING = frozenset(
         *(f"__i{name}__" for name in ("pow", "and", "or", "xor", "lshift", "rshift", "matmul")),
     }
 )
-"""Names of functions that change a tensor or what is kept on it, beside those that end in "_"."""
+"""Names of functions not ending in "_" that change a tensor, its gradient or its hooks."""
 _POINTWISE = frozenset({torch.tanh, Tensor.tanh, Tensor.float, Tensor.contiguous, Tensor.to})
 
 

@@ -27,9 +27,9 @@ from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, 
 
 _log = logging.getLogger(__name__)
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
-"""Parts of a checkpoint that may be left out in loading. "frozen" are values of parameters that
-were frozen, "optimizer" states and hyperparameters: the engine may then have another optimizer.
-"progress" are the counters, the loss scale and the states of random generators."""
+"""Parts of a checkpoint that a load may leave out. "frozen": values of parameters that were frozen.
+"optimizer": optimizer states and hyperparameters. Without them the engine may have another
+optimizer. "progress": counters, the loss scale and the states of random generators."""
 _Read = Callable[[], Tensor]
 _HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'
 

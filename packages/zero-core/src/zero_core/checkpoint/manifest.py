@@ -47,7 +47,7 @@ _KNOWN_DTYPES = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPES.
 _Numel = Annotated[int, Field(ge=0, le=_MAX_NUMEL)]
 _Crc = Annotated[int, Field(ge=0, lt=1 << 32)]
 _Number = int | Annotated[float, Field(allow_inf_nan=True)]
-"""An optimizer's own number: of a training that diverged it may be infinite."""
+"""Scalar of an optimizer state. In a diverged training it may be infinite or NaN."""
 
 
 def file_name(state: str, rank: int) -> str:

@@ -35,7 +35,7 @@ _CODE_BYTES = 600 << 10
 """Bytes that the process keeps after the first product of a shape in bf16 (oneDNN 3, AVX-512):
 measured 0.5 to 0.8 MiB."""
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
-"""Operators of whose first argument a part is read."""
+"""Operators that read only a part of their first argument."""
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention_backward"
 

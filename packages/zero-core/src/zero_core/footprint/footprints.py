@@ -42,7 +42,7 @@ class CollectivesFootprint(Protocol):
     """Bytes that the configured collectives send and keep on each rank."""
 
     group_size: int
-    """Consecutive ranks that form a group of the second phase."""
+    """Number of consecutive ranks that form a group of the second phase."""
     num_groups: int
     """Number of groups."""
 

@@ -51,11 +51,11 @@ from zero_core.layout.discovery import compute_dtype
 from zero_core.optim.factory import has_kernel_rule
 
 GPUS_PER_NODE = 8
-"""Ranks per node unless they are given."""
+"""Default number of ranks per node."""
 PERCENT = 100
 MOST_MICRO_BATCHES = 6
 MOMENTS = {"bfloat16": "bf16 moments", "int8": "8-bit moments"}
-"""Placements of Adam's moments on the host in fewer bits, the more bits first."""
+"""Names of placements with Adam's moments in fewer bits, by ``state_dtype``, more bits first."""
 
 
 def plan(

@@ -25,7 +25,7 @@ STAGE_3_KEYS = (
 )
 """Keys of ``zero_optimization`` that lower stages do not serve."""
 MOST_VARIED = 8
-"""Choices with another micro-batch or recomputation that a table shows."""
+"""Number of choices with another micro-batch or recomputation that a table shows."""
 
 
 @dataclass(frozen=True)

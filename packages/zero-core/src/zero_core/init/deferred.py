@@ -267,7 +267,7 @@ class Recording(TorchDispatchMode):
 
 
 recordings: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
-"""What was recorded of each module that was made under `deferred_init`."""
+"""The recording of each module that was made under `deferred_init`."""
 
 
 @contextmanager

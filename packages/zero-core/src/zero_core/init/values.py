@@ -38,7 +38,7 @@ from zero_core.lifecycle import Ownership
 from zero_core.sharded.sharded_state import ShardedState
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Torch's attributes of a tensor with its hooks."""
+"""Attributes in which torch keeps a tensor's hooks."""
 
 
 class Slice(NamedTuple):
@@ -143,7 +143,7 @@ class InitialValues:
         self._model = model
         self._recordings = {r for m in model.modules() if (r := recordings.get(m)) is not None}
         self.former: dict[int, Tensor] = {}
-        """What parameters were that `take` has made ordinary, by ``id``."""
+        """Former parameters, by ``id`` of the parameters that `take` has made ordinary."""
 
     def take(self, params: Iterable[Tensor]) -> None:
         """Make partitioned and meta ``params`` ordinary. `of` still returns their values."""

@@ -39,7 +39,7 @@ ALIGNMENT = 32
 register. An unaligned weight would slow down the matrix kernels."""
 
 BYTES_ALIGNMENT = 64
-"""Bytes to which components are aligned, for every dtype and for vector registers."""
+"""Bytes to which components are aligned: enough for every dtype and for vector registers."""
 
 CHUNK_NUMEL = 1024
 """Elements of a chunk of a segment, over which ``world_size_invariant`` takes norms."""

@@ -61,8 +61,8 @@ _log = logging.getLogger(__name__)
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 MIN_TAIL_NUMEL = 2**16
-"""Elements from which on a tail is a unit of its own. The exchange of a smaller one (128 KiB in 16
-bits, 3 us on a link of 50 GB/s) takes less time than the launch of one more collective."""
+"""Smallest number of elements in a separate tail unit. The exchange of fewer elements (128 KiB in
+16 bits, 3 us on a link of 50 GB/s) takes less time than the launch of one more collective."""
 TAIL_NAME = "tail"
 _MAX_DEPTH = 4  # levels of attributes: Params4bit.quant_state.state2.absmax has 3
 _NO_METADATA = (nn.Module, Enum, type, FunctionType, MethodType, ModuleType)

@@ -40,10 +40,10 @@ class GradientCase(Enum):
     SHARD = "shard"
     """Stages 2 and 3: ``full_grad`` is borrowed for one backward, and reduced to ``grad_shard``."""
     PASS_ON = "pass on"
-    """The state tier owns gradients and a step has one micro-step: what is reduced is borrowed
-    memory, passed on to the tier at once. There is no ``grad_shard``."""
+    """The state tier owns gradients and a step has one micro-step. Gradients are reduced into
+    borrowed memory and passed on to the tier at once. There is no ``grad_shard``."""
     PASS_ON_EACH = "pass on each"
-    """As `PASS_ON`, but the tier adds up the micro-steps' gradients, each rounded before."""
+    """`PASS_ON` for several micro-steps: the tier adds up their gradients, each rounded first."""
     ALONE = "alone"
     """One rank: ``grad_shard`` is ``full_grad``, and nothing is reduced."""
 
