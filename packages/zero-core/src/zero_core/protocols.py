@@ -438,7 +438,7 @@ class TimedTier(StateTier, Protocol):
         """Return bytes copied so far from the device to the host, and back."""
 
     def recent_updates(self) -> Sequence[tuple[float, float]]:
-        """Return start and end of the host's last updates, of `time.perf_counter`, in order."""
+        """Return start and end of the host's last updates, in order, by `time.perf_counter`."""
 
     def time_copies(self, *, is_on: bool) -> None:
         """Start or stop timing copies between the device and the host. A CPU has none."""

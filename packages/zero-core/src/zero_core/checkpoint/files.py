@@ -146,7 +146,7 @@ def prune(
     prefix, reached = split_tag(newest or latest or "")
     if reached is None or prefix not in prefixes:
         reached = max((step for _, step in saved), default=0)
-    # Sort by step, because copied folders have new times. Higher steps than ``reached`` go first.
+    # Sort by step, because copied folders have new times. Steps > ``reached`` are removed first.
     saved.sort(key=lambda one: (one[1] <= reached, one[1]))
     removed = []
     for tag, step in saved[: max(len(saved) - keep_last, 0)]:
@@ -209,7 +209,7 @@ class Weight:
     """A parameter of a checkpoint."""
 
     names: tuple[str, ...]  # the parameter's name, and names tied to it
-    value: Tensor  # whole value on the CPU: fp32 master weights if trained, else in its own dtype
+    value: Tensor  # whole value on the CPU: master weights if trained, else in its own dtype
     dtype: torch.dtype  # compute dtype
     is_trainable: bool
 

@@ -145,7 +145,7 @@ class _Taken:
     state_names: list[str]
     words: dict[str, Any]  # members of the manifest
     row: list[Any]  # this rank's scalars, Python generator state and whole states
-    # For each file, in the manifest's order: its reader, and the version of its states.
+    # For each file, a function that returns its tensors, and the version of its states.
     reads: dict[str, tuple[Callable[[], _Tensors], int | None]]
 
 

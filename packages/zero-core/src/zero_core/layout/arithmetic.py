@@ -79,7 +79,7 @@ class ParamSpec:
         return flatten(values, self.order)
 
     def to_values(self, elements: Tensor) -> Tensor:
-        """Return ``elements`` of a segment, 1-D, as a view in the parameter's shape and dtype."""
+        """Return 1-D segment ``elements`` as a view in the parameter's shape and dtype."""
         flat = elements.view(self.dtype) if self.is_opaque else elements
         return unflatten(flat, self.shape, self.order)
 
@@ -151,7 +151,7 @@ class Piece:
 def dim_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions from the slowest to the fastest in memory.
 
-    For tensors that are empty or not dense, the order of the shape.
+    For a tensor that is empty or not dense, return the order of the shape.
     """
     dims, strides = tuple(range(tensor.ndim)), tensor.stride()
     # Dimensions of equal stride have size 1, except for one. Sorting that one first makes
