@@ -267,7 +267,7 @@ def save_own_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 
 def autocast_source(tensor: Tensor) -> Tensor | None:
-    """Return the parameter that ``tensor``, or its base if it is a view, is an autocast copy of.
+    """Return the parameter whose autocast copy is ``tensor``, or the base of ``tensor``, a view.
 
     Returns None for a parameter that needs no gradient: torch does not record its casts.
     """

@@ -379,7 +379,7 @@ class ChangeWatcher(Protocol):
 
 @runtime_checkable
 class SnapshotTier(StateTier, Protocol):
-    """A state tier whose states of one moment can be read while training goes on."""
+    """A state tier whose states at one point in time can be read while training goes on."""
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
         """Call ``watcher`` before each part of an update or write. Replaces an earlier watcher."""

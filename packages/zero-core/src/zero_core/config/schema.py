@@ -225,7 +225,6 @@ def as_typed(block: Mapping[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """Yield the scalar types in ``annotation``, the type of a field."""
     if get_origin(annotation) in (Annotated, Union, UnionType):
         for inner in get_args(annotation):
             yield from _kinds(inner)

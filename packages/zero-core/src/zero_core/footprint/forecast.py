@@ -425,7 +425,7 @@ def step_traffic(
 def gather_calls(
     segment: Segment, links: Links, footprint: CollectivesFootprint | None
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return a gather's calls per version and per use: bytes within and between nodes."""
+    """Return a gather's calls per version and per use, each as bytes within and between nodes."""
     numel, dtype, is_trained = segment.shard_numel, segment.dtype, segment.is_trainable
     gather = None if footprint is None else footprint.gather(numel, dtype, is_trainable=is_trained)
     if footprint is None or gather is None:

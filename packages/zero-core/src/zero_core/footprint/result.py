@@ -223,7 +223,6 @@ class Plan:
 
 
 def _table(title: str, headings: tuple[str, ...], rows: Iterable[tuple[str | int, ...]]) -> Table:
-    """Return a table of ``rows`` with numbers formatted as bytes."""
     cells = ([c if isinstance(c, str) else format_bytes(c) for c in row] for row in rows)
     return Table(title, headings, tuple(tuple(row) for row in cells))
 
