@@ -70,7 +70,7 @@ class StatisticsReduction(Work, Protocol):
     def nonfinite(self) -> Tensor:
         """Whether each rank's part has NaN or Inf: bool, [world_size].
 
-        Covers the parts that this rank reads, also for other ranks' sums. Some rank reads each.
+        Covers parts that this rank reads, also for other ranks' sums. Some rank reads each part.
         """
 
 

@@ -247,7 +247,7 @@ _NEEDS_OBJECTS = {
 def make_scheduler(
     optimizer: torch.optim.Optimizer, name: str, params: Mapping[str, Any]
 ) -> Schedule:
-    """Make the schedule with the configured name: DeepSpeed's, or a torch class name."""
+    """Make the schedule called ``name``, a schedule of DeepSpeed or a scheduler class of torch."""
     factory: Callable[..., Schedule]
     found = getattr(lr_scheduler, name, None)
     base = lr_scheduler.LRScheduler

@@ -299,7 +299,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __del__(self) -> None:
-        """Remove the engine's hooks from the model."""
+        """Release the model's parameters, if this thread built the engine."""
         if (parts := vars(self).get("_parts")) is not None:
             parts.ownership.dropped()
 

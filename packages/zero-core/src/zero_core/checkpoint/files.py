@@ -405,7 +405,7 @@ class Reader:
         return self.manifest.scalars[param]
 
     def is_quantized(self, param: Param) -> bool:
-        """Whether a frozen parameter was stored as bytes: a quantized one, or integers."""
+        """Whether a frozen parameter was stored as bytes: a quantized one, or one of integers."""
         num_bytes = param.numel * param.torch_dtype.itemsize
         return not param.is_trainable and self.slot_numel(param.name) == num_bytes > 0
 

@@ -313,8 +313,8 @@ def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
             f"{url} cannot be opened: {type(error).__name__}: {error}"
         ) from error
     first, mark, others = url.partition("::")
-    # The path follows the first protocol in dir://run::file:///store, the last protocol in
-    # simplecache::s3://x
+    # In dir://run::file:///store the path belongs to the first protocol, in simplecache::s3://x to
+    # the last
     chain = mark + others if "://" in first else ""
     return RemotePath(files, path.rstrip("/"), url.removesuffix(chain).rstrip("/"), chain)
 
