@@ -9,14 +9,14 @@ import sys
 import torch
 
 _M_ARENA_MAX = -8
-"""Of glibc's malloc.h."""
+"""``M_ARENA_MAX`` in glibc's malloc.h."""
 
 
 def release_free_pages() -> None:
     """Return freed host memory to the operating system.
 
-    glibc keeps freed pages (of blocks below 32 MiB each) between small live objects: a third of a
-    model's own memory, once its parameters have moved into an arena.
+    glibc retains freed blocks below 32 MiB that have small live objects next to them. Once a
+    model's parameters have moved into the engine's arena, these are a third of the model's size.
     """
     _call("malloc_trim", 0)
 
@@ -36,8 +36,8 @@ def share_arenas() -> None:
 def use_one_core() -> None:
     """Run torch operations of the calling thread on that thread alone.
 
-    OpenMP gives each such thread a separate team, whose threads spin while they wait. Next to the
-    training thread's team, a second team makes operations ten times slower.
+    OpenMP gives each calling thread a separate team of threads, which spin while they wait. Next to
+    the training thread's team, a second team makes operations ten times slower.
     """
     torch.get_num_threads()  # a thread's first torch call sets its own limit, so make it first
     _call("omp_set_num_threads", 1)

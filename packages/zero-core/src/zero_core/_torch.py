@@ -1,8 +1,8 @@
 """Torch functions and attributes that are private or have been renamed.
 
 [Note: hooks and torch.compile]
-torch.compile compiles the forward of a block without the engine's hooks around that forward. The
-hooks are wrapped by `torch.compiler.disable`, whether the block is compiled before or after the
+A compiled module's graph holds its forward without the engine's hooks around that forward. The
+hooks are wrapped by `torch.compiler.disable`, so a module may be compiled before or after the
 engine is built. No hook, disabled or not, may run inside a compiled forward: a hook breaks the
 graph.
 """
@@ -40,18 +40,18 @@ METADATA_READS = frozenset(
         *(Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.get_device),
     }
 )
-"""Functions of a tensor that read none of its values."""
+"""Functions that read a tensor's metadata and none of its values."""
 get_grad = Tensor.grad.__get__  # type: ignore[union-attr]
-"""Torch's own ``grad`` of a tensor, whatever its class overrides."""
+"""Return torch's own ``grad`` of a tensor, even if its class overrides the attribute."""
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 set_grad = Tensor.grad.__set__  # type: ignore[union-attr]
-"""Set torch's own ``grad`` of a tensor."""
+"""Set torch's own ``grad`` of a tensor, even if its class overrides the attribute."""
 is_autocast_enabled = torch._C._is_any_autocast_enabled
-"""Whether autocast is on for any device. Torch says no to what it calls under autocast."""
+"""Whether autocast is on for any device. False within an operation that autocast has cast."""
 swap_tensor = torch._C._swap_tensor_impl
-"""Exchange what is behind two tensors. Both stay the same objects."""
+"""Exchange the C++ tensors of two Python tensor objects, which stay the same objects."""
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
-"""Return the modes of torch functions that are entered, the innermost last."""
+"""Return the active `TorchFunctionMode`s, the innermost last."""
 call_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 _CALL = nn.Module.__call__.__name__
 _FIRST_OWN_NUMBER = 1 << 32
@@ -85,19 +85,19 @@ def group_names_begin_at() -> int:
 
 
 def begin_group_names_at(number: int) -> None:
-    """Name process groups that all ranks create from now on by numbers >= ``number``."""
+    """From now on, name process groups that all ranks create by numbers >= ``number``."""
     world = dist.distributed_c10d._world
     world.group_count = max(world.group_count, number)
 
 
 @contextmanager
 def counting_groups(number: int) -> Iterator[None]:
-    """In this context, name groups that only their members create by counting from ``number``.
+    """Make torch count from ``number`` to name groups that only their members create.
 
-    torch names such a group by a hash of its ranks and of the number of groups that this rank is
-    in. Since pytorch#189073 (torch 2.15) it hashes the counter of groups that all ranks create
-    instead. That counter must stay equal on all ranks, so it is restored afterwards.
-    ``_FIRST_OWN_NUMBER`` keeps names of later groups apart from names in this context.
+    torch names such a group by a hash of its ranks and a count. Before torch 2.15 (pytorch#189073)
+    the count is the number of groups that this rank is in: placeholders raise it to ``number``.
+    Since then it is ``group_count``, which must stay equal on all ranks, so it is restored.
+    ``_FIRST_OWN_NUMBER`` keeps names made in this context apart from names of later groups.
     """
     world = dist.distributed_c10d._world
     names = cast("dict[Any, Any]", world.pg_names)
@@ -148,7 +148,7 @@ def set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Abort process groups together, as torch aborts all of them when the default group ends."""
+    """Abort process groups, as torch does: aborts of NCCL groups are joined in one group call."""
     nccl: dist.ProcessGroupNCCL | None = None
     for group in groups if dist.is_nccl_available() else ():
         with suppress(RuntimeError):  # the group has no CUDA backend
@@ -260,16 +260,16 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def save_own_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Return the entries of ``module`` itself in a state dict. Names begin with ``prefix``."""
+    """Return ``module``'s state dict without its submodules. Names begin with ``prefix``."""
     saved: dict[str, Tensor] = {}
     module._save_to_state_dict(saved, prefix, keep_vars=False)
     return saved
 
 
 def autocast_source(tensor: Tensor) -> Tensor | None:
-    """Return the parameter that ``tensor``, or its base if it is a view, is an autocast copy of.
+    """Return the parameter whose autocast copy is ``tensor``, or the base of ``tensor``, a view.
 
-    torch does not record casts of parameters without gradients.
+    Returns None for a parameter that needs no gradient: torch does not record its casts.
     """
     whole = tensor if tensor._base is None else tensor._base
     node = whole.grad_fn
@@ -283,7 +283,7 @@ def autocast_source(tensor: Tensor) -> Tensor | None:
 
 
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-"""Node of a leaf in autograd's graph; ``variable`` is the leaf."""
+"""Class of a leaf's node in autograd's graph. The node's ``variable`` is the leaf."""
 
 
 def seed_generators(device: torch.device, *numbers: int) -> None:
@@ -302,7 +302,7 @@ def sequence_number(node: Any) -> int:
 
 
 def next_sequence_number() -> int:
-    """Return a sequence number between this thread's existing and later autograd nodes."""
+    """Return a sequence number between those of this thread's existing and later autograd nodes."""
     with torch.enable_grad():
         node = torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn
     return sequence_number(node)

@@ -1,8 +1,7 @@
 """Engine internals for adapters of other interfaces, in addition to the public API.
 
-`zero_engine` builds DeepSpeed's names, Lightning's strategies and the plan's calibration on this
-module. A facade over `zero_core.build` finds here ranks and their control group, deferred and
-sliced values of models without an engine, parameter classes, and optimizers by name.
+The package `zero_engine` builds its DeepSpeed interface, its Lightning strategies and its
+calibration of `zero_core.plan` on these names.
 """
 
 from zero_core._libc import release_free_pages

@@ -46,7 +46,7 @@ class Blueprint:
         *,
         is_training: bool = True,
     ) -> Blueprint:
-        """Describe ``model`` without changing it. Without ``is_training`` it is fully frozen."""
+        """Describe ``model``. Without ``is_training``, no parameter counts as trainable."""
         leaf, given = config.zero_optimization.leaf_module, optimizer
         found = discover(model, None if leaf is None else ModuleRule(**leaf.model_dump()))
         for param, names in zip(found.params, found.names, strict=True):
@@ -89,7 +89,7 @@ class Blueprint:
             check_names(model, config.tiled_compute)
         in_chunks, has_tail = config.world_size_invariant, found.has_tail
         layout = Layout.build(specs, units, world_size, is_in_chunks=in_chunks, has_tail=has_tail)
-        # A tier sees its own rank's parameters only, so it cannot detect unmatched patterns.
+        # A state tier sees only its rank's parameters, so it cannot detect unmatched patterns.
         trained = [param.name for param in layout.params if param.is_trainable]
         patterns = config.zero_optimization.offload_optimizer.parameters if is_training else None
         for pattern in patterns or ():
@@ -104,7 +104,7 @@ class Blueprint:
     def check_ranks_agree(
         self, control: ControlGroup, config: Config, extensions: Sequence[str] = ()
     ) -> None:
-        """Check on all ranks that model, configuration and ``extensions`` are the same."""
+        """Check that model, configuration, optimizer and ``extensions`` agree on all ranks."""
         model = {f"parameter {p.name}": f"{p}" for p in self.layout.params}
         model["order of parameters"] = _digest(repr([p.name for p in self.layout.params]))
         model["layout"] = _digest(repr(self.layout))
@@ -142,7 +142,7 @@ class Blueprint:
         groups = [
             {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
         ]
-        # Adagrad reads this setting from its defaults
+        # Adagrad reads this setting from its defaults, not from its groups
         if isinstance(self.optimizer, torch.optim.Adagrad):
             initial = "initial_accumulator_value"
             groups = [{**g, initial: self.optimizer.defaults[initial]} for g in groups]
@@ -162,7 +162,7 @@ def _flat(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]
 
 
 def _check_max_norm(model: nn.Module, config: Config, world_size: int) -> None:
-    """Refuse trainable embeddings with ``max_norm``, whose in-place change is lost when sharded."""
+    """Refuse sharded, trainable embeddings with ``max_norm``: their in-place change is lost."""
     zero = config.zero_optimization
     is_sharded = zero.stage >= 1 and (world_size > 1 or zero.offload_param.device != "none")
     for name, module in model.named_modules():

@@ -151,7 +151,7 @@ def build(
             Overrides the configuration's.
         process_group: the data-parallel ranks. Default: all ranks, or one rank without a group.
         mesh: the data-parallel ranks as a device mesh, with dimensions (ranks,) or (nodes, ranks
-            per node). By default the launcher's environment has the number of ranks per node.
+            per node). By default the launcher or the host names determine the ranks per node.
         pretrained: safetensors with every value, read as by `zero_core.load_pretrained`. The model
             may then be on the meta device, except for buffers that its state dict lacks.
         attach: called with the engine before values move to the engine's memory. For adapters.
@@ -333,7 +333,7 @@ def _begin(
         extension.reset()
     for follow in followers.begun:
         follow()
-    units.publish()  # replace values that the tier has rounded differently
+    units.publish()  # the tier may round master weights differently from ``fill``
     engine.publish()
     for flat in held.state.params:
         flat.shown.forget_marks()
@@ -367,7 +367,7 @@ def _make_engine(
     edits = Edits(state, facts)
     followers: list[Extension] = [edits]
     site = Site(config, state, train, facts, ranks, meter.links.ranks_per_node)
-    if is_training:  # the hooks of extensions run inside those of the passes
+    if is_training:  # attached before the hooks of the passes, which run around extensions' hooks
         attach_extensions(given, state, held.ownership)
         followers += make_extensions(site, given)
         followers.append(patches := PatchWriter(state))

@@ -78,11 +78,11 @@ class ModelCheckpoints(GatheredCalls):
         keep_last: int | None = None,
         keep_every: int | None = None,
     ) -> Location:
-        """Write the training state, to load at any stage, world size, ratio and tier.
+        """Write the training state. It can be loaded at another stage, world size or state tier.
 
         Every rank must call it, between two steps. The previous checkpoint stays complete until the
-        new one is complete. An engine built for evaluation writes values and buffers: load them
-        ``without=("optimizer", "lr_scheduler", "progress")``.
+        new one is complete. An engine built for evaluation writes only parameters and buffers. They
+        can be loaded ``without=("optimizer", "lr_scheduler", "progress")``.
 
         Args:
             directory: folder of all checkpoints: a path, or an fsspec URL such as
@@ -94,7 +94,7 @@ class ModelCheckpoints(GatheredCalls):
             drops_partial: allow a save in the middle of a step, without that step's gradients.
             keep_last: remove all but the last ``keep_last`` checkpoints whose tags end with their
                 step.
-            keep_every: keep checkpoints of steps that are multiples of it in addition to those.
+            keep_every: also keep checkpoints whose step is a multiple of ``keep_every``.
 
         Raises:
             CheckpointError: a value cannot be stored, or a rank failed.
@@ -115,9 +115,9 @@ class ModelCheckpoints(GatheredCalls):
     def load_checkpoint(
         self, directory: str | Location, tag: str | None = None, *, without: Collection[str] = ()
     ) -> tuple[Location, dict[str, Any]]:
-        """Restore a checkpoint's values and buffers. Trained parameters get rounded master weights.
+        """Restore a checkpoint's parameters and buffers.
 
-        See `zero_core.Engine.load_checkpoint`.
+        Trained parameters are its master weights, rounded. See `zero_core.Engine.load_checkpoint`.
         """
         return self._load(directory, tag, {*without, "optimizer", "lr_scheduler", "progress"})
 
@@ -133,9 +133,9 @@ class ModelCheckpoints(GatheredCalls):
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
-        """Allow writes to shards and optimizer states in this context, on all ranks.
+        """Allow writes to shards and optimizer states in this context. Every rank must enter it.
 
-        Gradients that a step has accumulated are dropped.
+        Gradients accumulated since the last step are dropped.
         """
         self._device_states.check_here("writing shards and states")
         self._device_states.before_write()
@@ -171,9 +171,9 @@ class TrainingCheckpoints(ModelCheckpoints):
     ) -> PendingSave:
         """Write the training state as `save_checkpoint` does, in a background thread.
 
-        The call waits for pending updates and returns before anything is written. A state is copied
-        only if a step changes it before the thread has written it. The copies take at most the size
-        of this rank's states, in host memory (``async_save_bytes`` of `zero_core.plan`). The call
+        The call waits for pending updates and returns before anything is written. A part of a state
+        is copied only if a step changes it before the thread has written it. The copies take host
+        memory of at most the size of this rank's states (``async_save_bytes`` of `plan`). The call
         itself copies the states of extensions and of optimizers that update whole parameters. Until
         the save has ended, the program must not change values in place without the engine.
 
@@ -185,8 +185,8 @@ class TrainingCheckpoints(ModelCheckpoints):
         Args:
             directory: as in `save_checkpoint`, like all arguments that are not listed here.
             on_pending: if an earlier save is pending, "wait" for it or "refuse".
-            max_copy_bytes: limit for the copies. A step that needs more waits for the thread. Use
-                it if states are on NVMe and host memory has no room for their copies.
+            max_copy_bytes: limit for the copies. A step that needs more waits for the thread. Set
+                a limit if states are on NVMe and host memory has no room for their copies.
 
         Raises:
             CheckpointError: a value cannot be stored, an earlier save is pending and ``on_pending``
@@ -234,10 +234,10 @@ class TrainingCheckpoints(ModelCheckpoints):
         """Load the newest checkpoint in ``directory``, or change nothing if there is none.
 
         For programs that restart with the same command line, with any number of ranks. Every rank
-        must call it. With ``memory_checkpoint``, copies in the ranks' memory are preferred if they
-        are as new as the newest checkpoint on disk, of which only the manifest is then read. Memory
-        has copies of the last two steps. ``last_step`` excludes copies of later steps. Returns the
-        client state that was saved, or given to `step`, and None for a fresh start.
+        must call it. With ``memory_checkpoint``, the ranks' memory has copies of the last two
+        steps. They are preferred if they are at least as new as the newest checkpoint on disk.
+        ``last_step`` excludes copies of later steps. Returns the client state given to the save, or
+        to `step` for a copy, and None if nothing was loaded.
 
         Raises:
             CheckpointError: as `load_checkpoint`; also if only some ranks find a checkpoint.
@@ -265,9 +265,9 @@ class TrainingCheckpoints(ModelCheckpoints):
 
         A version is the state of the weights when a patch was written. Version 0 is the state after
         `build`. One patch serves all receivers of version ``since`` or newer, including receivers
-        that read their values from an export in between. The key ``weight_patches`` logs the
-        positions of changes. Values are read when the patch is written. A 16-bit weight is sent if
-        any of its bits changed. Three kinds of tensors are sent whole if they were updated at all:
+        that read their values from an export in between. With the key ``weight_patches``, a log has
+        the positions of changes. Values are read when the patch is written. A 16-bit weight is sent
+        if any of its bits changed. Three kinds of tensors are sent whole if they were updated:
         fp32 weights, 16-bit weights that are their own master weights or have a ``state_dtype``
         other than float32, and shards in a file. Persistent buffers are those of rank 0. Quantized
         bytes never change and are left out. Every rank must call it, between two steps.
@@ -278,8 +278,8 @@ class TrainingCheckpoints(ModelCheckpoints):
 
         Raises:
             PatchGapError: ``since`` is older than the log of changes. All ranks raise it.
-            RuntimeError: ``since`` is given without the key, or the call is within ``gathered``, or
-                states are offloaded.
+            RuntimeError: ``since`` is given without the key ``weight_patches``, or the call is
+                within ``gathered``, or states are offloaded.
             ValueError: there is no such version.
             CheckpointFailedError: the file could not be written.
         """

@@ -4,8 +4,8 @@
     engine.backward(loss)
     engine.step()
 
-``step`` updates parameters at accumulation boundaries. `zero_core.core.passes` gathers parameters
-and reduces gradients in between. The state tier updates the parameters.
+`zero_core.core.passes` gathers parameters and reduces gradients during forward and backward. At an
+accumulation boundary, ``step`` makes the state tier update the parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
     """A model under training. Made by `zero_core.build`.
 
     Attributes:
-        optimizer: has the real ``param_groups``. Schedulers may be attached to it.
+        optimizer: has the ``param_groups`` that updates use. Schedulers may be attached to it.
         should_defer_sigint: whether SIGINT (Ctrl-C) waits until a `step` in the main thread has
             ended. A second SIGINT is handled at once. Set False if the handler raises nothing.
     """
@@ -128,7 +128,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
     def zero_grad(self) -> None:
         """Drop the step's gradient and start the step again from its first micro-step.
 
-        Needed only if a loop was left between backward and `step`. Every rank must call it.
+        Needed only after a loop was left between backward and `step`. Every rank must call it.
 
         Raises:
             RuntimeError: units have been updated in backward.
@@ -157,17 +157,17 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 for begin in self._extensions.before_update:
                     begin(train.global_steps + 1)
                 backward.check_last()
-                # other ranks update once they have this rank's statistics
+                # if this rank fails after it sends its statistics, other ranks still update
                 place.unfinished = "step()"
                 try:
                     backward.start_agreement()
-                    # Checks may raise, so no update may be enqueued before them.
-                    # `complete_gradient` agrees again only if more gradients were reduced since.
+                    # Checks may raise, so no update may be enqueued before them. The second call of
+                    # `complete_gradient` agrees again only if more gradients were reduced.
                     if self._extensions.agreed:
                         backward.complete_gradient()
                     for check in self._extensions.agreed:
                         check()
-                    # Pre-hooks may change the groups, but run only if the step is taken.
+                    # Pre-hooks may change the groups, so with hooks no update starts before them.
                     if not has_step_pre_hooks(self.optimizer):
                         self._gradient.update_ahead()
                     backward.complete_gradient()
@@ -200,8 +200,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
     ) -> Tensor:
         """Run one step: forward and backward of all its micro-batches, and the update.
 
-        Equals DeepSpeed's method of this name. The key ``accumulation_schedule`` sets the order of
-        the work, which changes no bit: see `zero_core.vertical.schedule`. Every rank must call it.
+        Like DeepSpeed's method of this name. The key ``accumulation_schedule`` sets the order of
+        the work and changes no bit: see `zero_core.vertical.schedule`. Every rank must call it.
         Torch's generators are seeded for each micro-batch from torch's seed and the number of the
         micro-step, and restored at the end. ``over`` is as in `backward`, ``client_state`` as in
         `step`.
@@ -266,14 +266,13 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """Write a line of JSON per step to a file of this rank in ``folder``, from now on.
 
         The configuration key ``step_records`` does the same. Each rank that a report should show
-        must call it. `zero_core.records` has the fields. Returns a context that need not be
-        entered. The end of that context, of the engine or of the program is recorded, with its
-        error.
+        must call it. `zero_core.records` describes the fields. Returns a context that need not be
+        entered. The record ends with that context, the engine or the program, whichever ends first.
 
         Args:
             folder: readable by all ranks, created if missing. Earlier records stay in the file.
-            max_bytes: bound on the file's size. Beyond it every other step is dropped.
-            detail_every: steps from one record of a step's spans to the next.
+            max_bytes: limit of the file's size. If it is reached, every other step is dropped.
+            detail_every: the spans of one in ``detail_every`` steps are recorded.
 
         Raises:
             ConfigError: the folder cannot be written to, or is a URL.
@@ -297,9 +296,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
     def idle_backward(self, *, over: int | None = None) -> None:
         """Take part in one forward and backward of the other ranks, without data.
 
-        For a rank whose data has ended. It gathers and reduces the other ranks' units in the order
-        of blocks of its last forward, or in the module tree's order before the first, and adds zero
-        to each gradient. Averages still count all ranks, as with
+        For a rank whose data has ended. The rank gathers and reduces each unit with the other ranks
+        and adds zero to each gradient. The units' order is that of its last forward, or of the
+        module tree before its first. Averages still count all ranks, as with
         `torch.distributed.algorithms.Join` by default. For a mean over existing samples, scale the
         loss of the other ranks by world size / ranks with data. Broadcast buffers are those of rank
         0. ``over`` is as in `backward`. Call ``step`` afterwards, or use `idle_step`.
@@ -333,7 +332,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Set whether later backwards reduce gradients, or keep them local as in `no_sync`.
 
-        Equals FSDP2's method of this name. Every rank must call it.
+        Like FSDP2's method of this name. Every rank must call it.
 
         Raises:
             RuntimeError: with ``world_size_invariant`` every backward must reduce.
@@ -411,8 +410,8 @@ def _drop_gradient(optimizer: EngineOptimizer, module: nn.Module, set_to_none: b
 def _deferred_interrupt(*, is_on: bool) -> Iterator[None]:
     """Defer SIGINT (Ctrl-C) until the end of the context, then call its handler.
 
-    A second SIGINT calls the handler at once, for both signals. Outside of the main thread, or
-    where no Python function handles SIGINT, nothing is deferred.
+    A second SIGINT calls the handler twice at once, for both signals. Outside of the main thread,
+    or if no Python function handles SIGINT, nothing is deferred.
     """
     handler = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
@@ -438,5 +437,5 @@ def _deferred_interrupt(*, is_on: bool) -> Iterator[None]:
             if found != defer:  # code in the step has set another handler
                 signal.signal(signal.SIGINT, found)
             if num_waiting:
-                # The handler gets the frame of the step, above contextlib's frames.
+                # The handler gets the frame of the caller, above contextlib's frames.
                 handler(signal.SIGINT, sys._getframe(2))

@@ -8,11 +8,11 @@ class ZeroError(Exception):
 
 
 class ConfigError(ZeroError, ValueError):
-    """The configuration is wrong. The message carries the path of the key."""
+    """The configuration is wrong, or does not fit the model or the machine."""
 
 
 class MissingPartError(ConfigError):
-    """The configuration asks for a package that is not installed."""
+    """A requested feature needs a package that is not installed or cannot be imported."""
 
 
 class RankMismatchError(ZeroError, RuntimeError):
@@ -20,7 +20,7 @@ class RankMismatchError(ZeroError, RuntimeError):
 
 
 class CollectiveError(ZeroError, RuntimeError):
-    """A collective failed or timed out. The message names the rank, the unit and the collective."""
+    """A collective failed or timed out."""
 
 
 class CheckpointError(ZeroError, RuntimeError):
@@ -36,11 +36,11 @@ class CheckpointFailedError(CheckpointError):
 
 
 class PatchGapError(CheckpointError):
-    """A patch lacks changes since the receiver's version. Use ``weight_patch(since=None)``."""
+    """A weight patch lacks changes since a receiver's version. Use ``weight_patch(since=None)``."""
 
 
 class AccumulationScheduleError(ZeroError, RuntimeError):
-    """The vertical schedule cannot compute a model or a program. The message names the block."""
+    """The vertical schedule cannot run this model or these calls. The message says why."""
 
 
 class EvaluationOnlyError(ZeroError, RuntimeError, AttributeError):

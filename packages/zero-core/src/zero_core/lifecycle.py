@@ -1,12 +1,12 @@
 """Ownership of a model's parameters by an engine, from ``build`` until the engine ends.
 
-A rank may close its engine because of a failure, so it waits for no other rank. Parameters that
-other ranks hold a part of have no value after `Ownership.close`: a mix of current and stale values
-would look like a valid model.
+A rank may close its engine because of a failure, so closing waits for no other rank. After
+`Ownership.close`, parameters that other ranks hold a part of have no value: a mix of current and
+stale values would look like a valid model.
 
 [Note: copies of a model]
-The engine's hooks are in the dictionaries of the model's modules. A copy with these hooks would
-gather parameters for the engine, so they are removed while `copy.deepcopy` runs.
+`copy.deepcopy` of a module copies the engine's hooks, too. A copy with these hooks would gather
+parameters for the engine, so the hooks are removed while `copy.deepcopy` runs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Ownership:
         self._allows_empty = False  # whether `allow_empty_entries` was called
         self._advice = ""  # argument of `allow_empty_entries`
         self.state = state
-        self.is_ended = False  # afterwards the model may have other values
+        self.is_ended = False  # once True, the model may have values of another owner
         self.hooks: list[Removable] = []  # removed at the end, in reverse order of registration
         _alive[:] = [ref for ref in _alive if ref() is not None]
         _alive.append(weakref.ref(self))
@@ -90,7 +90,7 @@ class Ownership:
         has_warned = self.state.control.rank != 0  # only rank 0 warns, because it writes files
 
         def save(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            # `empty` replaces entries whose value is not on this rank.
+            # Entries whose value is not on this rank are replaced by `empty` below.
             with access.opened(module._parameters.values()):
                 type(module)._save_to_state_dict(module, *args, **kwargs)
 
@@ -132,8 +132,8 @@ class Ownership:
                 stack.callback(self.hooks.pop(0).remove)
 
     def dropped(self) -> None:
-        """End after the owning engine was freed without `close`."""
-        # A close on another thread could deadlock. `check_is_free` closes the engine instead.
+        """Release the parameters after the owning engine was freed without `close`."""
+        # A finalizer on another thread could deadlock in close(). `check_is_free` calls it later.
         if self._thread == threading.get_ident() and not sys.is_finalizing():
             try:
                 self.close()
@@ -141,7 +141,7 @@ class Ownership:
                 _log.warning("an engine was dropped whose step had failed", exc_info=True)
 
     def close(self) -> None:
-        """End on this rank alone. Parameters that other ranks hold a part of lose their value."""
+        """Release the parameters on this rank alone. Parameters with stale parts get no value."""
         if self.is_ended:
             return
         self._end()
@@ -162,7 +162,7 @@ class Ownership:
 
     @torch.no_grad()
     def _local_shards(self) -> Iterator[LeftShard]:
-        """Yield this rank's part of each parameter, whose data may then be replaced."""
+        """Yield this rank's part of each parameter. The caller may replace the parameter's data."""
         control, params = self.state.control, self.state.layout.params
         for flat in self.state.params:
             flat.source.wait_update()
@@ -177,7 +177,7 @@ class Ownership:
                 yield LeftShard(param, params[slot.param], control, spans, values)
 
     def leave_shards(self) -> Iterator[LeftShard]:
-        """End on this rank alone. See `zero_core.Engine.leave_shards`."""
+        """Release the parameters on this rank alone. See `zero_core.Engine.leave_shards`."""
         self._end()
         is_whole = not self._has_stale_values() and all(p.is_kept for p in self.state.params)
         return iter(()) if is_whole else self._local_shards()
@@ -192,7 +192,7 @@ class Ownership:
             return True
 
     def leave_values(self, full: Mapping[str, Tensor]) -> None:
-        """End with parameters set to ``full``, by the layout's names, and buffers on the CPU."""
+        """Release the parameters with the values ``full``, by name. Move buffers to the CPU."""
         self._end()
         names = self.state.param_names
         for flat in self.state.params:
@@ -229,7 +229,7 @@ def check_is_free(model: nn.Module) -> None:
         for one in filter(None, [ref() for ref in _alive]):
             is_freed = one.owner is not None and one.owner() is None
             if is_freed and one.name_of(param) is not None:
-                one.close()  # its hooks are still on the model
+                one.close()  # removes the freed engine's hooks from the model
         if owner_of(param) is not None:
             raise ConfigError(
                 f"build(): {name} belongs to an engine already. Go on with that one, which "

@@ -23,7 +23,7 @@ class ObjectMethods:
             vars(module)[self._name] = method
 
     def remove(self) -> None:
-        """Restore the modules' own methods. Later replacements must be removed before."""
+        """Restore the modules' previous methods. Later replacements must be removed first."""
         for (module, _), before in zip(self._replaced, self._before, strict=True):
             if before is None:
                 vars(module).pop(self._name, None)

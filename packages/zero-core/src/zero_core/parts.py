@@ -10,7 +10,7 @@ from zero_core.errors import MissingPartError
 # On the package index this name belongs to another project.
 _NOT_ON_THE_INDEX = {"zero-engine": "./integration"}
 FOUND: dict[tuple[str, str], EntryPoint] = {}
-"""What was found, by group and name. A search reads the metadata of all installed packages."""
+"""Entry points found so far, by group and name. A search reads all packages' metadata."""
 
 
 def missing_part(asked_by: str, distribution: str) -> MissingPartError:

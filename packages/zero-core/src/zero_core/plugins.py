@@ -1,7 +1,7 @@
 """Plug-ins: collectives, state tier and parameter tier, chosen by the caller or the configuration.
 
-An argument of ``build`` overrides an entry point that the configuration asks for, and the entry
-point overrides the engine's own implementation. Only requested entry points are loaded.
+An argument of ``build`` overrides an entry point that the configuration asks for. Without either,
+the engine's own implementation is used. Only requested entry points are loaded.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> 
     """
     config = load_config(source, world_size=world_size)
     zero = config.zero_optimization
-    # Adagrad allocates its state at once, so keep it small. Muon needs a matrix and a vector.
+    # Adagrad allocates state at construction, so use one element each. Muon needs a matrix.
     tried = [nn.Parameter(torch.empty(1, 1)), nn.Parameter(torch.empty(1))]
     tag_matrices([("weight", tried[0]), ("bias", tried[1])])
     if config.optimizer is not None:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 EXACT_GRADIENTS, EXACT_PARAMETERS = -1, -2
-"""Versions of what must arrive exact."""
+"""Values of ``version`` in `Collectives.all_gather` that require exact values."""
 
 
 @runtime_checkable
@@ -70,7 +70,7 @@ class StatisticsReduction(Work, Protocol):
     def nonfinite(self) -> Tensor:
         """Whether each rank's part has NaN or Inf: bool, [world_size].
 
-        Covers this sum and sums that this rank helped with. Some rank reports each non-finite part.
+        Covers parts that this rank reads, also for other ranks' sums. Some rank reads each part.
         """
 
 
@@ -91,9 +91,9 @@ class Collectives(Protocol):
     """All-gathers of shards into units, and reduce-scatters of unit gradients into shards.
 
     Every rank of the group calls the same methods in the same order. Buffers are 1-D, contiguous
-    and owned by the caller, who reads or reuses them only after ``wait``. A ``shard`` is changed
-    only after an exchange that each rank entered after its ``wait``, so a rank may read another
-    rank's shard in place. ``unit`` is the index of a segment (a unit has one per dtype and
+    and owned by the caller, who reads or reuses them only after ``wait``. The caller changes a
+    ``shard`` only after all ranks have waited for its gather, so a rank may read another rank's
+    shard in place. ``unit`` is the index of a segment (a unit has one per dtype and
     trainability): a stable key for private buffers. `StatefulCollectives` and `InPlaceCollectives`
     declare further abilities.
     """
@@ -248,7 +248,7 @@ class TransportCollectives(InPlaceCollectives, Protocol):
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         """Run ``job`` concurrently with the caller, after the earlier jobs of the same queue.
 
-        There are two queues, for gathers and for reductions. A job waits for its own works, so that
+        There are two queues, for gathers and for reductions. A job waits for the works it starts:
         a second hop starts when the first has arrived, whatever the caller does. On hosts a queue
         is a thread, which has the caller's grad and inference modes. On an accelerator a queue is a
         stream: the job runs on the host at once, and its kernels are ordered after the caller's
@@ -319,7 +319,7 @@ class StateTier(Protocol):
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
-        """Update the pieces ``active``, sorted indices.
+        """Update the pieces whose indices are in ``active``, which is sorted.
 
         Other pieces keep values, states and step counts. ``groups`` are the optimizer's
         ``param_groups`` without ``params``. Gradients are multiplied by ``grad_scale`` (unscale and
@@ -339,7 +339,7 @@ class StateTier(Protocol):
         """Return names of elementwise states: ``master_weight`` first, then e.g. ``exp_avg``."""
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a CPU copy of ``[start, stop)`` of a state: 1-D, as stored. 0 without a state."""
+        """Return a CPU copy of ``[start, stop)`` of a state: 1-D, as stored. Zeros if missing."""
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite one state over ``[start, start + values.numel())``.
@@ -379,13 +379,13 @@ class ChangeWatcher(Protocol):
 
 @runtime_checkable
 class SnapshotTier(StateTier, Protocol):
-    """A state tier whose states of one moment can be read while training goes on."""
+    """A state tier whose states at one point in time can be read while training goes on."""
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
         """Call ``watcher`` before each part of an update or write. Replaces an earlier watcher."""
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Read a range that no thread changes, on any thread, without waiting: see `read_state`."""
+        """Return the result of `read_state`, on any thread, for a range that no thread changes."""
 
 
 @runtime_checkable
@@ -438,7 +438,7 @@ class TimedTier(StateTier, Protocol):
         """Return bytes copied so far from the device to the host, and back."""
 
     def recent_updates(self) -> Sequence[tuple[float, float]]:
-        """Return start and end of the host's last updates, of `time.perf_counter`, in order."""
+        """Return start and end of the host's last updates, in order, by `time.perf_counter`."""
 
     def time_copies(self, *, is_on: bool) -> None:
         """Start or stop timing copies between the device and the host. A CPU has none."""
@@ -576,13 +576,13 @@ class UploadCodec(Protocol):
         """Return an int64 checksum of the bytes, 0-dim, equal on all devices, without waiting."""
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
-        """Encode the difference from ``old`` to ``new``, in host memory, and return its bytes.
+        """Encode the difference from ``old`` to ``new`` into ``out``, and return its size in bytes.
 
-        ``out`` is uint8, has `max_nbytes` bytes and an even address. Later bytes are undefined.
+        All are in host memory. ``out`` is uint8, has `max_nbytes` bytes and an even address.
         """
 
     def decode(self, difference: Tensor, values: Tensor) -> None:
-        """Apply a ``difference`` of `encode`, at an even address, to ``values``, on its stream."""
+        """Apply ``difference``, at an even address, to ``values`` on their current stream."""
 
 
 class DeviceTierFactory(Protocol):

@@ -130,12 +130,12 @@ def to_line(record: Record) -> str:
 def read_records(path: Path) -> list[Record]:
     """Return the records of a file, in order.
 
-    Lines of unknown kinds are left out, and lines that a killed process has cut short.
+    Lines of unknown kinds, and lines that a killed process has cut short, are left out.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the path is no regular file, the file has more than `MAX_BYTES` or a later
-            version, or a field of a record is wrong.
+        ValueError: the path is no regular file, the file has more than `MAX_BYTES`, a record has a
+            later version, or a field of a record is wrong.
     """
     if not path.is_file():
         raise ValueError(f"{path} is not a regular file: records are lines of JSON in one")
@@ -184,10 +184,10 @@ def _plain(value: Any) -> Any:
 class RecordFile:
     """Writer of one rank's records to a file of bounded size.
 
-    A file above ``max_bytes`` is thinned. Taken steps keep every 2nd, 4th, ... record, in at most
-    three eighths of ``max_bytes``, and later records follow the same stride. A long run thus keeps
-    records of its whole course. Of the other records the newest stay, in another three eighths, and
-    the last start always stays. The last quarter stays free, so thinning is rare.
+    A file above ``max_bytes`` is thinned. Of taken steps, every 2nd, 4th, ... record stays, until
+    they fit in three eighths of ``max_bytes``. Later steps are recorded at the same stride. Of all
+    other records the newest stay, in another three eighths. The last `RunRecord` always stays. A
+    quarter stays free, so thinning is rare.
     """
 
     def __init__(self, folder: Path, rank: int, max_bytes: int) -> None:
@@ -214,7 +214,7 @@ class RecordFile:
     def _thin(self) -> None:
         lines = [(record, to_line(record)) for record in read_records(self.path)]
         share = self._max_bytes * 3 // 8
-        # Keep the newest records that are no taken steps, and the last start in any case.
+        # Of records other than taken steps, keep the newest, and the last `RunRecord` always.
         kept, taken = set[int](), []
         room, left, has_start = share, dict(_MOST), False
         for i, (record, line) in reversed(list(enumerate(lines))):

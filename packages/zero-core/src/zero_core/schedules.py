@@ -51,8 +51,8 @@ class ScheduleFactory(Protocol):
 class IterationSchedule(ABC):
     """Base class of DeepSpeed's schedules, whose rates depend only on [Note: the count].
 
-    torch's LRScheduler counts differently, adds a key to the optimizer's groups, and warns about
-    ``step(count)`` and ``get_lr()``, which are DeepSpeed's interface.
+    Not a subclass of torch's LRScheduler, which counts differently, adds a key to the optimizer's
+    groups, and warns about ``step(count)`` and ``get_lr()``, which are DeepSpeed's interface.
 
     Args:
         optimizer: a torch optimizer, or an object with a torch optimizer as ``optimizer``.
@@ -232,7 +232,7 @@ SCHEDULERS: Mapping[str, type[IterationSchedule]] = {
 """DeepSpeed's warm-ups, by their names in the configuration."""
 
 _OF_ZERO_ENGINE = ("LRRangeTest", "OneCycle")
-"""DeepSpeed's other schedules: entry points of that package."""
+"""DeepSpeed's other schedules, which are entry points of the package zero-engine."""
 
 _NEEDS_OBJECTS = {
     "LambdaLR": "it takes functions",
@@ -241,13 +241,13 @@ _NEEDS_OBJECTS = {
     "SequentialLR": "it takes other schedulers",
     "ReduceLROnPlateau": "its step takes a measured value, which the engine does not have",
 }
-"""Schedules of torch that a configuration cannot describe, and why."""
+"""Schedules of torch that a configuration cannot describe, with the reason."""
 
 
 def make_scheduler(
     optimizer: torch.optim.Optimizer, name: str, params: Mapping[str, Any]
 ) -> Schedule:
-    """Make the schedule with the configured name: DeepSpeed's, or a torch class name."""
+    """Make the schedule called ``name``, a schedule of DeepSpeed or a scheduler class of torch."""
     factory: Callable[..., Schedule]
     found = getattr(lr_scheduler, name, None)
     base = lr_scheduler.LRScheduler
@@ -282,7 +282,7 @@ def make_scheduler(
 
 
 _PARTS = "_schedulers"
-"""Key of the parts' states in torch's SequentialLR and ChainedScheduler."""
+"""State-dict key of the inner schedulers in torch's SequentialLR and ChainedScheduler."""
 
 
 def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:
@@ -294,7 +294,7 @@ def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:
 
 
 def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Compare states. Names with an underscore differ between torch releases and are skipped."""
+    """Compare keys and lengths. Private keys differ between torch releases and may be missing."""
     needed = {k for k in own if not k.startswith("_") or k == _PARTS}
     missing = sorted(needed - saved.keys())
     if missing:
@@ -307,7 +307,7 @@ def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 
 def resume_rates(schedule: Schedule) -> None:
-    """Set the rates of a ``schedule`` whose state was loaded without the optimizer's."""
+    """Set the rates of a ``schedule`` whose state was loaded without the optimizer's state."""
     if isinstance(schedule, IterationSchedule):
         if schedule.last_batch_iteration >= 0:  # a new engine already has the rates of count -1
             schedule.step(schedule.last_batch_iteration)

@@ -1,4 +1,4 @@
-"""A model whose parameters may be sharded: call it, read its values, export them.
+"""A model whose parameters may be sharded. It can be called, read and exported.
 
 ``zero_core.build(..., is_training=False)`` makes a `ShardedModel`, which has no gradients, master
 weights or optimizer state. `zero_core.Engine` adds the methods of training. At stage 3 the engine's
@@ -84,9 +84,9 @@ class _UnitCalls:
     ) -> None:
         """Set whether a forward releases the parameters that it has gathered (stage 3).
 
-        False keeps the parameters: with gradients until their backward, without gradients until
-        values change or True, the default, is set. Several forwards then gather once, and memory
-        holds the gathered parameters. ``modules`` selects units. None: all. Equals FSDP2's method
+        True is the default. False keeps the parameters of a forward with gradients until their
+        backward, and of a forward without gradients until values change or True is set. Several
+        forwards then gather once. ``modules`` selects units. None selects all. Like FSDP2's method
         of this name. Every rank must call it, between two steps.
 
         Raises:
@@ -103,10 +103,10 @@ class _UnitCalls:
     def generating(self) -> Iterator[nn.Module]:
         """Keep parameters gathered between forwards without gradients, in this context (stage 3).
 
-        For text generation. The model's own ``generate`` enters this context. Units stay gathered
-        up to ``stage3_max_live_parameters`` elements. Each forward gathers all further units, and
-        then all ranks must run equally many forwards (``synced_gpus`` of transformers). Every rank
-        must enter it, between two steps.
+        For text generation. The model's own ``generate`` enters this context. Units of up to
+        ``stage3_max_live_parameters`` elements in all stay gathered. If there are more, each
+        forward gathers the others, and all ranks must run equally many forwards (``synced_gpus`` of
+        transformers). Every rank must enter the context, between two steps.
         """
         self._device_states.check("generating()", NO_PARTS)
         limit = self.config.zero_optimization.stage3_max_live_parameters
@@ -131,8 +131,8 @@ class _UnitCalls:
     ) -> None:
         """Gather the units of ``modules`` while the unit of ``module`` is computed in forward.
 
-        ``modules`` must follow ``module`` in the order of all ranks. An empty list restores the
-        default, one unit. As in FSDP2. Every rank must call it, between two steps.
+        These units must directly follow the unit of ``module`` in forward. An empty list restores
+        the default, one unit. As in FSDP2. Every rank must call it, between two steps.
 
         Raises:
             ValueError: ``modules`` do not follow ``module``, or do not belong to this engine.
@@ -299,7 +299,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __del__(self) -> None:
-        """Remove the engine's hooks from the model."""
+        """Release the model's parameters, if this thread built the engine."""
         if (parts := vars(self).get("_parts")) is not None:
             parts.ownership.dropped()
 
@@ -313,7 +313,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def autocast(self) -> AbstractContextManager[None]:
         """Return the `torch.autocast` context that the key ``torch_autocast`` asks for.
 
-        Calls of the engine run in it. A program that calls ``module`` directly may enter it.
+        Calls of the engine run in it. A program that calls ``module`` directly may enter it, too.
         """
         return self._parts.autocast()
 
@@ -353,7 +353,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def own_part(self, param: nn.Parameter) -> Tensor:
         """Return this rank's elements of ``param``, 1-D, in its dtype: a view, not to be changed.
 
-        A slice, maybe empty, at stage 0 too. Elements are in the order of the parameter's strides.
+        Even at stage 0 it is a slice, maybe empty. Elements have the order of ``param``'s strides.
         """
         self._device_states.check("own_part()", frozenset({StatePart.PARAMETERS}))
         return self.sharded_state.own_part(param)
@@ -361,8 +361,8 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def allow_empty_entries(self, advice: str) -> None:
         """Make ``module.state_dict()`` return empty tensors for values that this rank lacks.
 
-        By default it raises. For callers that need only the names, or discard the result. Rank 0
-        logs a warning once, which ends with ``advice``: how a caller gets the values.
+        By default it raises for them. For callers that need only names, or discard the result. Rank
+        0 logs a warning once, which ends with ``advice``: how a caller gets the values.
         """
         self._device_states.check("allow_empty_entries()", NO_PARTS)
         self._parts.ownership.allow_empty_entries(advice)
@@ -379,7 +379,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Copy states to host memory and free the device's, until `reload_states`.
+        """Copy states to host memory and free their device memory, until `reload_states`.
 
         Until then, calls that need an offloaded part raise RuntimeError. A forward needs
         "parameters" and "buffers", a backward "gradients" too, and all other calls every part. A

@@ -14,9 +14,9 @@ head's input and the later operations that act on each token separately (views a
 leading dimensions, casts, scaling by numbers). ``torch.nn.functional.cross_entropy`` of a
 `TiledLogits` computes head and loss tile by tile, and again in backward, so that one tile of logits
 exists at a time. Any other function that reads the values gets the whole logits, computed once,
-with their gradients. That works until the backward of the head's forward. Afterwards the head's
-weights may be released or changed, and one rank alone cannot gather them: a read raises an error.
-So does a change in place, which the tiles would not see.
+with their gradients. After the head's backward such a read raises an error, because the head's
+weights may be released or changed, and one rank alone cannot gather them. A change in place always
+raises an error, because the tiles would not see the change.
 
 Both methods are those of Arctic Long Sequence Training (arXiv 2506.13996).
 """
@@ -55,9 +55,9 @@ class TileForward(Protocol):
 
 
 _FACTS = METADATA_READS | {Tensor.stride, Tensor.is_contiguous}
-"""Functions of a tensor that the wrapper itself answers."""
+"""Functions that read only metadata, which the wrapper tensor has."""
 _SCALING = frozenset({Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__truediv__, Tensor.__rmul__})
-"""Functions of logits and a number that act on each element by itself."""
+"""Functions that scale logits by a number."""
 _CHANGING = frozenset(
     {
         *("__setitem__", "__set__", "__delete__", "register_hook", "retain_grad"),
@@ -65,7 +65,7 @@ _CHANGING = frozenset(
         *(f"__i{name}__" for name in ("pow", "and", "or", "xor", "lshift", "rshift", "matmul")),
     }
 )
-"""Names of functions that change a tensor or what is kept on it, beside those that end in "_"."""
+"""Names of functions not ending in "_" that change a tensor, its gradient or its hooks."""
 _POINTWISE = frozenset({torch.tanh, Tensor.tanh, Tensor.float, Tensor.contiguous, Tensor.to})
 
 
@@ -290,7 +290,7 @@ class TiledForwards(ObjectMethods):
 
             def of_tile(tile: Tensor) -> Tensor:
                 if self._passes is not None and is_in_backward():
-                    _gather(self._passes, module)  # in forward, the module's own hooks gather it
+                    _gather(self._passes, module)  # the module's own hooks gather only in forward
                 # Make tiles contiguous: a module may view its input, as the Conv1D of GPT-2 does.
                 its_args, its_kwargs = pytree.tree_unflatten(
                     [*leaves[:at], tile.contiguous(), *leaves[at + 1 :]], spec
@@ -313,7 +313,7 @@ class TiledForwards(ObjectMethods):
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             inputs = [*args, *kwargs.values()]
-            # Without gradients, one rank may read the logits alone, and can then gather nothing.
+            # Without gradients, one rank may read the logits alone, when it cannot gather weights.
             if len(inputs) != 1 or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             hidden: Tensor = inputs[0]

@@ -84,7 +84,7 @@ def find(directory: Location, tag: str | None) -> Location:
             "resuming out to start from scratch"
         )
     check_tag(tag)
-    # A save that was killed between its two renames has left the checkpoint under the old name.
+    # A save that replaces a checkpoint renames it to .TAG.old first, and may then be killed.
     for place in (directory / tag, directory / f".{tag}.old"):
         if (place / MANIFEST).exists():
             return place
@@ -146,7 +146,7 @@ def prune(
     prefix, reached = split_tag(newest or latest or "")
     if reached is None or prefix not in prefixes:
         reached = max((step for _, step in saved), default=0)
-    # Sort by step, because copied folders have new times. Steps above the newest are obsolete.
+    # Sort by step, because copied folders have new times. Steps > ``reached`` are removed first.
     saved.sort(key=lambda one: (one[1] <= reached, one[1]))
     removed = []
     for tag, step in saved[: max(len(saved) - keep_last, 0)]:
@@ -174,14 +174,14 @@ def prune_checkpoints(
     """Remove old checkpoints and return their tags.
 
     Only checkpoints whose tag is one of ``prefixes`` and their step (``step-300``) are removed.
-    Other names ("best", "best-300"), unreadable checkpoints, the newest one and the one that
+    Other names ("best", "best-300"), unreadable checkpoints and the checkpoint that the file
     ``latest`` names always stay.
 
     Args:
         directory: the folder of all checkpoints.
-        keep_last: number of checkpoints to keep, counting back from the newest. Higher steps are
-            from before the training went back.
-        keep_every: also keep checkpoints of steps that are multiples of it.
+        keep_last: number of checkpoints to keep, counting back from the newest. Checkpoints of
+            higher steps than the newest are removed first: the training has gone back since.
+        keep_every: also keep checkpoints whose step is a multiple of ``keep_every``.
         prefixes: prefixes of the tags to remove. The default has this project's prefixes.
         is_trial: return the tags, and remove nothing.
 
@@ -209,7 +209,7 @@ class Weight:
     """A parameter of a checkpoint."""
 
     names: tuple[str, ...]  # the parameter's name, and names tied to it
-    value: Tensor  # whole value on the CPU: fp32 master weights if trained, else in its own dtype
+    value: Tensor  # whole value on the CPU: master weights if trained, else in its own dtype
     dtype: torch.dtype  # compute dtype
     is_trainable: bool
 
@@ -395,7 +395,7 @@ class Reader:
         return stop - start
 
     def scalars(self, param: str) -> Mapping[str, float]:
-        """Return the numbers in a parameter's optimizer state. Frozen ones have taken 0 steps."""
+        """Return the scalars in a parameter's optimizer state: 0 steps for frozen parameters."""
         if not self.manifest.by_name[param].is_trainable:
             return {"num_steps": 0}
         if param not in self.manifest.scalars:
@@ -405,7 +405,7 @@ class Reader:
         return self.manifest.scalars[param]
 
     def is_quantized(self, param: Param) -> bool:
-        """Whether a frozen parameter was stored as bytes: a quantized one, or integers."""
+        """Whether a frozen parameter was stored as bytes: a quantized one, or one of integers."""
         num_bytes = param.numel * param.torch_dtype.itemsize
         return not param.is_trainable and self.slot_numel(param.name) == num_bytes > 0
 
@@ -487,7 +487,7 @@ def verify_checkpoint(
 
 @contextmanager
 def _staying(reader: Reader) -> Iterator[None]:
-    """Replace an error in this context if the checkpoint was removed meanwhile."""
+    """Replace an error in this context if the checkpoint was removed or replaced meanwhile."""
     try:
         yield
     except CheckpointError as error:

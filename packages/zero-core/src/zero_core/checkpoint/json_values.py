@@ -1,9 +1,8 @@
-"""JSON forms of everything that is not a slice of a parameter, restored exactly. Nothing is
-pickled.
+"""JSON forms of a checkpoint's values other than slices of parameters. Nothing is pickled.
 
 - Client and scheduler states (`encode`): numbers, strings, lists, mappings and small tensors.
 - Whole optimizer states (`flatten`): any values that an optimizer keeps for a parameter. The
-  manifest has their structure, a file their tensors. A tensor subclass (for example torchao's
+  manifest has the structure, and a file the tensors. A tensor subclass (for example torchao's
   quantized states) is stored as its inner tensors, by ``__tensor_flatten__``. It is restored only
   if torch.load would accept its class (`torch.serialization.add_safe_globals`).
 """
@@ -136,8 +135,8 @@ def _is_key(value: Any) -> bool:
 def restore(value: Any, read: Callable[[str], object], classes: set[str] | None = None) -> Any:
     """Restore a value from the result of `flatten`. Reject anything that `flatten` cannot return.
 
-    ``read`` returns a tensor by its name. If ``classes`` is given, no tensor of a subclass is made.
-    The paths of their classes are added to ``classes`` instead.
+    ``read`` returns a tensor by its name. If ``classes`` is given, no object of a tensor subclass
+    is made. The subclass's path is added to ``classes`` instead.
     """
     match value:
         case list():

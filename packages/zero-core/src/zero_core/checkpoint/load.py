@@ -27,9 +27,9 @@ from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, 
 
 _log = logging.getLogger(__name__)
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
-"""Parts of a checkpoint that may be left out in loading. "frozen" are values of parameters that
-were frozen, "optimizer" states and hyperparameters: the engine may then have another optimizer.
-"progress" are the counters, the loss scale and the states of random generators."""
+"""Parts of a checkpoint that a load may leave out. "frozen": values of parameters that were frozen.
+"optimizer": optimizer states and hyperparameters. Without them the engine may have another
+optimizer. "progress": counters, the loss scale and the states of random generators."""
 _Read = Callable[[], Tensor]
 _HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'
 
@@ -58,7 +58,7 @@ def load_checkpoint(
         return reader
 
     reader = control.together("checkpoint: find", look)
-    # Equal on two ranks only if both see the same file.
+    # ``own`` is equal on two ranks only if both see the same file.
     own: list[Any] = [str(reader.folder), reader.manifest.sha256]
     if isinstance(reader.folder, Path):
         found = (reader.folder / MANIFEST).stat()
@@ -189,7 +189,7 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
             spec = state.layout.params[piece.param]
             if is_extensions:  # a parameter that was frozen keeps the state of `Extension.reset`
                 is_read = sources[spec.name] == MASTER
-            else:  # a parameter that was never updated has no such states
+            else:  # a parameter that was never updated has no optimizer states
                 is_sliced = _is_sliced(tier, piece.param)
                 is_read = is_sliced and reader.scalars(spec.name)["num_steps"] > 0
             if is_read:

@@ -47,7 +47,7 @@ _KNOWN_DTYPES = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPES.
 _Numel = Annotated[int, Field(ge=0, le=_MAX_NUMEL)]
 _Crc = Annotated[int, Field(ge=0, lt=1 << 32)]
 _Number = int | Annotated[float, Field(allow_inf_nan=True)]
-"""An optimizer's own number: of a training that diverged it may be infinite."""
+"""Scalar of an optimizer state. In a diverged training it may be infinite or NaN."""
 
 
 def file_name(state: str, rank: int) -> str:
@@ -71,8 +71,8 @@ class Param(_Strict):
     shape: Annotated[tuple[_Numel, ...], Field(max_length=64)]  # shape of the whole parameter
     dtype: str  # compute dtype, as in ``torch.float32``
     is_trainable: bool
-    # dimensions, slowest first, if the slot does not have the order of the shape. Also set for a
-    # component, whose slot has bytes
+    # dimensions, slowest first, if elements are not saved in the order of the shape. Also set for
+    # a component of a quantized parameter, which is saved as bytes
     memory_order: tuple[int, ...] | None = None
 
     @property
@@ -237,7 +237,7 @@ def _check_files(manifest: Manifest) -> None:
 
 
 def is_plain(name: str) -> bool:
-    """Whether ``name`` is a visible file name without separators."""
+    """Whether ``name`` is a visible file name of at most 200 bytes, without separators."""
     return (
         0 < len(name.encode("utf-8", "surrogatepass")) <= 200
         and not name.startswith(".")
@@ -309,7 +309,7 @@ def _check_size(size: int, where: object) -> None:
 
 
 def fill(frame: Mapping[str, Any], rows: Iterable[Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the content of a manifest: ``frame`` with state names and each rank's row."""
+    """Return the content of a manifest: ``frame``, the state ``names``, and all ranks' ``rows``."""
     files, scalars, rng, wholes = zip(*rows, strict=True)
     return {
         **frame,

@@ -216,7 +216,7 @@ class PatchWriter(Extension):
         try:
             patch = self._write(since, self.version + (changes is not None and is_new), path)
         except BaseException:
-            self._buffers = known  # the next patch then includes them
+            self._buffers = known  # the next patch then includes the new buffers
             raise
         if changes is not None and is_new:
             changes.close()
@@ -363,7 +363,7 @@ class PatchWriter(Extension):
                     continue
                 values, kind, positions = shard[own], Kind.ALL, _NONE
                 if part is not None:
-                    # Low bits are wrong for elements that moved far, so these must stay out.
+                    # Low bits are wrong for elements that changed much: forbid Kind.ALL for them.
                     kind, positions = encode(part, values.itemsize if form is Form.VALUES else None)
                     if kind is not Kind.ALL:
                         values = values[part.to(values.device)]
@@ -387,8 +387,8 @@ def apply_patch(
 
     The target is a model in memory, on any devices, or a folder of safetensors files as written by
     transformers. Afterwards the tensors that the patch describes equal the engine's bit by bit.
-    Everything is checked before the first value changes. A reader of a folder finds the old model
-    or the new one. A model attribute or the folder's metadata records the version.
+    Everything is checked before the first value changes. A reader of the folder gets the old or the
+    new model. A model attribute or the folder's metadata records the version.
 
     Args:
         target: a model that no engine owns, or a folder.

@@ -1,8 +1,8 @@
 """safetensors files: index of their tensors, reads of ranges, and writers.
 
 Ranges are read instead of mapped, because mapped pages stay resident and a rank's memory would hold
-its part twice. The safetensors library opens paths, which may be pipes. This module reads a header
-from an open file, and checks it against the file's size before allocating memory.
+its part twice. The safetensors library opens a path even if it is a pipe. This module reads headers
+from open regular files, and checks them against the file's size before allocating memory.
 """
 
 from __future__ import annotations
@@ -162,7 +162,10 @@ def read_header(path: Location) -> dict[str, StoredTensor]:
 
 
 def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors of an open file, and its metadata. ``path`` is for error messages."""
+    """Return the positions of an open file's tensors, and its metadata.
+
+    ``path`` is stored in the positions and named in errors.
+    """
     found, size = {}, size_of(file)
     try:
         stop = length = 8 + int.from_bytes(file.read(8), "little")
@@ -235,7 +238,7 @@ def make_header(
 def arrange(
     tensors: Mapping[str, Tensor | StateBlocks | Sequence[Tensor]],
 ) -> tuple[bytes, int, Iterator[Tensor]]:
-    """Return header, data size, and tensors in order. A sequence becomes one 1-D tensor."""
+    """Return header, data size, and tensors in order. A sequence is stored as one 1-D tensor."""
     found: list[tuple[str, torch.dtype, Sequence[int], Iterable[Tensor]]] = []
     for key, values in tensors.items():
         if isinstance(values, StateBlocks):
@@ -287,7 +290,7 @@ class TensorBuffer:
 
 
 class ModelFiles:
-    """Writer of ``model.safetensors``, or of several files of `MAX_FILE_BYTES` and an index.
+    """Writer of ``model.safetensors``, or of files of up to `MAX_FILE_BYTES` and an index.
 
     Call `add` for each tensor and then `finish`, or `discard` after an error. Until `finish`, files
     are called ``part-NUMBER.tmp``, because the total number of files is not known.

@@ -14,9 +14,9 @@ checkpoint is the union of these folders.
 [Note: a save beside training]
 The call copies small tensors and makes a snapshot of the states, which copies nothing
 (`zero_core.sharded.snapshot`). A thread writes the files. The threads of the ranks communicate by
-the store (`zero_core.comm.groups.StoreExchange`), never by the training's collectives. The thread
-reads frozen values and parameters in host memory in place: `ShardedState.quiesce` waits for the
-thread before anything but a step writes to them.
+torch's store (`zero_core.comm.groups.StoreExchange`), never by the training's collectives. The
+thread reads frozen values and parameters in host memory in place: `ShardedState.quiesce` waits for
+the thread before anything but a step writes to them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _log = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 20  # small blocks stay in the CPU cache between write and checksum
 _Tensors = Mapping[str, Tensor | StateBlocks | Sequence[Tensor]]
 _Files = dict[str, dict[str, Tensor]]
-"""Tensors of a rank's files, by name."""
+"""Tensors by name, by file name."""
 OnPending = Literal["wait", "refuse"]
 
 
@@ -103,8 +103,8 @@ class PendingSave(Future[Location]):
     """A future of the folder of a checkpoint that a thread writes.
 
     ``result()`` waits for the save and raises its error: `CheckpointError` on all ranks, or
-    `CollectiveError` if a rank is dead. The engine does not raise an error again that all ranks
-    have retrieved here.
+    `CollectiveError` if a rank is dead. If all ranks have retrieved an error here, the engine does
+    not raise it again.
     """
 
     def __init__(self, tag: str, snapshot: Snapshot) -> None:
@@ -145,7 +145,7 @@ class _Taken:
     state_names: list[str]
     words: dict[str, Any]  # members of the manifest
     row: list[Any]  # this rank's scalars, Python generator state and whole states
-    # For each file, in the manifest's order: its reader, and the version of its states.
+    # For each file, a function that returns its tensors, and the version of its states.
     reads: dict[str, tuple[Callable[[], _Tensors], int | None]]
 
 
@@ -177,7 +177,7 @@ class Saver:
         try:
             taken = self._take(request, snapshot, is_beside=True)
             if self._watch is None:
-                snapshot.keep(0, self._state.local_numel)  # the tier announces no state changes
+                snapshot.keep(0, self._state.local_numel)  # the tier cannot announce changes
         except BaseException:
             snapshot.end()
             raise
@@ -384,8 +384,8 @@ def tier_slices(
 ) -> Mapping[str, Tensor | StateBlocks]:
     """Return this rank's slices of a state by segment, from ``snapshot`` or from the tier.
 
-    For a `WholeTier`, states other than master weights are slices by parameter, of parameters
-    without an owner. They are read from the tier now, because no snapshot has them.
+    For a `WholeTier`, states other than master weights are slices of the parameters without an
+    owner rank, by `slice_key`. They are read from the tier now, because no snapshot has them.
     """
     tier = state.tier
     found: dict[str, Tensor] = {}

@@ -47,7 +47,7 @@ _PAUSE_S = 0.01
 _NAMED = re.compile(f'"subfolder": "({SUBFOLDER.pattern})"'.encode())
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+(::[a-z].*)?):(?P<slashes>/+)", re.IGNORECASE)
 _IN_PLACE = frozenset(("sftp", "ssh", "ftp", "smb", "webdav", "webhdfs", "hdfs", "dbfs"))
-"""Protocols that write into the object that is there: a write that is cut short destroys it."""
+"""Protocols that overwrite files in place: an interrupted write destroys the earlier file."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -272,9 +272,9 @@ class Upload:
 
 
 Location = Path | RemotePath
-"""Path of this machine, or one that fsspec reaches. Both have pathlib's names."""
+"""Local path, or path of fsspec with the method names of pathlib."""
 Staging = Aside | Upload
-"""A checkpoint under way."""
+"""Pending checkpoint."""
 
 
 def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
@@ -313,8 +313,8 @@ def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
             f"{url} cannot be opened: {type(error).__name__}: {error}"
         ) from error
     first, mark, others = url.partition("::")
-    # The path follows the first protocol of dir://run::file:///store, the last of
-    # simplecache::s3://x
+    # In dir://run::file:///store the path belongs to the first protocol, in simplecache::s3://x to
+    # the last
     chain = mark + others if "://" in first else ""
     return RemotePath(files, path.rstrip("/"), url.removesuffix(chain).rstrip("/"), chain)
 

@@ -80,7 +80,7 @@ def match_files(
 
 
 def _the_one(state: ShardedState, first: str, found: dict[str, StoredTensor]) -> StoredTensor:
-    """Return the stored tensor of a tied weight, after checking that all copies agree."""
+    """Return the stored tensor of a weight. If it is tied, check a part of all its copies."""
     name = first if first in found else next(iter(found))
     tensor = found[name]
     rank, size = state.control.rank, state.control.world_size
@@ -107,7 +107,7 @@ def restore_files(
         # the file has row-major order
         if spec.order and spec.order != tuple(range(len(spec.shape))):
             values = spec.to_elements(tensor.value())[low:high]
-        elif spec.is_opaque:  # a component's slot has bytes
+        elif spec.is_opaque:  # ``low`` and ``high`` count bytes
             size = spec.dtype.itemsize
             values = tensor.read(low // size, high // size).view(torch.uint8)
         else:

@@ -2,8 +2,8 @@
 
 Names and defaults are DeepSpeed's, except for keys marked as not in DeepSpeed's configuration.
 `zero_core.config.schema` reads a configuration. `zero_core.config.rules` checks keys against each
-other. A key without effect has its default and the reason in a call of `unneeded`. Two tables have
-the types and ranges of the keys in ``optimizer.params`` and ``scheduler.params``.
+other. A key without effect has its default and the reason in a call of `unneeded`. Two tables,
+`OPTIMIZER_PARAMS` and `SCHEDULER_PARAMS`, have the types and ranges of the keys in ``params``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST = 2**63
-"""Largest whole number of a configuration, one more than `sys.maxsize`, DeepSpeed's largest."""
+"""Largest whole number in a configuration. DeepSpeed's largest is `sys.maxsize`, one less."""
 
 
 def as_whole(value: Any) -> Any:
@@ -115,9 +115,10 @@ class OffloadOptimizerConfig(_Block):
     device: Literal["none", "cpu", "nvme"] = "none"
     ratio: _Fraction | Literal["auto"] | None = 1.0
     """Share of the elements that the host updates (Twin-Flow), exact to the element. "auto" finds
-    the fastest share that fits by measurement. None if one of the next two keys replaces it."""
+    the fastest share that fits by measurement. None if ``parameters`` or ``device_budget`` is given
+    instead."""
     host_share: Literal["last", "first"] = "last"
-    """End of the model at which the elements of ``ratio`` or ``device_budget`` lie. The last blocks
+    """End of the model that the host updates, with ``ratio`` or ``device_budget``. The last blocks
     get their gradients first and are needed last. Not in DeepSpeed's configuration."""
     parameters: tuple[str, ...] | None = None
     """Patterns (`fnmatch`) of the names of the parameters that the host updates."""
@@ -126,17 +127,18 @@ class OffloadOptimizerConfig(_Block):
     host updates the elements that do not fit."""
     pin_memory: bool = True
     pin_memory_bytes: NonNegativeInt | None = None
-    """Most host bytes that a rank page-locks for transfers. None sets no limit."""
+    """Limit of the host bytes that a rank page-locks for transfers. None sets no limit."""
     update_in_backward: bool | None = None
-    """Update each unit in backward. None does so where nothing can cancel the step, or where
-    ``undo_buffer_size`` is given, and without ``memory_checkpoint``."""
+    """Update each unit in backward. None does so if nothing can cancel the step or
+    ``undo_buffer_size`` is given, unless ``memory_checkpoint`` is on."""
     undo_buffer_size: PositiveInt | None = None
-    """Most bytes of host memory per rank for the undo log of units updated in backward, where the
-    step may still be clipped or cancelled. Units beyond it are updated after backward. None has
-    room for all, if ``update_in_backward`` is true. Not in DeepSpeed's configuration."""
+    """Limit in bytes of a rank's undo log in host memory. The log is kept if units are updated in
+    backward and the step may still be clipped or cancelled. Units for which it has no room are
+    updated after backward. None sets no limit if ``update_in_backward`` is true. Not in DeepSpeed's
+    configuration."""
     lossless_upload: bool = False
-    """Send new parameters to an accelerator as lossless differences, where its link is slow. The
-    host keeps what it sent last, and encodes. Not in DeepSpeed's configuration."""
+    """Send new parameters to an accelerator as lossless differences, for slow links. The host keeps
+    the parameters that it sent last. Not in DeepSpeed's configuration."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of Adam's moments on the host. Not in DeepSpeed's configuration."""
     nvme_path: str | None = None
@@ -188,16 +190,16 @@ class OffloadParamConfig(_Block):
     buffer_count: PositiveInt = 5
     """Host buffers for shards that are read ahead of use and kept afterwards, with ``nvme``."""
     buffer_size: PositiveInt = 100_000_000
-    """Elements of the largest shard that such a buffer may have to hold."""
+    """Elements of the largest shard that a host buffer may have to hold."""
     max_in_cpu: NonNegativeInt = 1_000_000_000
-    """Elements that rest in host memory with device ``nvme``, the first ones in order of use."""
+    """Elements kept in host memory with device ``nvme``, the first ones in order of use."""
     pin_memory: bool = True
 
 
 class LocoConfig(_Block):
     """``zero_optimization.zeropp_loco_param``: error feedback of quantized gradients.
 
-    The quantization error of a gradient is added to the next one (LoCo, arXiv 2407.04480).
+    A gradient's quantization error is added to the next step's gradient (LoCo, arXiv 2407.04480).
     """
 
     err_beta: _Fraction = 0.8
@@ -217,9 +219,9 @@ class ModulesConfig(_Block):
     """Modules of the model, by class or name."""
 
     classes: _Names = ()
-    """Names of their classes, with or without the Python module."""
+    """Names of the modules' classes, with or without the Python module."""
     names: _Names = ()
-    """As in ``named_modules``."""
+    """Names of the modules, as in ``named_modules``."""
     name_suffixes: _Names = ()
 
 
@@ -246,15 +248,15 @@ class ZeroConfig(_Block):
     (SDP4Bit, arXiv 2410.15526, section 3.1), and frozen weights as "int8". Not in DeepSpeed's
     configuration."""
     zero_lossless_weights: bool = False
-    """Send what changed in the weights since they were sent last, without loss, at stages 1, 2 and
+    """Send only the changes of weights since they were sent last, without loss, at stages 1, 2 and
     3. Not in DeepSpeed's configuration."""
     zero_lossless_gradients: bool = False
-    """Code gradients that are sent to other nodes, without loss, at any stage. Not in DeepSpeed's
+    """Encode gradients for other nodes without loss, at any stage. Not in DeepSpeed's
     configuration."""
     zero_hpz_partition_size: PositiveInt | Literal["node"] = 1
     """Ranks of a group that keep gathered weights in secondary shards (hpZ), at stage 3. It divides
-    the number of ranks. "node" is the number of ranks of a node, which `Config.on_nodes` fills in;
-    it is not in DeepSpeed's configuration."""
+    the number of ranks. "node" is the number of ranks of a node, which `Config.on_nodes` fills in.
+    "node" is not in DeepSpeed's configuration."""
     zero_quantized_gradients: bool = False
     """Reduce quantized gradients in two hops (qgZ), within a node and between nodes."""
     zero_quantized_gradients_within_node: BlockKind = "int4"
@@ -353,7 +355,7 @@ class Fp16Config(_Block):
     min_loss_scale: _Positive = 1.0
     auto_cast: bool = unneeded(False, "floating inputs are always cast")
     fp16_master_weights_and_grads: bool = False
-    """Taken with ``offload_optimizer``, as by DeepSpeed. The host keeps fp32 master weights."""
+    """Accepted only with ``offload_optimizer``, whose host master weights stay in fp32."""
 
 
 class Bf16Config(_Block):
@@ -362,8 +364,8 @@ class Bf16Config(_Block):
     enabled: bool = False
     immediate_grad_update: bool = unneeded(False, "a gradient is handed on as soon as it is there")
     bf16_master_weights_and_grads: bool = False
-    """Update the parameters themselves: there are no other master weights, and gradients accumulate
-    in bf16. On the device, with the next key. A host keeps fp32 master weights."""
+    """Update bf16 parameters without other master weights, and accumulate gradients in bf16. Needs
+    ``bf16_optimizer_states``. With ``offload_optimizer`` the host keeps fp32 master weights."""
     bf16_optimizer_states: bool = False
     """Keep optimizer states in bf16 (Adam's moments, on a host)."""
 
@@ -398,11 +400,11 @@ class DataTypesConfig(_Block):
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
     """Dtype in which gradients accumulate. None selects fp32."""
     buffer_dtype: Literal["fp32", "fp16", "bf16", "as_made"] | None = None
-    """Dtype of floating buffers. None selects the compute dtype; "as_made" keeps each buffer's own.
-    DeepSpeed has no such value and keeps each buffer's own where the key is missing."""
+    """Dtype of floating buffers. None selects the compute dtype. "as_made" keeps each buffer's own,
+    as DeepSpeed does if the key is missing. DeepSpeed has no "as_made"."""
     master_weights_from: Literal["given", "rounded"] = "given"
     """Initial master weights: the model's values as they are given, or rounded to the compute dtype
-    first, as DeepSpeed's. Not in DeepSpeed's configuration."""
+    first, as in DeepSpeed. Not in DeepSpeed's configuration."""
 
 
 class ActivationCheckpointingConfig(_Block):
@@ -432,8 +434,8 @@ class TiledComputeConfig(_Block):
     """Heads, such as ``{"names": ["lm_head"]}``: the cross entropy of their output is tiled."""
 
 
-# An optimizer's or schedule's own keys are checked when it is made. Here, a name has the same type
-# and range for all of them. Values of other names must only be finite.
+# The optimizer or schedule itself refuses unknown keys when it is made. In these tables a name has
+# the same type and range for all optimizers or schedules. Other values must only be finite.
 OPTIMIZER_PARAMS = _params(
     {
         _NonNegative: "lr muon_lr adam_lr weight_decay momentum alpha lr_decay t0 momentum_decay "
@@ -494,13 +496,12 @@ class MemoryCheckpointConfig(_Block):
     """
 
     every: PositiveInt = 1
-    """Steps between copies: so many are redone at most after a restart."""
+    """Steps between copies. A restart repeats at most this number of steps."""
     copies: Annotated[int, Field(ge=0, le=1)] = 1
-    """Copies on another node, where there are several. Without one the copies of a node are lost
-    with it."""
+    """Copies on another node, if there are several nodes. With 0, a lost node's states are lost."""
     path: str | None = None
-    """Folder in memory of each host that outlives its ranks. None is one of the launcher's in
-    ``/dev/shm``, which is removed with the job."""
+    """Folder in each host's memory, which outlives the ranks. None selects a folder of the launcher
+    in ``/dev/shm``, which is removed with the job."""
 
 
 class StepRecordsConfig(_Block):
@@ -510,11 +511,11 @@ class StepRecordsConfig(_Block):
     """
 
     folder: str
-    """Of all ranks' files. It is made if it is missing."""
+    """Folder of all ranks' files, created if missing."""
     max_bytes: Annotated[int, Field(ge=2**16, le=2**29)] = 32 * 2**20
-    """Of one rank's file. Beyond it every other step is dropped."""
+    """Limit of the size of one rank's file. If it is reached, every other step is dropped."""
     detail_every: PositiveInt = 50
-    """Steps between two whose course is recorded span by span."""
+    """Steps from one record of a step's spans to the next."""
 
 
 class WeightPatchesConfig(_Block):
@@ -524,10 +525,10 @@ class WeightPatchesConfig(_Block):
     """
 
     versions: PositiveInt = 4
-    """Versions between which changes are known: one per patch. A version takes at most an eighth of
-    a byte per parameter over all ranks, in host memory."""
+    """Number of versions in the log, one per patch. A version takes at most an eighth of a byte per
+    parameter over all ranks, in host memory."""
     max_bytes: PositiveInt | None = None
-    """Of one rank's positions of all versions. Older versions are dropped. None sets no limit."""
+    """Limit of the log on one rank. Older versions are dropped. None sets no limit."""
 
 
 class Config(_Block):
@@ -538,7 +539,7 @@ class Config(_Block):
     gradient_accumulation_steps: PositiveInt
     accumulation_schedule: Literal["horizontal", "vertical", "auto"] = "horizontal"
     """Order in which ``train_batch`` computes a step's micro-batches: one after the other, or all
-    through each unit in turn. Not in DeepSpeed's configuration."""
+    in one unit before the next unit. Not in DeepSpeed's configuration."""
     zero_optimization: ZeroConfig = ZeroConfig()
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
@@ -567,18 +568,18 @@ class Config(_Block):
     """Give the same bits at any number of ranks, for one ``train_batch_size`` and micro-batch size.
     Not in DeepSpeed's configuration."""
     name_waits_within_s: _NonNegative = 10.0
-    """Seconds within which a rank that waits for another one logs which, at least 0.5. 0 disables
-    it. It ends no wait. Not in DeepSpeed's configuration."""
+    """Seconds within which a rank that waits for another rank logs which one, at least 0.5. The
+    wait goes on. 0 disables the log. Not in DeepSpeed's configuration."""
     collective_timeout_s: _Positive | None = None
     """Seconds after which a wait for another rank fails. None selects the process group's timeout.
-    On NCCL it is set for the process group and stays. Not in DeepSpeed's configuration."""
+    With NCCL, the process group itself keeps the new timeout. Not in DeepSpeed's configuration."""
     check_replicas_every: NonNegativeInt = 0
-    """Steps between two comparisons of the parameters' values of all ranks, at stages 0 to 2. 0
-    disables them. Not in DeepSpeed's configuration."""
+    """Steps from one comparison of all ranks' parameter values to the next, at stages 0 to 2. 0
+    disables the comparisons. Not in DeepSpeed's configuration."""
     memory_checkpoint: MemoryCheckpointConfig | None = None
-    """Copies in memory, kept after every step. Not in DeepSpeed's configuration."""
+    """Copies of all states in host memory. Not in DeepSpeed's configuration."""
     step_records: StepRecordsConfig | None = None
-    """Records of steps, which a report is made of. Not in DeepSpeed's configuration."""
+    """Records of steps, for `zero_core.Engine.report`. Not in DeepSpeed's configuration."""
     weight_patches: WeightPatchesConfig | None = None
     """Log of the changed weights, for `zero_core.Engine.weight_patch`. Not in DeepSpeed's
     configuration."""

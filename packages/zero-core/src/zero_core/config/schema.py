@@ -28,16 +28,16 @@ from zero_core.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 _OWN_AUTO = ("accumulation_schedule", "zero_optimization.offload_optimizer.ratio")
-"""Keys at which "auto" is a value of this engine's own."""
+"""Keys at which "auto" is a value that this engine defines."""
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SCHEMA_FILE = Path(__file__).with_name("zero.schema.json")
-"""The JSON Schema, as a file of the wheel."""
+"""Path of the JSON Schema, which is part of the wheel."""
 MAX_DEPTH = 32
-"""Blocks and lists within each other."""
+"""Largest nesting depth of blocks and lists."""
 _MAX_TEXT_BYTES = 4 << 20
 _MAX_SHOWN = 80
-"""Characters of a value or a key that a message quotes."""
+"""Largest number of characters of a value or a key that a message quotes."""
 
 
 def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> Config:
@@ -225,7 +225,6 @@ def as_typed(block: Mapping[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """Yield the scalar types in ``annotation``, the type of a field."""
     if get_origin(annotation) in (Annotated, Union, UnionType):
         for inner in get_args(annotation):
             yield from _kinds(inner)

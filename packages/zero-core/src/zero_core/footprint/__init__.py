@@ -1,7 +1,6 @@
 """Memory and traffic of a run before it starts: `zero_core.plan` and its computations.
 
-`plan` is the entry point. The other names serve time predictions, as in `zero_engine.planning`:
-operators of a step, a tier's bytes, calls of each exchange, and accumulation of gradients.
+`plan` is the entry point. The other names serve predictions of time, as in `zero_engine.planning`.
 """
 
 from zero_core.comm.meter import Links, Traffic

@@ -1,10 +1,9 @@
 """A micro-batch on the meta device: bytes that autograd saves, and operators that run.
 
 [Note: amounts]
-operations  of matrix products, convolutions and attention, as `torch.utils.flop_counter` counts
-            them. `Operator.nbytes` has the bytes of products, too
-bytes       of all other operators: of the tensors that they read and write. An embedding counts
-            the rows that it reads, not its table. Views have none
+The amount of a product (matrix product, convolution or attention) is a number of operations, as
+counted by `torch.utils.flop_counter`. The amount of another operator is the bytes of the tensors
+that it reads and writes. An embedding counts the rows that it reads, not its table. Views have 0.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _CODE_BYTES = 600 << 10
 """Bytes that the process keeps after the first product of a shape in bf16 (oneDNN 3, AVX-512):
 measured 0.5 to 0.8 MiB."""
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
-"""Operators of whose first argument a part is read."""
+"""Operators that read only a part of their first argument."""
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention_backward"
 
@@ -100,8 +99,8 @@ class Trace:
     # the same with activation checkpointing: the inputs of all blocks, and all saved bytes of one
     # block
     recomputed_bytes: int
-    # calls of each operator in forward, by unit. Code between units counts for the root before the
-    # first block, and for the last unit after it
+    # calls of each operator in forward, by unit. Code before the first block counts for the root,
+    # code between blocks for the earlier block, and code after the last block for the last unit
     forward: Mapping[int, Counter[Operator]]
     backward: Counter[Operator] | None  # operators of backward alone. None if not traced
     kept_bytes: int  # inputs of blocks, and bytes saved before the first block
@@ -132,8 +131,8 @@ class Trace:
                 locked = (page_locked_bytes(n, m * times) for n, m in waiting.items())
                 host["activations"] = sum(locked)
         if config.is_vertical:
-            # All micro-batches, and a gradient of each between two blocks. The code after the
-            # blocks, and recomputed blocks, run for one micro-batch at a time.
+            # Activations of all micro-batches, and for each a gradient of one block's input. Code
+            # after the blocks, and recomputed blocks, run for one micro-batch at a time.
             whole += steps * (each + self.border_bytes) - each
         device = {"activations": whole}
         calls = set[Operator]().union(*self.forward.values(), self.backward or ())
@@ -151,9 +150,9 @@ def trace_step(
 ) -> Trace:
     """Run one forward on the meta device, and a backward if the forward returns a loss.
 
-    They run in the compute dtype and in the model's current mode (train or eval). The model is not
-    changed. ``inputs`` are keyword or positional arguments of one micro-batch. ``units`` are
-    modules, the root first. With ``torch_autocast`` activations count in fp32.
+    Both run in the compute dtype and in the model's current mode (train or eval). The model is not
+    changed. ``inputs`` are keyword or positional arguments of one micro-batch. ``units`` are the
+    units' modules, the root first. With ``torch_autocast`` activations count in fp32.
     """
 
     def to_meta(value: Any, dtype: torch.dtype | None = config.compute_dtype) -> Any:

@@ -42,7 +42,7 @@ class CollectivesFootprint(Protocol):
     """Bytes that the configured collectives send and keep on each rank."""
 
     group_size: int
-    """Consecutive ranks that form a group of the second phase."""
+    """Number of consecutive ranks that form a group of the second phase."""
     num_groups: int
     """Number of groups."""
 
@@ -150,11 +150,11 @@ class TierFootprintFactory(Protocol):
         Args, in addition to those of that factory:
             params: ``(start, tensor)``: 1-D parameter shards, all on the meta device.
             grad_dtypes: dtype of the gradients offered for each of ``params``.
-            num_added: gradients per element that the tier accumulates in a step, 1 for none.
+            num_added: gradients per element that the tier gets in a step. 1: nothing to add up.
             resting: indices of ``params`` that are kept off the device.
             is_accelerated: whether the compute device is not the host.
             has_kernel: whether a host kernel computes the update.
-            is_speculative: whether steps begin before their decision, with an undo log.
+            is_speculative: whether steps begin before they are confirmed, with an undo log.
 
         Raises:
             ValueError: a setting or the optimizer is not supported. The message names it.

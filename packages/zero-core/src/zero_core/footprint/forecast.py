@@ -145,7 +145,7 @@ class Forecast:
         states = probe_states(make, drawn.groups, torch.device("cpu"), updated, shape)
         self._state_bytes = sum(dtype.itemsize for dtype in states.values())
         self.collectives = footprints.collectives(config, links)
-        # gradients per element that the tier accumulates in a step
+        # gradients per element that the tier gets in a step. 1: nothing to add up
         is_each = any(plan.is_passed_on_each for plan in self.gradients.values())
         self.num_added = config.gradient_accumulation_steps if is_each else 1
         self.tier = self._tier_footprint(drawn, memory) if is_offloaded else None
@@ -177,7 +177,7 @@ class Forecast:
         steps = config.gradient_accumulation_steps
         are_tied_moved = config.has_inputs_on_host and is_accelerated
         copies = patches = 0
-        if config.memory_checkpoint is not None:  # two slots, of this rank and a neighbour
+        if config.memory_checkpoint is not None:  # two slots each for this rank and a peer
             frozen = (s for s in layout.segments if not s.is_trainable)
             kept = self.async_save_bytes + sum(s.shard_numel * s.dtype.itemsize for s in frozen)
             has_nodes = links.num_nodes > 1
@@ -259,7 +259,7 @@ class Forecast:
         return made
 
     def memory(self, ratio: float) -> MemoryUse:
-        """Return the bytes with share ``ratio`` of the states on the host: see `is_complete`."""
+        """Return the bytes with share ``ratio`` of the states on the host."""
         host: dict[str, int] = {}
         kept = {"master weights": 0, "optimizer states": 0}  # fixes the order of kinds
         if self.tier is not None:
@@ -390,7 +390,7 @@ def step_traffic(
     footprint: CollectivesFootprint | None,
     host_link: tuple[int, int] = (0, 0),
 ) -> tuple[Traffic, ...]:
-    """Return all transfers of one optimizer step. Quantized ones need a ``footprint``.
+    """Return all transfers of one optimizer step. Quantized transfers need a ``footprint``.
 
     ``host_link`` has the bytes to the host and back, with offload.
     """
@@ -425,7 +425,7 @@ def step_traffic(
 def gather_calls(
     segment: Segment, links: Links, footprint: CollectivesFootprint | None
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return a gather's calls per version and per use: bytes within and between nodes."""
+    """Return a gather's calls per version and per use, each as bytes within and between nodes."""
     numel, dtype, is_trained = segment.shard_numel, segment.dtype, segment.is_trainable
     gather = None if footprint is None else footprint.gather(numel, dtype, is_trainable=is_trained)
     if footprint is None or gather is None:

@@ -51,11 +51,11 @@ from zero_core.layout.discovery import compute_dtype
 from zero_core.optim.factory import has_kernel_rule
 
 GPUS_PER_NODE = 8
-"""Ranks per node unless they are given."""
+"""Default number of ranks per node."""
 PERCENT = 100
 MOST_MICRO_BATCHES = 6
 MOMENTS = {"bfloat16": "bf16 moments", "int8": "8-bit moments"}
-"""Placements of Adam's moments on the host in fewer bits, the more bits first."""
+"""Names of placements with Adam's moments in fewer bits, by ``state_dtype``, more bits first."""
 
 
 def plan(
@@ -264,7 +264,7 @@ class Planner:
     def variants(self, *, are_larger: bool = False) -> list[Variant]:
         """Return variants with the configured and smaller micro-batches, or with larger ones.
 
-        Each micro-batch has activations kept and recomputed. Smaller changes precede larger ones.
+        Activations are kept or recomputed in each. Smaller changes precede larger ones.
         """
         given = self.given
         sizes = [] if are_larger else [given.micro_batch]
@@ -318,7 +318,7 @@ class Planner:
         )
 
     def choices(self, variant: Variant, ratios: Sequence[float] = ()) -> Iterator[Choice]:
-        """Yield each stage with the least offload that fits, none, full offload, and ``ratios``."""
+        """Yield each stage with the least offload that fits, with none, all, and ``ratios``."""
         is_divisible = self._can_offload and self._drawn.updates_slices
         needs_offload = variant.placement.changes("offload_optimizer")
         tried = [] if needs_offload else [0.0]
@@ -328,7 +328,7 @@ class Planner:
         stages = range(4) if self.machine.world_size > 1 else [self._stage]
         for stage in [3] if variant.placement.changes("offload_param") else stages:
             found = [self.choice(variant, stage, ratio) for ratio in tried]
-            # Moving state from host memory to host memory saves nothing.
+            # If the device is the host, a partial offload saves no memory.
             if is_divisible and self.machine.is_accelerated:
 
                 def is_enough(percent: int, stage: int = stage) -> bool:

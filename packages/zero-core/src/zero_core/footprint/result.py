@@ -1,9 +1,9 @@
 """Result of `zero_core.plan`: frozen data, available as JSON or as tables of text.
 
 [Note: placements]
-parameters  in host memory (`offload_param`), at stage 3 on an accelerator states      on NVMe
-instead of host memory, if a folder on such a disk is given bits        Adam's moments in 16 or 8
-bits on the host. Only this placement changes numbers
+A placement keeps parameters in host memory (`offload_param`, at stage 3 on an accelerator), or
+states on NVMe instead of host memory (if a folder is given), or Adam's moments in 16 or 8 bits on
+the host. Only the last one changes numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STAGE_3_KEYS = (
 )
 """Keys of ``zero_optimization`` that lower stages do not serve."""
 MOST_VARIED = 8
-"""Choices with another micro-batch or recomputation that a table shows."""
+"""Number of choices with another micro-batch or recomputation that a table shows."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,6 @@ class Plan:
 
 
 def _table(title: str, headings: tuple[str, ...], rows: Iterable[tuple[str | int, ...]]) -> Table:
-    """Return a table of ``rows`` with numbers formatted as bytes."""
     cells = ([c if isinstance(c, str) else format_bytes(c) for c in row] for row in rows)
     return Table(title, headings, tuple(tuple(row) for row in cells))
 

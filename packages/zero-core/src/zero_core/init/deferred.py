@@ -1,15 +1,14 @@
 """Construction without memory: a model's ``__init__`` is recorded and replayed later.
 
 [Note: recording]
-deferred    a tensor on the meta device that represents a CPU tensor storage     the storage of
-deferred tensors, by number. Views share one alias       another meta tensor over a deferred
-tensor's storage. Views need no recording tape        the operations that wrote storages, in order,
-random ones with the generator's state overwrite   a write that makes the storage's earlier content
-irrelevant (``normal_``, ``zero_``)
+A *deferred* tensor is on the meta device and represents a CPU tensor. Its storage has a number. An
+*alias* is another meta tensor over the same storage. The *tape* has the operations that wrote
+storages, in order, each random operation with its generator's state. An *overwrite* is a write that
+makes a storage's earlier content irrelevant (``normal_``, ``zero_``).
 
 Each tensor can be computed alone and in any order, bit for bit. `Recording.value` replays the
 operations that the tensor depends on, back to the last overwrite. Each random operation starts from
-its recorded generator state. Replay per tensor is the idea of torchdistx's deferred_init.
+its recorded generator state. The method is that of torchdistx's deferred_init.
 
 Recording runs each random operation once, on memory that is freed at once. The generator thus
 advances as in an ordinary construction, and the state before each operation is known. Values that
@@ -95,13 +94,13 @@ def zeroed(nbytes: int) -> torch.UntypedStorage:
 
 
 class Recording(TorchDispatchMode):
-    """Mode that makes tensors on the meta device, and the tape of one `deferred_init` block."""
+    """Mode that makes tensors on the meta device, and the tape of one `deferred_init` context."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape: list[Entry] = []
         self._writers: dict[int, list[int]] = {}  # indices of entries, by storage
-        # By number. Keeping a storage prevents reuse of its number.
+        # By number (`storage_of`). A kept storage's number is not reused.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._versions: dict[int, int] = {}
 
@@ -109,7 +108,7 @@ class Recording(TorchDispatchMode):
         return tensor.is_meta and storage_of(tensor) in self._storages
 
     def is_changed(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` was written after the block, when nothing was recorded."""
+        """Whether ``tensor`` was written after the context, when nothing was recorded."""
         return tensor._version != self._versions.get(storage_of(tensor), tensor._version)
 
     def note_versions(self, module: nn.Module) -> None:
@@ -268,7 +267,7 @@ class Recording(TorchDispatchMode):
 
 
 recordings: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
-"""What was recorded of each module that was made under `deferred_init`."""
+"""The recording of each module that was made under `deferred_init`."""
 
 
 @contextmanager
@@ -279,8 +278,8 @@ def deferred_init() -> Iterator[None]:
     construction on the CPU from the same seed, bit for bit. The default generator ends in the same
     state, too. This takes the time of the construction and the memory of one tensor. Values from
     elsewhere (NumPy, files) are kept as long as the model. Changes of values (``init``,
-    ``to(dtype)``, adapters) must be made in the context. Ranks may enter it independently and with
-    different values: `build` uses those of rank 0.
+    ``to(dtype)``, adapters) must be made in the context. Ranks may enter the context independently
+    and with different values. `build` uses the values of rank 0.
 
     Raises:
         RuntimeError: a tensor was requested on another device than the CPU, or an operation on a

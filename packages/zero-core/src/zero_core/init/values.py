@@ -1,15 +1,15 @@
 """Initial values: moved from the model to the engine's memory, and back if the build fails.
 
-A value is the model's own, recorded, in a partitioned parameter, or in slices: see [Note: values in
-slices] in `zero_core.quantization`.
+A value is in the model's own memory, recorded by `deferred_init`, in a `PartitionedParam`, or in
+slices: see [Note: values in slices] in `zero_core.quantization`.
 
 [Note: a build is a transaction]
 Everything that a user error can make fail precedes the first move of a value: configuration,
 optimizer, schedule, tiers, the engine and its hooks, and an adapter's code. Until then only
-references are kept, and a failure restores the model's own memory. Values that move to memory which
-each rank has whole are kept until the build has ended. Values that move to shards are freed unit by
-unit, because a rank may lack memory for both. If a later failure occurs on all ranks alike, these
-values are gathered again: trained ones from the master weights, frozen ones in the compute dtype.
+references are kept, and a failure restores the model's own memory. That memory is kept until the
+build has ended, unless values move to shards: then it is freed unit by unit, because a rank may
+lack memory for both. If a later failure occurs on all ranks alike, sharded values are gathered
+again: trained ones from the master weights, frozen ones in the compute dtype.
 With ``pretrained`` they are the files' values, and the error says so. After other failures (a lost
 peer, Ctrl-C with several ranks) the error says that the values are lost, and their parameters
 refuse to be read.
@@ -38,7 +38,7 @@ from zero_core.lifecycle import Ownership
 from zero_core.sharded.sharded_state import ShardedState
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Torch's attributes of a tensor with its hooks."""
+"""Attributes in which torch keeps a tensor's hooks."""
 
 
 class Slice(NamedTuple):
@@ -84,7 +84,7 @@ def slice_range(tensor: Tensor, control: ControlGroup) -> tuple[int, int]:
 
 
 def keep_slice(tensor: Tensor, values: Tensor, control: ControlGroup) -> None:
-    """Convert ``tensor`` to slices. ``values``: this rank's `slice_range` of it."""
+    """Convert ``tensor`` to slices. ``values`` are its elements in this rank's `slice_range`."""
     found = Slice(control, torch.empty(0, dtype=torch.uint8))
     found.keep(tensor, values)
     hole = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
@@ -108,8 +108,8 @@ def gathered_slices(
     """Give ``tensors`` that are in slices their values in this context.
 
     At the end they are in slices again, with the values of rank ``modifier_rank``. By default, and
-    after an exception, changes are lost. A tensor that gets other memory in the body keeps that
-    memory. Every rank must enter it with the same tensors.
+    after an exception, changes are lost. A tensor that gets other memory in the context keeps that
+    memory. Every rank must enter the context with the same tensors.
     """
     found = [(tensor, slices[tensor], tensor.data) for tensor in tensors if tensor in slices]
     shared = {id(own): (own, tensor) for tensor, own, _ in found}  # tensors may share a slice
@@ -143,16 +143,16 @@ class InitialValues:
         self._model = model
         self._recordings = {r for m in model.modules() if (r := recordings.get(m)) is not None}
         self.former: dict[int, Tensor] = {}
-        """What parameters were that `take` has made ordinary, by ``id``."""
+        """Former parameters, by ``id`` of the parameters that `take` has made ordinary."""
 
     def take(self, params: Iterable[Tensor]) -> None:
-        """Make ``params`` ordinary tensors, which accept hooks. `of` still returns their values."""
+        """Make partitioned and meta ``params`` ordinary. `of` still returns their values."""
         for param in params:
             if is_partitioned(param) or param.is_meta:
                 make_ordinary(param, self.former)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the value of ``tensor``: itself, or its recorded value, computed on the CPU.
+        """Return the value of ``tensor``: itself, gathered, or recorded and computed on the CPU.
 
         Zeros for an unknown tensor on the meta device. Every rank must call it for a tensor whose
         `source_of` is "parts".
@@ -210,7 +210,7 @@ class InitialValues:
                     )
 
     def give_attributes(self) -> None:
-        """Compute the values of deferred tensors in plain attributes, on the CPU."""
+        """Replace deferred tensors in modules' plain attributes by their values, on the CPU."""
         if not self._recordings:
             return
 
@@ -232,8 +232,8 @@ class InitialValues:
 def make_ordinary(param: Tensor, former: dict[int, Tensor] | None = None) -> None:
     """Convert ``param`` in place to an ordinary CPU tensor of its shape without memory.
 
-    Does nothing if ``param`` has its own memory. ``former`` gets, by ``id``, a tensor with the
-    former content of ``param``.
+    Only its slice is dropped if ``param`` is neither partitioned nor on the meta device. ``former``
+    gets, by ``id``, a tensor with the former content of ``param``.
     """
     slices.pop(param, None)
     if is_partitioned(param):
@@ -285,7 +285,7 @@ class _FormerParam:
         if self.is_lost:
             return
         if former is None and self._slice is not None:
-            self._slice.own.data = torch.empty(0, dtype=torch.uint8)  # in place: tensors share it
+            self._slice.own.data = torch.empty(0, dtype=torch.uint8)  # several tensors may share it
         elif former is None:
             self._device = self._data.device
             self._data = torch.empty_like(self._data, device="meta")
@@ -391,7 +391,7 @@ class FormerModel:
         key_of = {state.param_names[key]: key for key in lost}
         is_alike = isinstance(error, Exception) and not isinstance(error, CollectiveError)
         if is_alike or state.control.world_size == 1:
-            for spec, value in state.full_params(dtype=torch.float64):  # from master weights
+            for spec, value in state.full_params(dtype=torch.float64):  # reads master weights
                 if spec.name in key_of:
                     self._params[key_of[spec.name]].take(value)
             if self.has_pretrained:
@@ -422,7 +422,7 @@ def fill(
     *,
     rounds_masters: bool,
 ) -> None:
-    """Write rank 0's values to the engine's memory, unrounded to the master weights.
+    """Write rank 0's values to the engine's memory, and without rounding to the master weights.
 
     With ``rounds_masters``, master weights are rounded to the compute dtype, too. ``former`` frees
     values that are now in shards. A failure on one rank raises on all ranks.
@@ -463,7 +463,7 @@ def fill(
                     if is_shared or control.rank == 0 or not is_deferred:
                         spec = layout.params[slot.param]
                         flat[slot.start : slot.stop].copy_(spec.to_elements(initial.of(param)))
-            finally:  # the other ranks wait in this collective
+            finally:  # after an error, too, because the other ranks wait in this collective
                 if not all(in_parts):
                     (control.broadcast if is_deferred else control.equalize)(flat)
             of_segment.write(0, flat)
@@ -480,10 +480,10 @@ def fill(
                     num_differing[segment.index] = rounded.ne(masters.to(rounded.dtype)).sum()
         adopt(of_segment, former)
         pool.release(flat)
-    # A tier may round its own part differently, for example ties of a split master weight.
+    # A tier may round its part differently from `fill`, for example ties of a split master weight.
     for of_segment, number in zip(all_params, control.sum(num_differing).tolist(), strict=True):
         if number:
-            of_segment.invalidate()  # makes other ranks gather it
+            of_segment.invalidate()  # makes other ranks gather the tier's values
 
 
 def adopt(flat: FlatParams, former: FormerModel) -> None:

@@ -1,8 +1,8 @@
 """Layout of every element in flat buffers: pure arithmetic, without torch.distributed or storage.
 
 [Note: layout terms]
-parameter   one tensor of the model, counted once even if it has several names (aliases) unit
-a block of the module tree that is gathered, computed and reduced together. Unit 0 is
+parameter   one tensor of the model, counted once even if it has several names (aliases)
+unit        a block of the module tree that is gathered, computed and reduced together. Unit 0 is
             the root: parameters that belong to no block or to several. The last unit may be the
             tail: parameters that are used after the blocks (`zero_core.layout.discovery`)
 segment     the parameters of one unit that share dtype and trainability, consecutive in one flat
@@ -10,10 +10,11 @@ segment     the parameters of one unit that share dtype and trainability, consec
 component   a plain tensor of a quantized parameter, which counts as a parameter here:
             [Note: quantized parameters] in `zero_core.layout.discovery`. A unit's components are
             one segment of bytes, whatever their dtypes
-slot        one parameter's ``[start, stop)`` within its segment shard       the r-th of
-``world_size`` equal slices of a segment, owned by rank r local flat  the trainable slices that a
-rank's optimizer state covers, concatenated space       (see zero_core.protocols) piece       one
-parameter's part of the local flat space
+slot        one parameter's ``[start, stop)`` within its segment
+shard       one of the ``world_size`` equal slices of a segment. Rank r owns the r-th
+local flat  the trainable slices that a rank's optimizer state covers, concatenated
+space       (see `zero_core.protocols`)
+piece       one parameter's part of the local flat space
 
 All other offsets (gather, reduce, optimizer slices, Twin-Flow's split, checkpoint chunks,
 resharding) are intersections of these intervals. Partitioning: ZeRO (Rajbhandari et al., arXiv
@@ -38,7 +39,7 @@ ALIGNMENT = 32
 register. An unaligned weight would slow down the matrix kernels."""
 
 BYTES_ALIGNMENT = 64
-"""Bytes to which components are aligned, for every dtype and for vector registers."""
+"""Bytes to which components are aligned: enough for every dtype and for vector registers."""
 
 CHUNK_NUMEL = 1024
 """Elements of a chunk of a segment, over which ``world_size_invariant`` takes norms."""
@@ -51,7 +52,7 @@ class ParamSpec:
     name: str  # first name in the module tree
     shape: tuple[int, ...]  # shape of the whole parameter
     dtype: torch.dtype  # compute dtype
-    is_trainable: bool  # whether an optimizer may update it; see zero_core.runtime.device_states
+    is_trainable: bool  # whether the optimizer updates it
     aliases: tuple[str, ...] = ()  # further names (tied weights)
     is_opaque: bool = False  # whether it is a component, whose segment holds bytes
     # dimensions in memory order, slowest first, as for channels-last convolutions. () is the order
@@ -78,7 +79,7 @@ class ParamSpec:
         return flatten(values, self.order)
 
     def to_values(self, elements: Tensor) -> Tensor:
-        """Return ``elements`` of a segment, 1-D, as a view in the parameter's shape and dtype."""
+        """Return 1-D segment ``elements`` as a view in the parameter's shape and dtype."""
         flat = elements.view(self.dtype) if self.is_opaque else elements
         return unflatten(flat, self.shape, self.order)
 
@@ -138,7 +139,7 @@ class UnitLayout:
 
 @dataclass(frozen=True)
 class Piece:
-    """Range ``[start, stop)`` of the local flat space, with ``param`` from ``offset`` on."""
+    """Range ``[start, stop)`` of the local flat space: elements of ``param`` from ``offset`` on."""
 
     start: int
     stop: int
@@ -150,7 +151,7 @@ class Piece:
 def dim_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions from the slowest to the fastest in memory.
 
-    For tensors that are empty or not dense, the order of the shape.
+    For a tensor that is empty or not dense, return the order of the shape.
     """
     dims, strides = tuple(range(tensor.ndim)), tensor.stride()
     # Dimensions of equal stride have size 1, except for one. Sorting that one first makes
@@ -161,7 +162,7 @@ def dim_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def flatten(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return the elements, 1-D, in ``order`` (() for the shape's), as a view if possible."""
+    """Return the elements, 1-D, in ``order`` (() is the shape's order), as a view if possible."""
     return (tensor.permute(order) if order else tensor).reshape(-1)
 
 

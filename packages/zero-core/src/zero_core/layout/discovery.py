@@ -61,8 +61,8 @@ _log = logging.getLogger(__name__)
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 MIN_TAIL_NUMEL = 2**16
-"""Elements from which on a tail is a unit of its own. The exchange of a smaller one (128 KiB in 16
-bits, 3 us on a link of 50 GB/s) takes less time than the launch of one more collective."""
+"""Smallest number of elements in a separate tail unit. The exchange of fewer elements (128 KiB in
+16 bits, 3 us on a link of 50 GB/s) takes less time than the launch of one more collective."""
 TAIL_NAME = "tail"
 _MAX_DEPTH = 4  # levels of attributes: Params4bit.quant_state.state2.absmax has 3
 _NO_METADATA = (nn.Module, Enum, type, FunctionType, MethodType, ModuleType)
@@ -79,7 +79,7 @@ class Quantized:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its own memory is the only component."""
+        """Whether the parameter's own memory is the only component."""
         return len(self.components) == 1 and self.components[0] is self.param
 
 
@@ -99,7 +99,7 @@ class Discovered:
     has_tail: bool
     quantized: tuple[Quantized, ...]
     opaque: frozenset[int]  # numbers of all components
-    twins: Mapping[int, int]  # component's number to that of an earlier one with the same memory
+    twins: Mapping[int, int]  # for a component, an earlier one with the same memory, by number
 
 
 def plain_name(name: str) -> str:
@@ -108,7 +108,7 @@ def plain_name(name: str) -> str:
 
 
 def note_reader(module: nn.Module, param: nn.Parameter, *, is_reader: bool = True) -> bool:
-    """Record ``module`` as a reader of another's ``param``. Return whether it already was one."""
+    """Record whether ``module`` reads another module's ``param``. Return the earlier record."""
     noted = _read.setdefault(module, {})
     found = noted.pop(id(param), None)
     if is_reader:
@@ -243,7 +243,7 @@ def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
 
 
 def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[Quantized]]:
-    """Return parameters (components instead of quantized ones), their names, and quantized ones."""
+    """Return parameters (for quantized ones their components), names, and quantized parameters."""
     params: list[Tensor] = []
     names: list[list[str]] = []
     numbers: dict[int, int] = {}
@@ -273,7 +273,7 @@ def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[
 
 
 def _beside_quantized(model: nn.Module, quantized: Sequence[Quantized]) -> Iterator[Quantized]:
-    """Yield frozen parameters in a module with a packed matrix: the scales of its values."""
+    """Yield the other frozen parameters of modules with a packed matrix, which are its scales."""
     known = {id(q.param) for q in quantized}
     # Vectors of integers and 64-bit matrices (counters, positions) have no scales.
     stored = {
@@ -296,7 +296,7 @@ def _beside_quantized(model: nn.Module, quantized: Sequence[Quantized]) -> Itera
 
 
 def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> torch.dtype:
-    """Return the compute dtype of ``param``. ``low_precision`` is that of floating-point ones."""
+    """Return the dtype that ``param`` is computed in: ``low_precision``, or its own."""
     if low_precision is None or param.dtype.is_complex or is_storage_dtype(param.dtype):
         return param.dtype
     return low_precision

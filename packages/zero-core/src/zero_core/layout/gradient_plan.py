@@ -3,19 +3,18 @@
 See [Note: the tensors of a segment] in `zero_core.core.unit` for the buffers' names.
 
 [Note: one sum for every stage and ratio]
-A tier accumulates micro-steps in fp32 (float64 for float64). For a narrower dtype of the user's
-choice the engine accumulates. It also does at stage 0 with several ranks. There, each rank's tier
-needs the whole sum, and a gather per micro-step would cost more than the accumulation saves. The
-engine then rounds each term as it would for the tier. Norms of such sums are computed in double
-precision, so they do not depend on which memory holds the sum.
+A tier that owns gradients adds up micro-steps in fp32 (float64 for float64). The engine adds them
+up if the user chose a narrower dtype, or at stage 0 with several ranks, where each rank's tier
+needs the whole sum. At stage 0 it rounds each term as it would for the tier. Norms of such sums are
+computed in double precision, so they do not depend on which memory holds the sum.
 
 [Note: the same bits at any world size]
 Micro-step k of rank r on W ranks is micro-batch k W + r of the step. The owner of a shard gets
 every rank's part and adds the parts, one after another, to the sum of earlier micro-steps. For
 every W that is the order of micro-batches. Each part is divided by the number of micro-batches
 before backward, and rounded to the communicated dtype. A missing part is -0, which changes no bit
-of a sum. `zero_core.extensions.invariance` has that sum and its norms. A tier would add the ranks'
-sum of a micro-step as one term, so tiers do not accumulate here. The sum is in ``grad_shard``, even
+of a sum. `zero_core.extensions.invariance` computes the sum and its norms. A tier would add the
+ranks' sum of a micro-step as one term, so no tier accumulates. The sum is in ``grad_shard``, even
 if a step has one micro-step, because with fewer ranks it has several.
 """
 
@@ -41,10 +40,10 @@ class GradientCase(Enum):
     SHARD = "shard"
     """Stages 2 and 3: ``full_grad`` is borrowed for one backward, and reduced to ``grad_shard``."""
     PASS_ON = "pass on"
-    """The state tier owns gradients and a step has one micro-step: what is reduced is borrowed
-    memory, passed on to the tier at once. There is no ``grad_shard``."""
+    """The state tier owns gradients and a step has one micro-step. Gradients are reduced into
+    borrowed memory and passed on to the tier at once. There is no ``grad_shard``."""
     PASS_ON_EACH = "pass on each"
-    """As `PASS_ON`, but the tier adds up the micro-steps' gradients, each rounded before."""
+    """`PASS_ON` for several micro-steps: the tier adds up their gradients, each rounded first."""
     ALONE = "alone"
     """One rank: ``grad_shard`` is ``full_grad``, and nothing is reduced."""
 
@@ -109,7 +108,7 @@ def plan_gradient(
     else:
         offered = communicated if owns_grads else accumulated
     is_summed = config.gradient_allreduce_op == "sum"
-    # By default sums over several backwards lose no bit.
+    # By default sums over several backwards are sent in the accumulated dtype, without rounding.
     is_chosen = config.communication_data_type is not None
     return GradientPlan(
         case=case,

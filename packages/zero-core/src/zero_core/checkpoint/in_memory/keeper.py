@@ -1,6 +1,6 @@
-"""Program that keeps a folder in memory until the launcher and all ranks have ended.
+"""Program that removes a folder in memory once the launcher and all ranks have ended.
 
-It is run by its path and uses only the standard library, because importing torch takes 200 MB.
+The program is run by its path and uses only the standard library: importing torch takes 200 MB.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def status(pid: int) -> list[str]:
 
 
 def started_at(pid: int) -> str:
-    """Return the start time of a process in ticks, or "". Process ids are reused."""
+    """Return a process's start time in ticks, or "". Processes may reuse an id."""
     return "".join(status(pid)[19:20])
 
 

@@ -4,10 +4,10 @@
 Each rank writes its slice of every state to files of a folder in memory, one file per state, as in
 a checkpoint. There are two slots, written alternately, so one is always complete. A rank's *marker*
 has everything that is not a tensor, and a digest of itself. The marker is removed before the rank's
-files are overwritten, and renamed into place afterwards. A rank writes to a slot after an update,
-which follows the sum of gradient statistics over all ranks. A rank contributes to that sum only
-after its last copy is complete. Therefore the other slot is then complete on every rank, including
-copies on other nodes.
+files are overwritten, and renamed into place afterwards. All ranks exchange gradient statistics
+before an update, and a rank enters this exchange only after its last copy is complete. A rank
+writes a slot after an update, so the other slot is then complete on every rank, including copies on
+other nodes.
 
 A thread makes the copies during the next forward and backward, which do not write states. The next
 update waits for the thread. The markers of all ranks form a manifest: files are restored like those
@@ -15,10 +15,10 @@ on a disk, at any stage and number of ranks. A rank on a new node receives missi
 that has them.
 
 [Note: whose memory]
-The folder is in ``/dev/shm``, named after the launcher (torchrun) that restarts ranks. A separate
-process (`keeper`) removes the folder when the launcher and all ranks have ended, for any reason. If
-the keeper was killed, too, the user's next job on the machine removes the folder. Each rank also
-sends its slice to a rank of the next node, which stores it in the same folder as its own slice.
+Without a configured path, the folder is in ``/dev/shm``, named after the launcher (torchrun) that
+restarts ranks. A separate process (`keeper`) removes the folder when the launcher and all ranks
+have ended, for any reason. If the keeper was killed, too, the user's next job on the machine
+removes the folder. A rank's copy on another node is in the folder of that node's ranks.
 
 A folder belongs to one folder of checkpoints, so engines with separate checkpoints do not mix. Data
 in memory has no checksums until a restart, because a CRC-32 takes longer than the copy.
@@ -180,7 +180,7 @@ def find_launcher() -> int:
         except OSError:  # another user's process, or not Linux
             break
         fields = keeper.status(process)
-        if not own.issubset(variables) or not fields:  # the process has just ended
+        if not own.issubset(variables) or not fields:  # no fields: the process has just ended
             break
         process = int(fields[1])
     return process
@@ -194,7 +194,7 @@ def root_of(launcher: int, start: str) -> Path:
 
 def _open(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    if os.fstat(descriptor).st_uid != os.getuid():  # that user could hold its lock forever
+    if os.fstat(descriptor).st_uid != os.getuid():  # another owner could hold its lock forever
         os.close(descriptor)
         raise PermissionError(f"{path} belongs to another user")
     return descriptor
@@ -440,7 +440,7 @@ class MemoryCheckpoints(Extension):
         done: torch.Event | None,
         is_read: threading.Event,
     ) -> None:
-        """Write a snapshot, and send it to the next node.
+        """Write a snapshot, and send it to the next node if there is a `Ring`.
 
         ``tensors`` are copies of tensors that the next forward changes, by file. ``done`` fires
         when the update has ended on the device. ``is_read`` is set after the reads, or an error.
@@ -481,7 +481,10 @@ class MemoryCheckpoints(Extension):
     def newer_state(
         self, directory: Location, last_step: int | None
     ) -> Callable[[], dict[str, Any]] | None:
-        """Open ``directory``'s folder. Return a function that restores the newest snapshot."""
+        """Open the folder for ``directory``. Return a function that restores its newest snapshot.
+
+        Returns None if no complete snapshot is as new as the newest checkpoint in ``directory``.
+        """
         self.remove()
         control, path = self._state.control, self._settings.path
         if path is None and (sys.platform != "linux" or _MARK not in os.environ):
@@ -518,9 +521,9 @@ class MemoryCheckpoints(Extension):
         return partial(self._restore, serial, attempt, holders[newest])
 
     def _restore(self, serial: int, attempt: str, holders: dict[int, int]) -> dict[str, Any]:
-        """Restore a snapshot that the ranks together have completely. Every rank must call it.
+        """Restore a snapshot whose files the ranks have together. Every rank must call it.
 
-        ``holders``: for the files of each writing rank, the lowest rank here whose host has them.
+        ``holders`` maps each rank that wrote files to the lowest rank whose host has these files.
         """
         state, control = self._state, self._state.control
         place = self._slots[serial % 2].folder
@@ -583,7 +586,7 @@ class MemoryCheckpoints(Extension):
                 aside.replace(path)
 
     def loaded(self, folder: str, seconds: float) -> None:
-        """Make the next snapshot replace all others, because states were loaded from elsewhere."""
+        """Invalidate all snapshots in the folder, because states were loaded from elsewhere."""
         if self._place is not None:
             self._restart()
             self._drop_others()
@@ -592,7 +595,7 @@ class MemoryCheckpoints(Extension):
         """Stop on this rank alone, and keep the snapshots for a restart.
 
         Waits until a pending snapshot has read the states, which may change afterwards. Does not
-        wait for its transfer to a neighbour, which may have failed.
+        wait for its transfer to a neighbour, because the neighbour may have failed.
         """
         self._is_read.wait()
         work, place = self._under_way, self._place
@@ -612,7 +615,7 @@ def _merged(rows: Iterable[bytes]) -> dict[int, Any]:
 def _measure(
     place: Path, rank: int, marker: Mapping[str, Any], names: list[str], frame: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return size and checksums of a rank's files. Write zeros for states that the rank lacked."""
+    """Return size and checksums of a rank's files. Write zeros for states that the rank lacks."""
     dtypes = {param["name"]: param["dtype"] for param in frame["params"]}
     slot = Slot(place)
     for name in [name for name in names if name not in marker["states"]]:
