@@ -121,7 +121,7 @@ class SharedMemory:
                     window = _map(pid, theirs, nbytes, bytes.fromhex(hidden))
                     if window is not None and self.mailbox.connect(rank, pid, end):
                         self._mapped[rank] = window
-            # After this exchange every rank has mapped its peers' windows, so it may close its own.
+            # After this exchange all ranks have mapped this window. Its descriptor may be closed.
             table = control.gather_bytes(bytes(r in self._mapped for r in range(len(cards))))
         finally:
             if descriptor is not None:
@@ -178,7 +178,7 @@ class SharedMemory:
         return view
 
     def _open_window(self, secret: bytes, others: Sequence[int]) -> int | None:
-        """Create this rank's pipes and window. Return the window's descriptor, or None."""
+        """Create this rank's pipes and window. Return the window's descriptor, None on failure."""
         if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # some Pythons lack it
             return None
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -302,7 +302,7 @@ class Mailbox:
                 return
             except BrokenPipeError:
                 return
-            except BlockingIOError:  # full: the peer may wait for this rank to read
+            except BlockingIOError:  # the pipe is full, and the peer may wait for this rank to read
                 deadline = deadline or time.monotonic() + self._timeout_s
                 if time.monotonic() > deadline:
                     raise RuntimeError(

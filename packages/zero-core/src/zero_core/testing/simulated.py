@@ -103,7 +103,7 @@ class Network:
 
 @dataclass(eq=False)
 class _Message:
-    """A message to receive into ``into``. None: the message was sent, or received already."""
+    """A message to receive into ``into``, which is None if it was sent or already received."""
 
     network: Network
     address: tuple[int, int, Any]  # sender, receiver and tag
