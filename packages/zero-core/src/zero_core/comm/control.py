@@ -37,9 +37,9 @@ from zero_core.watch.place import Place
 from zero_core.watch.watch import OTHER_BLOCKS, Watch, count_ranks, join_few
 
 PIECE_BYTES = 64 << 20
-"""Device memory that `ControlGroup.gather` takes at most, however much is gathered."""
+"""Maximum device memory of one piece in `ControlGroup.gather`."""
 _KINDS = (CheckpointCorruptError, CheckpointError, CheckpointFailedError)
-"""Errors of `Exchange.together`: of those of several ranks the first here is raised."""
+"""Errors that `Exchange.together` raises: the first of these that any rank has."""
 _T = TypeVar("_T")
 
 

@@ -85,7 +85,7 @@ def make_transport(
 
 
 _MESSAGE_ALIGNMENT = 16
-"""Bytes of which messages of a codec are multiples."""
+"""Bytes: the length of an encoded message is a multiple of this."""
 
 
 class DeviceCollectives(Transport):

@@ -59,11 +59,11 @@ from zero_core.errors import CollectiveError
 from zero_core.protocols import EXACT_GRADIENTS, SliceCodec, Work
 
 _ALIGNMENT = 64
-"""Bytes at whose multiples messages of coded slices begin, and of the length in front of each."""
+"""Alignment of encoded messages in bytes, and size of the length field in front of each."""
 _SLACK = 128
-"""A message is expected to be at most longer than the last one by one part in so many."""
+"""An encoded message is expected to be at most ``1 / _SLACK`` longer than the last one."""
 _NUM_SIZES = 32_749
-"""The largest prime below 2**15: tags are 31 bits."""
+"""Modulus of message sizes in tags: the largest prime below 2**15, as tags have 31 bits."""
 
 
 class Transport:

@@ -24,7 +24,7 @@ ORDER = [
     ("all_reduce", FACTS),
     ("all_to_all", WHOLES),
 ]
-"""Of the rows of a meter and of a plan."""
+"""(collective, content) of the rows of a meter and of a plan, in order."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Pending:
 
 _Job = Callable[[], None]
 _Tasks = SimpleQueue["tuple[_Job, Future[None], bool] | None"]
-"""Jobs, and whether their callers are in inference mode. None ends the queue."""
+"""(job, outcome, whether the caller is in inference mode). None ends the queue."""
 
 
 class HostQueues:

@@ -66,12 +66,12 @@ _log = logging.getLogger(__name__)
 _SECRET_BYTES = 16
 """Each window begins with its secret, by which peers recognize it."""
 _MAX_BYTES_PER_NODE = 2**45
-"""Address space that the windows of a node may take in each process, of the 2**47 there are."""
+"""Maximum address space that a node's windows take in a process, which has 2**47 bytes."""
 
 Letter = tuple[int, int, int]
-"""A message that is expected: its peer, tag and number."""
+"""Peer, tag and serial number of an expected message."""
 _MESSAGE = struct.Struct("=qqqq")
-"""Tag, number, and what it says. Below ``PIPE_BUF``: written at once or not at all."""
+"""Tag, serial number and two numbers. Shorter than ``PIPE_BUF``, so a write is atomic."""
 _MAX_READ = 2048 * _MESSAGE.size
 _FULL_S = 0.01
 """Longest time between two tries to write to a full pipe."""
@@ -81,7 +81,7 @@ _Secret = Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * _SECRET_BYTES}}}$")]
 _Card = tuple[
     PositiveInt, NonNegativeInt | None, NonNegativeInt, _Secret, str, dict[str, NonNegativeInt]
 ]
-"""A rank's process, its window's descriptor, bytes and secret, its namespace, and ends of pipes."""
+"""A rank's process id, its window's descriptor, bytes and secret, its namespace and pipe ends."""
 _CARD: TypeAdapter[_Card] = TypeAdapter(_Card)
 
 

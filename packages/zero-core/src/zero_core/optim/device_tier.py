@@ -52,7 +52,7 @@ from zero_core.protocols import ChangeWatcher, ParamStore
 MASTER = "master_weight"
 _STORED_NUMEL = 1 << 18  # elements per write to a `ParamStore`, few enough for the CPU cache
 TURN_NUMEL = 1 << 26
-"""Elements that are updated at once: 256 MiB of fp32."""
+"""Maximum elements that are updated at once: 256 MiB of fp32."""
 
 
 class Chunked:

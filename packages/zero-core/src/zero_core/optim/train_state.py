@@ -343,7 +343,7 @@ def _describe(value: object) -> str | None:
 
 
 _FINITE = frozenset({"lr", "betas", "eps", "weight_decay", "momentum"})
-"""Settings that no optimizer takes infinite. Others may be: Prodigy's ``growth_rate`` is."""
+"""Settings that must be finite. Others may be infinite, such as Prodigy's ``growth_rate``."""
 
 
 def is_finite_setting(key: str, value: object) -> bool:

@@ -406,7 +406,7 @@ def _numel(wholes: Sequence[Whole]) -> int:
 
 
 _Parcel = tuple[int, int, Share]
-"""Another rank, and the part of a parameter that travels from or to it."""
+"""(other rank, parameter, share): a share that is sent to or received from that rank."""
 
 
 class _Exchange:

@@ -31,7 +31,7 @@ from zero_core.testing.simulated import simulate
 
 Scenario = Callable[[Engine, Path], list[float]]
 FOLDER = "FOLDER"
-"""Stands for a folder of the run's own in a configuration."""
+"""Placeholder in a configuration. `run_side` replaces it by the run's folder."""
 _OTHER_WEIGHTS = "model.safetensors"
 
 
@@ -282,7 +282,7 @@ BY_NAME: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
     "edits param.grad": (_edits_param_grads, {}),
     "goes long": (_goes_long, {"gradient_accumulation_steps": 2, "gradient_clipping": 40.0}),
 }
-"""For rows by name: of stage 0 alone, and of 100 steps, of which a tenth is clipped."""
+"""Scenarios that `cover` does not choose: for stage 0 only, and of 100 steps."""
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ from zero_core.watch.watch import Watch
 
 _T = TypeVar("_T")
 _COLLECT_S = 0.5
-"""Seconds from one look at the garbage to the next."""
+"""Seconds between two checks for garbage."""
 _MOST_UNCOLLECTED = 50_000
-"""Objects made since the last collection. Python's own limit is 700."""
+"""Objects created since the last collection that trigger another. Python's default is 700."""
 
 TIMEOUT_S = 120.0
 """Longest wait for another rank, unless `simulate` is given another."""
