@@ -218,9 +218,9 @@ def adagrad_step(
     copies: Copies = (),
     num_threads: int | None = None,
 ) -> None:
-    """Apply one Adagrad update in place, as torch.optim.Adagrad does.
+    """Apply one Adagrad update (Duchi et al., 2011) in place, as torch.optim.Adagrad does.
 
-    Duchi, Hazan and Singer, 2011. Other arguments and errors are those of `adam_step`.
+    Other arguments and errors are those of `adam_step`.
 
     Args:
         master: fp32 weights; updated.
@@ -439,7 +439,7 @@ def _update(
     check_disjoint(written, read)
     copied: list[int] = []
     for source, target in pairs:
-        # Scales have one element per block.
+        # Copies go block by block. An array of scales has one element per block.
         per_block = _kernels.BLOCK_NUMEL if source.numel == first.numel else 1
         block_bytes = per_block * ITEM_BYTES[source.type]
         copied += [source.address, target.address, block_bytes, source.nbytes]

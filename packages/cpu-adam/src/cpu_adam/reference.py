@@ -33,7 +33,8 @@ from cpu_adam._scalars import (
 BLOCK_NUMEL = 128
 CHUNK_NUMEL = 32 * 1024
 
-# `_compress` maps 16128 to 127. Codes 0 and 255 of a root have the bits `_ROOT_BASE` and 1.0.
+# `_compress` maps 16128 to 127. Code 0 of a root means the number with bits `_ROOT_BASE`, and code
+# 255 means 1.0.
 _EXP_AVG_UNIT = np.float32(1) / np.float32(16128)
 _EXP_AVG_TOP = np.float32(16127)  # slightly less than 16128: its code rounds to 127
 _ROOT_SHIFT = np.uint32(19)
@@ -313,7 +314,7 @@ def adam_step_8bit(
 def random_bits(numel: int, key: int, stream: int = 0) -> npt.NDArray[np.uint32]:
     """Return 32 random bits for each of ``numel`` elements, by hashing a counter.
 
-    Two rounds of multiply and xor-shift, with the multipliers of MurmurHash3's finalizer.
+    The hash is two rounds of multiply and xor-shift, with MurmurHash3's final multipliers.
     """
     position = np.arange(numel, dtype=np.uint64)
     low = (position & np.uint64(0xFFFFFFFF)).astype(np.uint32)
