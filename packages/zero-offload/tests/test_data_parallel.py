@@ -112,7 +112,7 @@ def test_an_optimizer_made_before_ddp_trains_on_rank_0s_weights() -> None:
 def _fsdp2(rank: int, world_size: int, is_mixed: bool, max_norm: float) -> None:
     local = shard(make_model())[4].weight.to_local()
     assert (local.numel() == 0) == (rank > 0), "the model must leave ranks without an element"
-    # In both cases the optimizer gets fp32 shards and gradients.
+    # The optimizer gets fp32 shards and gradients, with and without mixed precision.
     pairs = [*PAIRS[2 * is_mixed :], *((i, 0.3) for i in range(4, len(CLASSES)))]
     _assert_equals_torch(rank, lambda: shard(make_model(), is_mixed=is_mixed), max_norm, pairs)
 

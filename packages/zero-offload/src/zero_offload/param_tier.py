@@ -306,7 +306,7 @@ class FileShards:
         return copy
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Collect new values of a part of a shard, and start the file write once it is complete."""
+        """Collect new values of a part of a shard. Start its write when no more are expected."""
         with self._lock:
             if self._collected is not None and self._collected.segment != segment:
                 self._send()
@@ -367,7 +367,7 @@ class FileShards:
             transfer.wait()
 
     def _send(self) -> None:
-        """Complete the collected values by old values and start to write the shard."""
+        """Fill the gaps in the collected values with old values, and start to write the shard."""
         collected, self._collected = self._collected, None
         assert collected is not None
         segment, buffer = collected.segment, collected.buffer

@@ -113,7 +113,7 @@ class Scratch:
     def _parts(
         self, view: memoryview, address: int
     ) -> Iterator[tuple[int, memoryview, memoryview | None]]:
-        """Yield ``(at, part, bounce buffer)``: None for the part that direct I/O can transfer."""
+        """Yield ``(at, part, bounce)``. ``bounce`` is None for the part that needs no buffer."""
         direct = 0 if address % ALIGNMENT else len(view) - len(view) % ALIGNMENT
         direct = direct if self.is_direct else len(view)
         yield 0, view[:direct], None

@@ -130,8 +130,8 @@ def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
 class MemoryStepper(RuleStepper):
     """`RuleStepper` with one block per shard, or per piece under a rule with blocks.
 
-    ``upper`` returns permanent host memory for the parameters of a range inside one shard. It
-    stores the upper half of a split master weight.
+    ``upper`` returns permanent host memory for the parameters of a range inside one shard. That
+    memory stores the upper half of a split master weight.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class MemoryStepper(RuleStepper):
     def update_tentatively(
         self, chunk: Chunk, grads: GradLedger, grad_scale: float, ring: HostRing
     ) -> Record | None:
-        """Update a chunk but not its shards. Return None, and do nothing, if the ring is full."""
+        """Update a chunk so that it can be undone. Do nothing and return None without room."""
         spans = [
             (run, start, stop, block, block.clip(self.take(index), start, stop))
             for run in chunk.runs

@@ -102,7 +102,7 @@ class ShardMasters:
         self._space = Geometry(geometry.numel, (), masters, 0, master_dtype=dtype)
 
     def view(self, start: int, stop: int) -> Tensor:
-        """Return the memory of a range inside one shard: the upper half if it is split."""
+        """Return a range's memory, inside one shard: the upper half if masters are split."""
         return self._space.view(start, stop)
 
     def read(self, start: int, stop: int) -> Tensor:

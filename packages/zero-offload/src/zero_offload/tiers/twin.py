@@ -92,7 +92,7 @@ class TwinTier(ReportingShares):
         return total
 
     def _begin_offer(self, start: int, stop: int, ended: Intervals) -> None:
-        """Check the range. If it has ``ended`` elements, begin a new optimizer step."""
+        """Check the range. If it overlaps ``ended``, begin a new optimizer step."""
         self.geometry.check_range(start, stop)
         if any(ended.overlaps(start, stop)):
             self.check_whole()

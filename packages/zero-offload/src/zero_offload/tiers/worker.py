@@ -13,7 +13,7 @@ an element keep the order of steps. With `Stepper.is_sequential` chunks keep the
 Tentative chunks (see `memory_stepper`) are updated in the same order and publish nothing. Once the
 speculation ends, tentative chunks that were not updated are dropped. If the step is confirmed, the
 others are published, and missing ones are updated first. Otherwise the updates are undone. While
-other copies to the device are pending, the worker prefers updates to kept chunks.
+other copies to the device are pending, the worker prefers updates to publishing kept chunks.
 
 `Worker.run_next` updates one chunk for any caller: a `HostThread`, or a simulated clock.
 """
@@ -71,7 +71,7 @@ class Progress:
         self.error: BaseException | None = None
 
     def begin(self, runs: Sequence[tuple[int, int]]) -> tuple[list[Published], list[Published]]:
-        """Add a step. Return an entry per run, and entries that must be published before."""
+        """Add a step. Return an entry per run, and earlier steps' entries to publish first."""
         with self._changed:
             new, before = [Published() for _ in runs], self.begin_unpublished(runs)
             for (start, stop), entry in zip(runs, new, strict=True):
@@ -289,7 +289,7 @@ class Worker:
         self._ready.clear()
 
     def _pop(self) -> _Ready:
-        """Return the ready chunk that is needed first. A kept chunk may wait for copies."""
+        """Return the first ready chunk. Skip kept chunks if publishing them would block."""
         if self._is_kept(self._ready[0]) and self._mover.is_full:
             others = [ready for ready in self._ready if not self._is_kept(ready)]
             if others:

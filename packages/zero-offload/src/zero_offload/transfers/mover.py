@@ -278,7 +278,7 @@ class Mover:
         return torch.accelerator.current_stream(self.device).record_event()
 
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
-        """Record a gradient in ``ledger``. Return a release if it is copied asynchronously."""
+        """Record a gradient in ``ledger``. Return a `Release` if it is copied asynchronously."""
         event = self._record()
         if event is not None:
             self._offered.append(event)
@@ -580,7 +580,7 @@ class GradSums:
         )
 
     def add(self, start: int, grad: Tensor, ledger: GradLedger, *, is_last: bool) -> Release | None:
-        """Start to copy one more term to a free layer. Return a release, or None."""
+        """Start to copy one more term to a free layer. Return a `Release`, or None on a CPU."""
         layers, has_sum = num_layers(self.num_micro_steps, self._mover.kept_dtype(grad.dtype))
         stop, release = start + grad.numel(), None
         for a, b, terms in ledger.terms(start, stop):
