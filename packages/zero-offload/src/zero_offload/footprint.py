@@ -319,7 +319,7 @@ class TierFootprint:
         return most + most // 128
 
     def _pinned(self, nbytes: int) -> int:
-        """Return the bytes that torch page-locks for ``nbytes``: the next power of two."""
+        """Return the bytes that torch allocates: the next power of two if page-locked."""
         is_rounded = self._settings.pin_memory and nbytes > 0
         return 1 << (nbytes - 1).bit_length() if is_rounded else nbytes
 

@@ -74,8 +74,8 @@ class LocalPart:
     def flatten(self, values: Tensor) -> Tensor:
         """Return the local part of ``values`` as 1-D elements in the parameter's memory order.
 
-        ``values`` has the parameter's shape. The result shares its memory if no reordering is
-        needed. Values with other placements are redistributed, which is a collective.
+        ``values`` has the parameter's shape. The result shares memory with ``values`` unless they
+        are reordered. Values with other placements are redistributed, which is a collective.
         """
         if values.is_sparse:
             raise ValueError("sparse gradients cannot be offloaded")

@@ -249,7 +249,7 @@ class FileShards:
         return self._block[segment]
 
     def expect(self, segments: Sequence[int]) -> None:
-        """Read these shards ahead, in order, up to the first that has a pending write."""
+        """Read these shards ahead, in order, until one has a pending write or no buffer is free."""
         with self._lock:
             sooner: set[int] = set()
             for segment in segments:
@@ -339,7 +339,8 @@ class FileShards:
         return segment in self._fetched and segment not in self._stale
 
     def _buffer_for(self, segment: int, sooner: Collection[int] = ()) -> _Buffer | None:
-        """Return the shard's stale buffer, a free one or the least recent one not in ``sooner``."""
+        """Return the shard's stale buffer, a free, new or least recent one, or None without
+        such."""
         if segment in self._fetched:
             return self._fetched.pop(segment)
         if self._free:

@@ -268,12 +268,13 @@ class BlockFile:
     def read(self, block: int, tensor: Tensor) -> Transfer:
         """Start to fill ``tensor`` (CPU, contiguous, as many bytes as the block) with a block.
 
-        Memory of `aligned_empty` is filled in place, other memory through a bounce buffer.
+        With direct I/O, memory that is not from `aligned_empty` is filled through a bounce buffer.
         """
         return self._start(self.read_block, block, tensor)
 
     def write(self, block: int, tensor: Tensor) -> Transfer:
-        """Start to write ``tensor`` to a block. If this fails, later reads raise the same error."""
+        """Start to write ``tensor`` to a block. If this fails, later reads of it raise the
+        error."""
         return self._start(self.write_block, block, tensor)
 
     @contextmanager

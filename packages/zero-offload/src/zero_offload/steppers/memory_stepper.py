@@ -60,7 +60,7 @@ class HostRing:
     """Ring buffer of ``capacity`` bytes of host memory, for one thread.
 
     Spans are contiguous, taken in order and freed in any order. A span that does not fit before the
-    end of the memory begins at its start. The memory is allocated with the first span.
+    end of the memory begins at the memory's start. The memory is allocated with the first span.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -173,7 +173,7 @@ class MemoryStepper(RuleStepper):
         return StateBytes(masters, copies, sum(bytes_of.values()))
 
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
-        """Return one chunk per run, so that each run is published as soon as it is updated."""
+        """Return one chunk per run, so that its values are published early. Split long runs."""
         if self.rule.block == 1:
             runs = split_runs(runs, self.geometry.published_numel)
         return [Chunk((run,)) for run in runs]

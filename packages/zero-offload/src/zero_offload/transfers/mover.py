@@ -160,7 +160,7 @@ class UploadDifferences:
         self._free_values += self._memory.empty(_NUM_CHECKSUMS, torch.int64).unbind()
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
-        """Yield the parts of a span, with their last sent values, or None without such."""
+        """Yield the parts of a span, with the values sent last, or None if these are not kept."""
         index = self._geometry.shard_at(start)
         base, kept = self._geometry.shards[index][0], self._kept.get(index)
         if kept is None:
