@@ -18,7 +18,7 @@ from support.rule_cases import narrow
 # Threads share 37 grains of 8192 elements, of which the last is shorter.
 NUMEL = 300_001
 TIMEOUT_S = 300
-"""Limit of every wait for another thread or process. A busy machine takes its time."""
+"""Maximum wait for another thread or process, long enough for a busy machine."""
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ if find_spec("cpu_adam") is not None:
 
 
 PAIRS = [(0, 0.0), (0, 1.0), (1, 0.3), (2, 0.3)]
-"""A class of `CLASSES` and a ratio. One process compares every class at every ratio."""
+"""(index in `CLASSES`, ratio). Tests on one process cover every class at every ratio."""
 
 
 def shard(

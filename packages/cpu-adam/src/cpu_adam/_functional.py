@@ -36,10 +36,10 @@ from cpu_adam._scalars import (
 )
 
 sums_grads = True
-"""Says that every function takes several gradients, and adds them in fp32, in order."""
+"""Every function accepts several gradients, which it adds in fp32, in order."""
 
 copies_first = True
-"""Says that every update takes ``copies``."""
+"""Every update accepts ``copies``."""
 
 _ONLY_FLOAT32 = (FLOAT32,)
 _ANY_FLOAT = (FLOAT32, BFLOAT16, FLOAT16)

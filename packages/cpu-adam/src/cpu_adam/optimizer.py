@@ -95,7 +95,7 @@ class CPUAdam(Optimizer):
     num_threads: int | None
 
     is_elementwise = True
-    """Any slice may be updated by itself, as offloading and partitioning engines require."""
+    """Each element is updated independently, as offloading and partitioning engines require."""
 
     host_kernel: ClassVar[ModuleType] = _functional
     """The functions that compute this update for an engine that keeps the state itself."""

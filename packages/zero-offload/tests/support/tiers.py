@@ -78,7 +78,7 @@ def group_of(cls: type[torch.optim.Optimizer], **settings: Any) -> dict[str, Any
 
 
 ADAM = [group_of(optim.AdamW, lr=1e-2)]
-"""The groups of a tier whose test does not care."""
+"""Parameter groups of tests that need no other settings."""
 
 
 def make_tier(

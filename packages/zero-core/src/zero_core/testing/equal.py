@@ -282,7 +282,7 @@ BY_NAME: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
     "edits param.grad": (_edits_param_grads, {}),
     "goes long": (_goes_long, {"gradient_accumulation_steps": 2, "gradient_clipping": 40.0}),
 }
-"""Scenarios that `cover` does not choose: for stage 0 only, and of 100 steps."""
+"""Scenarios that `cover` does not choose by default: for stage 0 only, and of 100 steps."""
 
 
 @dataclass(frozen=True)

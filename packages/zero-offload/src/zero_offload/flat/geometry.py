@@ -156,7 +156,7 @@ class Intervals:
 
 
 PUBLISHED_NUMEL = 1 << 24
-"""Default maximum elements published at once. This is small enough for overlap with copies."""
+"""Default maximum elements published at once, few enough that updates overlap with copies."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from zero_offload.tiers.twin import TwinTier
 STEPS_PER_PROBE = 3
 """Steps whose median is one probe."""
 RESOLUTION = 1 / 64
-"""Width of the bracket at which the search ends."""
+"""Width of the bisected interval of ratios at which the search ends."""
 NOISE = 0.02
 """Share of the host's seconds below which a gain is ignored."""
 CHANGE = 0.25

@@ -220,7 +220,7 @@ class Job:
 
 
 _Ready = tuple[int, int, int, Job]
-"""A chunk whose gradient has arrived: offset, number, index in the job, job."""
+"""A chunk whose gradient has arrived: (offset, order of arrival, index in the job, job)."""
 
 
 class Worker:

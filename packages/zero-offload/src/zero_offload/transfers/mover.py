@@ -236,7 +236,7 @@ _SUM = -1
 """Layer number of the sum of the micro-steps' gradients."""
 
 Release = Callable[[], None]
-"""Must be called before the memory of an offered gradient is overwritten."""
+"""Function to call before the memory of an offered gradient is overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
