@@ -50,7 +50,8 @@ Shards = Sequence[tuple[int, int, torch.dtype]]
 
 @dataclass(frozen=True, slots=True)
 class ParamSettings:
-    """Settings of the block ``offload_param``. ``max_in_cpu`` and ``buffer_size`` are elements."""
+    """Settings of the block ``offload_param``. ``max_in_cpu`` and ``buffer_size`` count
+    elements."""
 
     nvme_path: str | None = None
     max_in_cpu: int = 1_000_000_000
@@ -339,8 +340,7 @@ class FileShards:
         return segment in self._fetched and segment not in self._stale
 
     def _buffer_for(self, segment: int, sooner: Collection[int] = ()) -> _Buffer | None:
-        """Return the shard's stale buffer, a free, new or least recent one, or None without
-        such."""
+        """Return a buffer for the shard, or None if all hold shards in ``sooner``."""
         if segment in self._fetched:
             return self._fetched.pop(segment)
         if self._free:

@@ -446,7 +446,7 @@ def _end_unused() -> None:
 
 
 def _next_number() -> int:
-    """Return the smallest number that this rank has not used for a group."""
+    """Return the lowest number above all that this rank has used for groups."""
     return max(count_groups(), _of_job().next_number)
 
 

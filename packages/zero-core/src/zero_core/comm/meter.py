@@ -97,7 +97,7 @@ class Links:
         return near * self.num_nodes * slice_bytes, others * sum_bytes
 
     def among(self, ranks: Sequence[int]) -> Links:
-        """Return the links among ``ranks``. If nodes have unequally many, each counts as a node."""
+        """Return the links among ``ranks``. If nodes have unequally many, each rank is a node."""
         nodes = [rank // self.ranks_per_node for rank in ranks]
         size = nodes.count(nodes[0])
         runs = [nodes[i : i + size] for i in range(0, len(nodes), size)]

@@ -273,8 +273,7 @@ class BlockFile:
         return self._start(self.read_block, block, tensor)
 
     def write(self, block: int, tensor: Tensor) -> Transfer:
-        """Start to write ``tensor`` to a block. If this fails, later reads of it raise the
-        error."""
+        """Start to write ``tensor`` to a block. If it fails, the block's reads raise the error."""
         return self._start(self.write_block, block, tensor)
 
     @contextmanager

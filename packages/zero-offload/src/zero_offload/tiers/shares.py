@@ -157,7 +157,7 @@ class DevicePart(Part):
         return self._memory[dtype]
 
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
-        """Compute a sum of squares, see `TwinTier.square_sum`, as a scalar tensor on the device."""
+        """Compute a sum of squares, see `TwinTier.square_sum`. The result is on the device."""
         (memory,) = self._memory.values()
         found = memory.new_zeros((), dtype=torch.float64)
         for part in torch.split(memory[start:stop], _SQUARED_NUMEL):
@@ -488,7 +488,7 @@ class Shares:
 
     @torch.no_grad()
     def resplit(self, num_host: int) -> None:
-        """Move elements between host and device, so that the host has ``num_host`` at its end.
+        """Move elements between host and device, so that the host has ``num_host`` elements.
 
         Call it between steps. It waits for a pending step. Results do not change, except byte
         counters, because master weights are published again. See [Note: resplit].

@@ -305,7 +305,7 @@ class Mover:
         return view
 
     def publish(self, start: int, stop: int) -> torch.Event | None:
-        """Copy the values in `out` to the shards. Return an event if that is asynchronous."""
+        """Publish the values in `out` to the shards. Return an event if that is asynchronous."""
         view = self.geometry.view(start, stop)
         if view.is_meta:
             assert self._store is not None, "checked at construction"
