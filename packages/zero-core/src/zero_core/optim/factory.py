@@ -41,8 +41,7 @@ _ELEMENTWISE = set(_BY_NAME.values()) - {torch.optim.Adafactor}
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers whose fused kernels run on CPUs and accelerators alike. A slice that begins and ends
-at multiples of `zero_core.layout.arithmetic.ALIGNMENT` gets the same bits as in the whole
-parameter."""
+at multiples of `zero_core.layout.arithmetic.ALIGNMENT` gets the same bits as in the whole."""
 _OWN_KERNEL = {"fused", "foreach", "capturable", "differentiable"}
 
 _KERNEL_CLASSES = (*_FUSED, torch.optim.Adagrad, Lion)
