@@ -31,8 +31,7 @@ def convert_state(
 
     Moments from bf16 to fp32 are exact. From int8 to fp32, only the second moment is rounded,
     because the stored root is squared. Other conversions round to nearest. Step counts do not
-    change. Master weights change only if ``master_dtype`` is given. It may be combined with any
-    ``dtype``.
+    change. Master weights change only if ``master_dtype`` is given. Any ``dtype`` is allowed then.
 
     Converting master weights is exact, except that splitting moves a tie (one value in 131,072) by
     one fp32 ulp. A state dict has no parameters. Splitting in a state dict therefore assumes bf16

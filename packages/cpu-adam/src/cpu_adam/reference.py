@@ -33,8 +33,7 @@ from cpu_adam._scalars import (
 BLOCK_NUMEL = 128
 CHUNK_NUMEL = 32 * 1024
 
-# `_compress` maps 16128 to 127. Code 0 of a root means the number with bits `_ROOT_BASE`, and code
-# 255 means 1.0.
+# `_compress` maps 16128 to 127. Code 255 of a root means 1.0, and code 0 has bits `_ROOT_BASE`.
 _EXP_AVG_UNIT = np.float32(1) / np.float32(16128)
 _EXP_AVG_TOP = np.float32(16127)  # slightly less than 16128: its code rounds to 127
 _ROOT_SHIFT = np.uint32(19)

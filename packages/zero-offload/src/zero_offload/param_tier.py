@@ -50,8 +50,7 @@ Shards = Sequence[tuple[int, int, torch.dtype]]
 
 @dataclass(frozen=True, slots=True)
 class ParamSettings:
-    """Settings of the block ``offload_param``. ``max_in_cpu`` and ``buffer_size`` count
-    elements."""
+    """Settings of block ``offload_param``. ``max_in_cpu`` and ``buffer_size`` count elements."""
 
     nvme_path: str | None = None
     max_in_cpu: int = 1_000_000_000

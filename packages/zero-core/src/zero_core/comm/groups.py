@@ -21,13 +21,12 @@ bound and otherwise the second. Its ranks first agree on a number that none of t
 group before (`zero_core._torch.counting_groups`).
 
 [Note: shared groups]
-A group is reused for the same backend, ranks and lane (`zero_core.comm.control`), by other
-subgroups of the same engine (ZeRO++'s two exchanges have equal subgroups) and by later engines. The
-members first agree whether the group still exists, because an engine may have been closed on some
-of them only. A rank aborts a group when the group's last user on that rank is closed. The rank does
-not wait for other ranks, and no collective may be under way on the group. Groups that end together
-are aborted in one call, because NCCL's aborts of several communicators may wait for each other
-(pytorch#119797).
+A group is reused for the same backend, ranks and lane (see `Lane`), by other subgroups of the same
+engine (ZeRO++'s two exchanges have equal subgroups) and by later engines. The members first agree
+whether the group still exists, because an engine may have been closed on some of them only. A rank
+aborts a group when the group's last user on that rank is closed. The rank does not wait for other
+ranks, and no collective may be under way on the group. Groups that end together are aborted in one
+call, because NCCL's aborts of several communicators may wait for each other (pytorch#119797).
 
 If a library is dropped without `close`, its groups end when any library next requests a group or is
 closed. A finalizer would run at a different time on each rank, and on any thread.

@@ -17,9 +17,8 @@ ranks that follows their gathers (`zero_core.protocols.Collectives`).
 [Note: once per node]
 With N nodes of R ranks, a rank sends its shard once to each other node, to the rank at the same
 position there, which forwards the shard within its node. This sends N - 1 shards between nodes
-instead of (N - 1) R. Forwarding must wait for the shard, so the gather is a job of the queue of
-gathers (`zero_core.comm.queues`). Reductions stay direct, because summing within each node first
-would change the rounding.
+instead of (N - 1) R. Forwarding must wait for the shard, so the gather is a job of the gathers'
+queue. Reductions stay direct, because summing within each node first would change the rounding.
 
 [Note: coded slices]
 With a codec (`zero_core.protocols.SliceCodec`), ranks of other nodes receive encoded slices. A

@@ -93,7 +93,7 @@ class Network:
         return SimulatedRanks(None, rank, size, device, per_node, carrier=carrier)
 
     def fail(self, rank: int) -> None:
-        """Wake every waiting rank, because ``rank`` has failed."""
+        """Record that ``rank`` has failed, and wake all waiting ranks."""
         for arrived in self._arrived:
             with arrived:
                 if self.failed is None:

@@ -292,8 +292,7 @@ class FileStepper(RuleStepper):
     ) -> Iterator[Iterator[tuple[int, int, int, Block, dict[str, Tensor]]]]:
         """Provide ``(index, a, b, block, buffers)`` for each span, in order.
 
-        With ``is_read`` the state's buffers are read from the file first. All writes are complete
-        at the end.
+        With ``is_read`` buffers are first read from the file. All writes are complete at the end.
         """
         for index, _, _ in spans:
             self._pipeline.announce([index], self.layout.parts_of(index, name) if is_read else ())
