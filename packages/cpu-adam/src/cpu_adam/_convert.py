@@ -31,12 +31,12 @@ def convert_state(
 
     Moments from bf16 to fp32 are exact. From int8 to fp32, only the second moment is rounded,
     because the stored root is squared. Other conversions round to nearest. Step counts do not
-    change. Master weights change only if ``master_dtype`` is given. Any ``dtype`` is allowed then.
+    change. Master weights change only if ``master_dtype`` is given, with any ``dtype``.
 
-    Converting master weights is exact, except that splitting moves a tie (one value in 131,072) by
-    one fp32 ulp. A state dict has no parameters. Splitting in a state dict therefore assumes bf16
-    parameters equal to their rounded masters, as `CPUAdam` leaves them. Joining requires the
-    optimizer.
+    Converting master weights is exact, except that splitting moves a value midway between two bf16
+    numbers (one in 131,072) by one fp32 ulp. A state dict has no parameters. Splitting in a state
+    dict therefore assumes bf16 parameters equal to their rounded masters, as `CPUAdam` leaves them.
+    Joining requires the optimizer.
 
     Args:
         optimizer_or_state: a `CPUAdam`, changed in place, or the result of its or

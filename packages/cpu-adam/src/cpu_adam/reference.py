@@ -268,9 +268,9 @@ def quantize_moments(
     Each block of 128 elements has a scale per moment: its maximum magnitude. A code of the first
     moment is ``_compress(value * top / scale)``, rounded to nearest, with the value's sign. A code
     of a root is the leading bits of the fp32 number ``root / scale``, 16 codes per power of two.
-    Code 255 means 1, and code 0 means ``17 / 2**20`` or less. No code means zero, because a root of
-    zero would make the update explode. A block whose maximum is below ``2**-100`` is stored as
-    zero. A block with a non-finite element in either moment gets codes of 0 and scales of NaN.
+    Code 255 means 1, and code 0 means ``17 / 2**20`` or less. No code of a root means zero, because
+    a zero root would make the update explode. A block whose maximum is below ``2**-100`` is stored
+    as zero. A block with a non-finite element in either moment gets codes of 0 and scales of NaN.
     """
     shape, numel = exp_avg.shape, exp_avg.size
     with np.errstate(all="ignore"):

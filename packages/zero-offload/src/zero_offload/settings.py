@@ -94,7 +94,7 @@ class OffloadSettings:
     """Settings of optimizer offload, named like the arguments of `OffloadedOptimizer`.
 
     Attributes:
-        ratio: 1 if ``parameters`` or ``device_budget`` selects the host's elements.
+        ratio: the host's share; 1 if ``parameters`` or ``device_budget`` selects its elements.
         nvme_path: folder of the state file; None keeps optimizer state in host memory.
         buffer_count: blocks of the file in host memory; 3 or more let read, update and write
             overlap.

@@ -361,8 +361,8 @@ class DeviceTier(FlatTier):
     ) -> None:
         """Enqueue a step that changes nothing if ``found_inf`` (0-dim fp32 on the device) is 1.
 
-        ``grad_scale`` is 0-dim float64 on the device, and 1 if ``found_inf`` is 1. It is a number
-        if no gradient needs scaling. Call `settle` once the host knows the outcome. After that,
+        ``grad_scale`` is 0-dim float64 on the device, or a number if no gradient needs scaling. It
+        must be 1 if ``found_inf`` is 1. Call `settle` once the host knows the outcome. After that,
         `step` may update further pieces of the same training step with the same factor.
         """
         with set_found_inf(self._optimizer, found_inf):

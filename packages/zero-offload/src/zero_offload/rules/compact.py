@@ -6,7 +6,7 @@ Moments are bf16 with stochastic rounding, or 8-bit block-wise (Dettmers et al.,
 [Note: 8-bit codes]
 128 elements form a block with an fp32 scale, their largest magnitude. A first moment's code
 approximates the square root of its magnitude divided by the scale, with the moment's sign and 127
-for the scale itself. The exponent is halved, linearly in between. A second moment's code has 8
+for the scale itself. It halves the exponent and is linear in between. A second moment's code has 8
 leading bits of its square root divided by the scale: 16 codes per power of two, from 255 for the
 scale to 0 for ``17 / 2**20``. With scale 0 all elements are 0.
 

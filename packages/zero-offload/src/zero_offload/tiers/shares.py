@@ -3,7 +3,7 @@
 [Note: resplit]
 `Shares.resplit` creates new tiers and migrates the state in blocks, by StateTier methods only.
 Device memory never holds two tiers: state that stays on the device waits in host memory until the
-old tier is freed. Host memory then holds the host's old and new share, or one of them and the
+old tier is freed. Meanwhile host memory holds the host's old and new share, or one of them and the
 waiting state.
 """
 

@@ -11,9 +11,10 @@ an element keep the order of steps. With `Stepper.is_sequential` chunks keep the
 
 [Note: ahead of the decision]
 Tentative chunks (see `memory_stepper`) are updated in the same order and publish nothing. Once the
-speculation ends, tentative chunks that were not updated are dropped. If the step is confirmed, the
-others are published, and missing ones are updated first. Otherwise the updates are undone. While
-other copies to the device are pending, the worker prefers updates to publishing kept chunks.
+speculation ends, tentative chunks that were not updated are dropped. If the step is confirmed,
+tentative updates are published, and all other chunks are updated and published. Otherwise the
+tentative updates are undone. While other copies to the device are pending, the worker prefers
+updates to publishing kept chunks.
 
 `Worker.run_next` updates one chunk for any caller: a `HostThread`, or a simulated clock.
 """

@@ -11,8 +11,8 @@ held               permanent host copy of a parameter shard in place of staging,
                    the 16-bit parameter as the upper half of a split master weight.
 published weights  the values that were sent last, if new ones are sent as differences.
 
-As in ZeRO-Offload (arXiv 2101.06840, section 4) each step copies one 16-bit gradient to the host
-and one 16-bit parameter to the device per parameter.
+As in ZeRO-Offload (arXiv 2101.06840, section 4) a step copies, per element of a parameter, a 16-bit
+gradient to the host and a 16-bit value to the device.
 
 [Note: differences]
 The host keeps the values that it sent last, but other code may have written to the shard since.
