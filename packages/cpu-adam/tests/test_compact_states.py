@@ -102,7 +102,7 @@ class TestQuantization:
         codes, _, scale, _ = reference.quantize_moments(average, average)
         back = reference.dequantize_exp_avg(codes, scale)
         is_large = average > 1e-2
-        # Half the spacing of codes around 12.
+        # The bound is half the spacing of the codes around code 12.
         assert (np.abs(back / average - 1)[is_large] < 0.09).all()
         assert (codes[average > 1e-4] > 0).all()
 

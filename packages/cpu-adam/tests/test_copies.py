@@ -14,7 +14,7 @@ import cpu_adam
 from cpu_adam import reference
 
 CHUNK = reference.CHUNK_NUMEL
-LENGTHS, LONG = [0, 1, 15, 127, 300, 2049], CHUNK + 333  # LONG has five grains, which threads share
+LENGTHS, LONG = [0, 1, 15, 127, 300, 2049], CHUNK + 333  # threads share LONG, in five grains
 Arrays = dict[str, np.ndarray]
 
 

@@ -41,7 +41,7 @@ def master_of(param, state):
 
 
 def is_tie(master):
-    """Find masters midway between two bf16 numbers that rounding to even takes to the lower one."""
+    """Find masters midway between two bf16 numbers that round to the smaller magnitude."""
     return (master.view(torch.int32) & 0x1FFFF) == 0x8000
 
 

@@ -35,7 +35,7 @@ def mixed_params(half):
 
 @contextmanager
 def refused(params, error, match):
-    """Check that the block raises ``error`` and changes no parameter."""
+    """Check that the code in this context raises ``error`` and changes no parameter."""
     before = [param.detach().clone() for param in params]
     with pytest.raises(error, match=match):
         yield
@@ -81,7 +81,7 @@ class Pair:
                 assert torch.equal(found[name], value), name
 
 
-# Without bf16 moments: their rounding depends on a parameter's index in its group.
+# bf16 moments are left out: their rounding depends on a parameter's index in its group.
 @pytest.fixture(params=[options for options in SETTINGS if "bfloat16" not in options.values()])
 def pair(request):
     return Pair(**request.param)

@@ -15,10 +15,10 @@ import pytest
 from support.kernel_cases import HYPER, assert_same_bits, copies, make_arrays, run_kernel
 from support.rule_cases import narrow
 
-# 37 grains of 8192 elements, the last one shorter.
+# Threads share 37 grains of 8192 elements, of which the last is shorter.
 NUMEL = 300_001
 TIMEOUT_S = 300
-"""Limit of every wait for another thread or process. A busy machine takes its time."""
+"""Maximum wait for another thread or process, long enough for a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_a_forked_child_gets_threads_of_its_own(big, expected, hyper, depth):
 
 
 def test_the_gil_is_released(hyper):
-    # The call must span several time slices of the ticker, even if they share a core.
+    # The call must last several time slices, in case the ticker runs on the same core.
     arrays = {name: np.ones(8_000_000, np.float32) for name in make_arrays(0)}
     ticks, stop = [0], threading.Event()
 

@@ -12,7 +12,7 @@ from cpu_adam import CPUAdam  # noqa: E402
 
 HAS_FMA = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 RTOL = 0.0 if HAS_FMA else 2e-6
-"""torch rounds otherwise where it runs without FMA: ten updates are then a few ulp apart."""
+"""Without FMA, torch rounds differently: after ten updates, results differ by a few ulps."""
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from support.kernel_cases import copies, make_arrays, run_kernel
 
 from cpu_adam import _scalars
 
-NUMEL = 300_001  # 37 grains of 8192 elements, the last one shorter
+NUMEL = 300_001  # threads share 37 grains of 8192 elements
 
 
 def test_the_default_is_the_number_of_usable_cpus_without_torch():

@@ -59,7 +59,7 @@ def _tier(space: Space, count: int, **options: Any) -> TwinTier:
 def _train(
     count: int, dtype: torch.dtype = BF16, *, is_by_unit: bool = False, **block: Any
 ) -> dict[str, Tensor]:
-    """Accumulate gradients, and update at the end or each unit after its last gradient."""
+    """Accumulate gradients. Update all at the end, or each unit after its last gradient."""
     space = Space(dtype)
     tier = _tier(space, count, **block)
     for step in range(3):

@@ -28,8 +28,8 @@ ENOUGH_STEPS = 12 * (STEPS_PER_PROBE + 1)
 class Machine:
     """A machine whose host and device start their updates at the same time.
 
-    The host's parameters are needed ``slack_s`` seconds after the end of the device's update. The
-    other seconds are for updates of all elements.
+    The host's parameters are needed ``slack_s`` seconds after the end of the device's update.
+    ``host_s`` and ``device_s`` are the seconds of an update of all elements.
     """
 
     host_s: float
@@ -56,7 +56,7 @@ class Machine:
         return 1 + self._random.uniform(-self.noise, self.noise)
 
     def best(self, least: float = 0.0) -> float:
-        """Return the fastest ratio by exhaustive search, the largest one of equals."""
+        """Return the largest of the fastest ratios, by exhaustive search."""
         tried = [least + (1 - least) * i / 10_000 for i in range(10_001)]
         return min(reversed(tried), key=self.step_s)
 
@@ -89,7 +89,7 @@ def test_it_settles_on_the_fastest_ratio_that_fits(
     assert auto.report.ratio == auto.ratio
     assert all(ratio >= least for ratio in ratios)
     best = machine.best(least)
-    # The search may end a bracket's width below, or so little above that the stall is noise.
+    # The result may be below `best` by the resolution, or above by a stall within noise.
     assert best - RESOLUTION - 1e-3 <= auto.ratio <= best + NOISE + 1e-3
     held = auto.ratio
     assert set(run(auto, machine, 50, least)) == {held}

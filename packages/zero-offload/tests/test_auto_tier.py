@@ -149,7 +149,7 @@ def test_a_skipped_step_is_not_measured_twice() -> None:
 
 
 def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -> None:
-    """This gradient does not show that a new step began, so the tier must not resplit."""
+    """The tier must not resplit, because such a gradient does not show that a step began."""
     results, script = [], Scripted(RATIOS)
     for is_auto in (True, False):
         space, kernel = Space(), ReferenceAdam()

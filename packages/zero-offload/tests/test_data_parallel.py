@@ -39,7 +39,7 @@ if find_spec("cpu_adam") is not None:
 
 
 PAIRS = [(0, 0.0), (0, 1.0), (1, 0.3), (2, 0.3)]
-"""A class of `CLASSES` and a ratio. One process compares every class at every ratio."""
+"""(index in `CLASSES`, ratio). Tests on one process cover every class at every ratio."""
 
 
 def shard(
@@ -112,7 +112,7 @@ def test_an_optimizer_made_before_ddp_trains_on_rank_0s_weights() -> None:
 def _fsdp2(rank: int, world_size: int, is_mixed: bool, max_norm: float) -> None:
     local = shard(make_model())[4].weight.to_local()
     assert (local.numel() == 0) == (rank > 0), "the model must leave ranks without an element"
-    # In both cases the optimizer gets fp32 shards and gradients.
+    # The optimizer gets fp32 shards and gradients, with and without mixed precision.
     pairs = [*PAIRS[2 * is_mixed :], *((i, 0.3) for i in range(4, len(CLASSES)))]
     _assert_equals_torch(rank, lambda: shard(make_model(), is_mixed=is_mixed), max_norm, pairs)
 

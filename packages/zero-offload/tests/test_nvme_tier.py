@@ -172,7 +172,7 @@ def test_bytes_moved_per_step_are_those_of_the_touched_blocks(
 def test_next_block_is_read_and_last_one_written_during_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each update waits until the transfers of the neighboring blocks are done."""
+    """Each update waits until the next block is read, and the block two before is written."""
     done: set[tuple[str, int]] = set()
 
     class Watch(ReferenceAdam):

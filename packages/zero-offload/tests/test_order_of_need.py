@@ -72,7 +72,7 @@ class Units:
         self.tier = HostTier(geometry, stepper, mover, self.thread)
 
     def backward(self, num_ahead: int, *, step_at_end: bool = False) -> None:
-        """Compute, offer and update each unit, from the last to the first.
+        """Compute, offer and update the units from last to first, or update all of them at the end.
 
         The caller is ``num_ahead`` units ahead of the device.
         """

@@ -116,7 +116,7 @@ def test_offered_gradients_forbid_a_resplit() -> None:
 
 
 def test_settings_switched_on_since_construction_are_kept() -> None:
-    """Nesterov momentum is enabled later, and tiers created by a resplit must have it."""
+    """Nesterov momentum is enabled after construction. Tiers of a resplit must have it."""
     results = []
     for moves in (False, True):
         space = Space()
@@ -135,7 +135,7 @@ def test_settings_switched_on_since_construction_are_kept() -> None:
 class WatchedTiers:
     """Factory that records whether an old device tier is still alive when it creates one.
 
-    It raises ``error`` for the host's tier (OSError) or the device's (out of memory).
+    It raises ``error`` when it creates the host's tier (OSError) or the device's (out of memory).
     """
 
     def __init__(self, tiers: OffloadTiers) -> None:

@@ -1,4 +1,4 @@
-"""Steps that begin before they are confirmed have the bits of other steps."""
+"""Speculation: updating before a step is confirmed changes no bit of the results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PIECES, NUMEL = range(5), 318
 )
 @settings(deadline=None)
 def test_spans_of_a_ring_lie_in_it_and_apart(capacity: int, calls: list[int]) -> None:
-    """A negative number frees the span at that index from the end."""
+    """A call takes a span of that many bytes or, if negative, frees the span at that index."""
     ring = HostRing(capacity)
     held: list[RingSpan] = []
     for call in calls:
@@ -82,7 +82,7 @@ class Pair:
         self.tier.speculate(ADAM, active, grad_scale=1.0)
 
     def step(self, step: int, groups: Any = ADAM, active: Any = PIECES, scale: float = 1.0) -> None:
-        """Complete that step, and run it in the other tier."""
+        """Complete a step of the first tier, and run the same step in the other tier."""
         offer(self.plain, self.other, step)
         for each in (self.tier, self.plain):
             each.step(groups, active, grad_scale=scale)
@@ -158,7 +158,7 @@ def test_other_pieces_and_other_settings_are_another_step() -> None:
     pair.begin(2)
     pair.step(2, active=[0, 3])
     pair.begin(3, [1, 2])
-    pair.step(3)  # these two pieces and all others
+    pair.step(3)  # completes pieces 1 and 2, and updates all others
     pair.check()
 
 

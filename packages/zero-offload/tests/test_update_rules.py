@@ -1,4 +1,4 @@
-"""Update rules: supported optimizers, and effects other than the numbers."""
+"""Update rules: optimizers and settings that kernels compute, or refuse, or leave to torch."""
 
 from __future__ import annotations
 

@@ -31,12 +31,12 @@ def convert_state(
 
     Moments from bf16 to fp32 are exact. From int8 to fp32, only the second moment is rounded,
     because the stored root is squared. Other conversions round to nearest. Step counts do not
-    change. Master weights change only if ``master_dtype`` is given, and any combination is valid.
+    change. Master weights change only if ``master_dtype`` is given, with any ``dtype``.
 
-    Converting master weights is exact, except that splitting moves a tie (one value in 131,072) by
-    one fp32 ulp. A state dict has no parameters. Splitting in a state dict therefore assumes bf16
-    parameters equal to their rounded masters, as `CPUAdam` leaves them. Joining requires the
-    optimizer.
+    Converting master weights is exact, except that splitting moves a value midway between two bf16
+    numbers (one in 131,072) by one fp32 ulp. A state dict has no parameters. Splitting in a state
+    dict therefore assumes bf16 parameters equal to their rounded masters, as `CPUAdam` leaves them.
+    Joining requires the optimizer.
 
     Args:
         optimizer_or_state: a `CPUAdam`, changed in place, or the result of its or
@@ -95,8 +95,8 @@ def _convert(
 def _split(master: Tensor, param: Tensor | None) -> Tensor:
     """Return the remainders of master weights with bf16 parameters.
 
-    A tie that was rounded down is 32768 away from its parameter, one more than int16 holds, and is
-    clipped. NaNs and zeros have remainder zero.
+    A master midway between two bf16 numbers that was rounded down is 32768 away from its parameter,
+    one more than int16 holds, and is clipped. NaNs and zeros have remainder zero.
     """
     whole = _memory_order(master).numpy()
     upper = reference.float32_to_bfloat16(whole) if param is None else _bits(param)
@@ -145,7 +145,7 @@ def _convert_moments(state: dict[str, Any], dtype: str) -> dict[str, Any]:
         values = dict(zip(names, map(torch.from_numpy, codes), strict=True))
         kept.update({name: values[name] for name in SCALES})
     else:
-        if is_int8:  # squaring a root would round other dtypes
+        if is_int8:  # int8 moments store only the root of the second moment
             exp_avg_sq = torch.from_numpy(root * root)
         values = {"exp_avg": torch.from_numpy(first), "exp_avg_sq": exp_avg_sq}
     for name, kind in kinds.items():

@@ -36,10 +36,10 @@ from cpu_adam._scalars import (
 )
 
 sums_grads = True
-"""Says that every function takes several gradients, and adds them in fp32, in order."""
+"""Every function accepts several gradients, which it adds in fp32, in order."""
 
 copies_first = True
-"""Says that every update takes ``copies``."""
+"""Every update accepts ``copies``."""
 
 _ONLY_FLOAT32 = (FLOAT32,)
 _ANY_FLOAT = (FLOAT32, BFLOAT16, FLOAT16)
@@ -218,9 +218,9 @@ def adagrad_step(
     copies: Copies = (),
     num_threads: int | None = None,
 ) -> None:
-    """Apply one Adagrad update in place, as torch.optim.Adagrad does.
+    """Apply one Adagrad update (Duchi et al., 2011) in place, as torch.optim.Adagrad does.
 
-    Duchi, Hazan and Singer, 2011. Other arguments and errors are those of `adam_step`.
+    Other arguments and errors are those of `adam_step`.
 
     Args:
         master: fp32 weights; updated.
@@ -439,7 +439,7 @@ def _update(
     check_disjoint(written, read)
     copied: list[int] = []
     for source, target in pairs:
-        # Scales have one element per block.
+        # Copies go block by block. An array of scales has one element per block.
         per_block = _kernels.BLOCK_NUMEL if source.numel == first.numel else 1
         block_bytes = per_block * ITEM_BYTES[source.type]
         copied += [source.address, target.address, block_bytes, source.nbytes]

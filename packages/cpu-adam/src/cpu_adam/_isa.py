@@ -1,7 +1,7 @@
 """Choice of the kernels' instruction set.
 
-The default is the best one that CPU and operating system support. The environment variable
-``CPU_ADAM_ISA`` selects another one. All compute the same bits.
+The default is the fastest one that CPU and operating system support. The environment variable
+``CPU_ADAM_ISA`` selects another one. All instruction sets compute the same bits.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ def adam_scalars(
     """Check the hyperparameters of update number ``step`` and derive its scalars.
 
     ``decay`` multiplies the master weight. ``l2`` times the master weight is added to the gradient.
-    One of the two is neutral. The step size contains the learning rate and the first bias
-    correction.
+    With ``adamw_mode``, ``l2`` is 0, otherwise ``decay`` is 1. The step size contains the learning
+    rate and the first bias correction.
     """
     adamw_mode = _flag("adamw_mode", adamw_mode)
     bias_correction = _flag("bias_correction", bias_correction)
@@ -177,10 +177,10 @@ def compact_adam_scalars(
 ) -> CompactAdamScalars:
     """Convert the result of `adam_scalars` for the kernels with compact states.
 
-    ``seed``, already checked, is for the random numbers of 16-bit states; else None.
+    ``seed``, checked by `check_seed`, is for the rounding of 16-bit states, None for 8-bit ones.
     """
     grad_scale, decay, l2, weight1, beta2, weight2, root, eps, neg_step = adam_scalars(**hyper)
-    if neg_step == 0.0:  # no step: an infinite denominator makes the quotient zero
+    if neg_step == 0.0:  # a step size of zero: an infinite denominator makes the quotient zero
         scale, offset = 0.0, -math.inf
     else:
         scale, offset = _clamp(1.0 / root / neg_step), _clamp(eps / neg_step)
@@ -217,7 +217,7 @@ def adagrad_scalars(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
 ) -> tuple[float, ...]:
-    """Check Adagrad's hyperparameters and derive its scalars. Errors: see `adam_scalars`."""
+    """Check Adagrad's hyperparameters and derive its scalars."""
     step = _step(step)
     step_size = _not_negative("lr", lr)
     step_size /= 1.0 + float(min(step, 2**62) - 1) * _not_negative("lr_decay", lr_decay)
@@ -233,7 +233,7 @@ def lion_scalars(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
 ) -> tuple[float, ...]:
-    """Check Lion's hyperparameters and derive its scalars. Errors: see `adam_scalars`."""
+    """Check Lion's hyperparameters and derive its scalars."""
     lr = _not_negative("lr", lr)
     beta1 = _beta("beta1", beta1)
     beta2 = _beta("beta2", beta2)
@@ -251,7 +251,7 @@ def sgd_scalars(
     nesterov: bool = False,
     grad_scale: float = 1.0,
 ) -> tuple[float, ...]:
-    """Check SGD's hyperparameters and derive its scalars. Errors: see `adam_scalars`."""
+    """Check SGD's hyperparameters and derive its scalars."""
     is_first = _step(step) == 1
     lr = _not_negative("lr", lr)
     momentum = _not_negative("momentum", momentum)

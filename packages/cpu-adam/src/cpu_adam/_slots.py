@@ -398,7 +398,7 @@ class Roster:
         old = {} if known is None else {s.param: s for s in known._slots if s is not None}
         for param, is_wanted in zip(params, has_grad, strict=True):
             slot = old.get(param)
-            # A changed address is cheap to detect, and the most frequent change.
+            # Check the address first: it is the most frequent change and cheap to detect.
             if not (
                 slot is not None
                 and slot.settings == settings

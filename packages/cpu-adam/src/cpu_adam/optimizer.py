@@ -45,11 +45,11 @@ _STATES = ("exp_avg", "exp_avg_sq", *SCALES, MASTER, REMAINDER)
 class CPUAdam(Optimizer):
     """Adam (Kingma and Ba, 2015) or AdamW (Loshchilov and Hutter, 2019) on CPU parameters.
 
-    A step takes one pass over memory, and one call for all parameters of a group. fp32 parameters
-    are updated directly. bf16 and fp16 parameters are updated through an fp32 master weight and
-    rounded to nearest even. The state has the names of torch's Adam: ``step`` (0-d fp32 tensor),
-    ``exp_avg`` and ``exp_avg_sq`` (fp32). For fp32 parameters, `CPUAdam` and torch's Adam can load
-    each other's ``state_dict``.
+    A step takes one pass over memory, and usually one kernel call for all parameters of a group.
+    fp32 parameters are updated directly. bf16 and fp16 parameters are updated through an fp32
+    master weight and rounded to nearest even. The state has the names of torch's Adam: ``step``
+    (0-d fp32 tensor), ``exp_avg`` and ``exp_avg_sq`` (fp32). For fp32 parameters, `CPUAdam` and
+    torch's Adam can load each other's ``state_dict``.
 
     ``master_dtype`` is the format of master weights. ``"float32"`` is a copy in the state
     (``master_weight``). ``"split"``, for bf16 parameters only, uses the parameter as the upper half
@@ -60,9 +60,9 @@ class CPUAdam(Optimizer):
     ``state_dtype="int8"`` or ``"bfloat16"`` makes the moments smaller (see
     `cpu_adam.adam_step_8bit` and `cpu_adam.adam_step_bf16`). With a split master, parameter and
     state take 6.0625 or 8 bytes per element. 8-bit moments have ``exp_avg_scale`` and
-    ``exp_avg_sq_scale`` (fp32, one per 128 elements). These refer to a DTensor's local tensor:
-    convert to fp32 before resharding. `cpu_adam.convert_state` changes both formats. A loaded state
-    dict keeps its formats.
+    ``exp_avg_sq_scale`` (fp32, one per 128 elements). These scales refer to a DTensor's local
+    tensor: convert to fp32 before resharding. `cpu_adam.convert_state` changes the formats of
+    moments and masters. A loaded state dict keeps its formats.
 
     A DTensor parameter is updated through its local tensor, and its state consists of DTensors.
     ``GradScaler`` leaves unscaling, and skipping after an overflow, to this class.
@@ -95,7 +95,7 @@ class CPUAdam(Optimizer):
     num_threads: int | None
 
     is_elementwise = True
-    """Any slice may be updated by itself, as offloading and partitioning engines require."""
+    """Each element is updated independently, as offloading and partitioning engines require."""
 
     host_kernel: ClassVar[ModuleType] = _functional
     """The functions that compute this update for an engine that keeps the state itself."""

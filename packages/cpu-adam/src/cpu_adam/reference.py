@@ -33,7 +33,7 @@ from cpu_adam._scalars import (
 BLOCK_NUMEL = 128
 CHUNK_NUMEL = 32 * 1024
 
-# `_compress` maps 16128 to 127. Codes 0 and 255 of a root have the bits `_ROOT_BASE` and 1.0.
+# `_compress` maps 16128 to 127. Code 255 of a root means 1.0, and code 0 has bits `_ROOT_BASE`.
 _EXP_AVG_UNIT = np.float32(1) / np.float32(16128)
 _EXP_AVG_TOP = np.float32(16127)  # slightly less than 16128: its code rounds to 127
 _ROOT_SHIFT = np.uint32(19)
@@ -268,9 +268,9 @@ def quantize_moments(
     Each block of 128 elements has a scale per moment: its maximum magnitude. A code of the first
     moment is ``_compress(value * top / scale)``, rounded to nearest, with the value's sign. A code
     of a root is the leading bits of the fp32 number ``root / scale``, 16 codes per power of two.
-    Code 255 means 1, and code 0 means ``17 / 2**20`` or less. No code means zero, because a root of
-    zero would make the update explode. A block whose maximum is below ``2**-100`` is stored as
-    zero. A block with a non-finite element in either moment gets codes of 0 and scales of NaN.
+    Code 255 means 1, and code 0 means ``17 / 2**20`` or less. No code of a root means zero, because
+    a zero root would make the update explode. A block whose maximum is below ``2**-100`` is stored
+    as zero. A block with a non-finite element in either moment gets codes of 0 and scales of NaN.
     """
     shape, numel = exp_avg.shape, exp_avg.size
     with np.errstate(all="ignore"):
@@ -313,7 +313,7 @@ def adam_step_8bit(
 def random_bits(numel: int, key: int, stream: int = 0) -> npt.NDArray[np.uint32]:
     """Return 32 random bits for each of ``numel`` elements, by hashing a counter.
 
-    Two rounds of multiply and xor-shift, with the multipliers of MurmurHash3's finalizer.
+    The hash is two rounds of multiply and xor-shift, with MurmurHash3's final multipliers.
     """
     position = np.arange(numel, dtype=np.uint64)
     low = (position & np.uint64(0xFFFFFFFF)).astype(np.uint32)

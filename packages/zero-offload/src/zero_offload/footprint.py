@@ -61,7 +61,7 @@ class TierFootprint:
         numel, pieces, optimizer_class, groups, config: as for `create_tier`.
         params: ``(start, tensor)``: 1-D parameter shards on the meta device.
         grad_dtypes: gradient dtype of each of ``params``.
-        num_added: number of gradients per element that the tier adds in a step, 1 for none.
+        num_added: number of gradients per element that the tier receives and adds up in a step.
         resting: indices of the offloaded shards.
         is_accelerated: whether the compute device is not the host's CPU.
         has_kernel: whether a host kernel computes the update.
@@ -181,7 +181,7 @@ class TierFootprint:
         return -(-whole // max(_numel(part), 1))
 
     def _undo_bytes(self, ratio: float) -> tuple[int, int]:
-        """Return the bytes of the undo log, and its bytes without ``undo_buffer_size``."""
+        """Return the bytes of the undo log, and its bytes without limit ``undo_buffer_size``."""
         start, stop = self._host_span(ratio)
         if not self._has_undo or start == stop:
             return 0, 0
@@ -319,7 +319,7 @@ class TierFootprint:
         return most + most // 128
 
     def _pinned(self, nbytes: int) -> int:
-        """Return the bytes that torch page-locks for ``nbytes``: the next power of two."""
+        """Return the bytes that torch allocates: the next power of two if page-locked."""
         is_rounded = self._settings.pin_memory and nbytes > 0
         return 1 << (nbytes - 1).bit_length() if is_rounded else nbytes
 

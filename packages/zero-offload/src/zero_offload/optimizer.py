@@ -74,8 +74,8 @@ class LocalPart:
     def flatten(self, values: Tensor) -> Tensor:
         """Return the local part of ``values`` as 1-D elements in the parameter's memory order.
 
-        ``values`` has the parameter's shape. The result shares its memory if no reordering is
-        needed. Values with other placements are redistributed, which is a collective.
+        ``values`` has the parameter's shape. The result shares memory with ``values`` unless they
+        are reordered. Values with other placements are redistributed, which is a collective.
         """
         if values.is_sparse:
             raise ValueError("sparse gradients cannot be offloaded")
@@ -437,8 +437,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict` at any ratio, or a plain ``optimizer_class`` state_dict.
 
-        A plain one has no master weights. The parameters' values replace them, so load the model
-        first. If it has no step counts, as for SGD, ``num_steps`` becomes 1.
+        A plain state_dict has no master weights. The parameters' values replace them, so load the
+        model first. If it has no step counts, as for SGD, ``num_steps`` becomes 1.
 
         Raises:
             ValueError: the state_dict has other groups, or the state of another optimizer.

@@ -50,7 +50,7 @@ Shards = Sequence[tuple[int, int, torch.dtype]]
 
 @dataclass(frozen=True, slots=True)
 class ParamSettings:
-    """Settings of the block ``offload_param``. ``max_in_cpu`` and ``buffer_size`` are elements."""
+    """Settings of block ``offload_param``. ``max_in_cpu`` and ``buffer_size`` count elements."""
 
     nvme_path: str | None = None
     max_in_cpu: int = 1_000_000_000
@@ -249,7 +249,7 @@ class FileShards:
         return self._block[segment]
 
     def expect(self, segments: Sequence[int]) -> None:
-        """Read these shards ahead, in order, up to the first that has a pending write."""
+        """Read these shards ahead, in order, until one has a pending write or no buffer is free."""
         with self._lock:
             sooner: set[int] = set()
             for segment in segments:
@@ -306,7 +306,7 @@ class FileShards:
         return copy
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Collect new values of a part of a shard, and start the file write once it is complete."""
+        """Collect new values of a part of a shard. Start its write when no more are expected."""
         with self._lock:
             if self._collected is not None and self._collected.segment != segment:
                 self._send()
@@ -339,7 +339,7 @@ class FileShards:
         return segment in self._fetched and segment not in self._stale
 
     def _buffer_for(self, segment: int, sooner: Collection[int] = ()) -> _Buffer | None:
-        """Return the shard's stale buffer, a free one or the least recent one not in ``sooner``."""
+        """Return a buffer for the shard, or None if all hold shards in ``sooner``."""
         if segment in self._fetched:
             return self._fetched.pop(segment)
         if self._free:
@@ -367,7 +367,7 @@ class FileShards:
             transfer.wait()
 
     def _send(self) -> None:
-        """Complete the collected values by old values and start to write the shard."""
+        """Fill the gaps in the collected values with old values, and start to write the shard."""
         collected, self._collected = self._collected, None
         assert collected is not None
         segment, buffer = collected.segment, collected.buffer

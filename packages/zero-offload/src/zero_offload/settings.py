@@ -1,7 +1,7 @@
 """Settings of the block ``offload_optimizer`` in a DeepSpeed-style config.
 
 As in DeepSpeed, keys for NVMe have no effect with ``"device": "cpu"``. ``update_in_backward`` is
-read by the engine. Four more of DeepSpeed's keys have no effect. ``pipeline_read`` and
+read by the engine. More of DeepSpeed's keys have no effect. ``pipeline``, ``pipeline_read`` and
 ``pipeline_write``: reads and writes always overlap with the update. ``fast_init``: states that
 start at zero are never written before their first update. ``cpuadam_cores_perc`` belongs to
 ``super_offload``. Any other key with a true value raises ValueError.
@@ -94,7 +94,7 @@ class OffloadSettings:
     """Settings of optimizer offload, named like the arguments of `OffloadedOptimizer`.
 
     Attributes:
-        ratio: 1 if ``parameters`` or ``device_budget`` selects the host's elements.
+        ratio: the host's share; 1 if ``parameters`` or ``device_budget`` selects its elements.
         nvme_path: folder of the state file; None keeps optimizer state in host memory.
         buffer_count: blocks of the file in host memory; 3 or more let read, update and write
             overlap.

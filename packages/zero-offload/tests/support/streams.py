@@ -1,6 +1,6 @@
 """A device whose copies run late in their own threads, like an accelerator's.
 
-Without an accelerator, a missing wait then also reads or overwrites wrong numbers.
+A missing wait therefore gives wrong numbers even without an accelerator.
 """
 
 from __future__ import annotations

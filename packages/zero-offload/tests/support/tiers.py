@@ -78,7 +78,7 @@ def group_of(cls: type[torch.optim.Optimizer], **settings: Any) -> dict[str, Any
 
 
 ADAM = [group_of(optim.AdamW, lr=1e-2)]
-"""The groups of a tier whose test does not care."""
+"""Parameter groups of tests that need no other settings."""
 
 
 def make_tier(
@@ -91,7 +91,7 @@ def make_tier(
     micro_steps: int = 0,
     **options: Any,
 ) -> TwinTier:
-    """Create a tier with the space's values. Options are arguments of `create_tier` or keys."""
+    """Create a tier with the space's values. Options are arguments or configuration keys."""
     passed = {name: options.pop(name) for name in _PASSED if name in options}
     tier = create_tier(
         numel=space.numel,

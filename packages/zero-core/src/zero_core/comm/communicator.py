@@ -37,7 +37,7 @@ class _NotStarted:
 
 
 _OFFERED = (Reduction, InPlaceReduction, StatisticsReduction)
-"""Protocols of reductions that offer more than to be waited for."""
+"""Optional protocols of a reduction's work, besides `Work`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -37,9 +37,9 @@ from zero_core.watch.place import Place
 from zero_core.watch.watch import OTHER_BLOCKS, Watch, count_ranks, join_few
 
 PIECE_BYTES = 64 << 20
-"""Device memory that `ControlGroup.gather` takes at most, however much is gathered."""
+"""Maximum device memory of one piece in `ControlGroup.gather`."""
 _KINDS = (CheckpointCorruptError, CheckpointError, CheckpointFailedError)
-"""Errors of `Exchange.together`: of those of several ranks the first here is raised."""
+"""Errors that `Exchange.together` raises: the first of these that any rank has."""
 _T = TypeVar("_T")
 
 
@@ -81,7 +81,7 @@ class ControlLibrary(Protocol):
         """Start to sum every rank's ``values`` in place. Results are bit-identical on all ranks."""
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
-        """Start to overwrite ``tensor`` (any dtype) with the one of rank ``source``."""
+        """Start to overwrite ``tensor`` (any dtype) with rank ``source``'s tensor."""
 
 
 class DeviceLibrary(ControlLibrary, Protocol):
@@ -113,7 +113,7 @@ class Exchange(Protocol):
         """Return every rank's ``data``, in rank order, on every rank."""
 
     def leave(self) -> None:
-        """End a sequence of rounds. Blocks while others need this rank to read the last round."""
+        """End a sequence of rounds. May block until other ranks have read the last round."""
         return
 
     def together(self, what: str, act: Callable[[], _T]) -> _T:
@@ -159,7 +159,7 @@ class ControlGroup(Exchange):
         watch: Watch | None = None,
     ) -> None:
         self.place = Place() if place is None else place
-        self.watch = watch  # reports of other ranks' progress; None without a watch
+        self.watch = watch  # finds dead or late ranks; None if ranks are not watched
         self.rank = library.rank
         self.world_size = library.world_size
         self._library = library
@@ -198,8 +198,8 @@ class ControlGroup(Exchange):
     def gather_in_pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Gather a 1-D ``tensor`` piece by piece: yield (start, values [world_size, n]).
 
-        Values are on the device and take at most `PIECE_BYTES`. Copy them to keep them. Every rank
-        must iterate to the end.
+        With several ranks, values are on the device and take at most `PIECE_BYTES`. With one rank,
+        they are ``tensor`` itself. Every rank must iterate to the end.
         """
         numel = max(tensor.numel(), 1)
         if self.world_size > 1:
@@ -259,7 +259,7 @@ class ControlGroup(Exchange):
         self.gather_bytes(b"")
 
     def error(self, what: str, error: RuntimeError) -> CollectiveError:
-        """Convert ``error`` of collective ``what`` to a CollectiveError that names the cause."""
+        """Convert ``error`` of collective ``what`` to a CollectiveError. Names a known cause."""
         named = f"rank {self.rank}: {what} failed or timed out"
         is_explained = isinstance(error, CollectiveError)
         cause = "" if self.watch is None or is_explained else self.watch.explain()
@@ -277,7 +277,7 @@ class ControlGroup(Exchange):
 
     @contextmanager
     def _named(self, verb: str, tensor: Tensor) -> Iterator[None]:
-        """Report this wait to the watch, and convert errors by `error`."""
+        """Report the wait in this context to the watch. Raise a RuntimeError as CollectiveError."""
         what = f"control exchange ({verb} of {tensor.nbytes} bytes) in {self.place.doing}"
         with self.place.waiting(what):
             try:

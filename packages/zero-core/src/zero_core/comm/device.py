@@ -9,8 +9,8 @@ Rank n * R + l has position l on node n, with N nodes of R ranks. A single all-t
 ranks would send (N - 1) R slices per rank to other nodes. Instead, ranks of a node first exchange
 slices: each receives those for the ranks at its own position on all nodes. It adds them in rank
 order in fp32 to N partial sums of its node. Ranks at equal positions then exchange partial sums and
-add them in the order of the nodes. Each rank thus sends N - 1 partial sums to other nodes. All
-stages and runs add in the same order.
+add them in the order of the nodes. Each rank thus sends N - 1 partial sums to other nodes. All ZeRO
+stages and all runs add in the same order.
 
 [Note: coded exchanges]
 With a codec (`zero_core.protocols.SliceCodec`), an exchange whose peers are all on other nodes
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 def share_memory(control: ControlGroup, ranks: Ranks, per_node: int) -> SharedMemory | None:
     """Return memory shared by this node's CPU ranks, or None if they cannot share memory."""
     if ranks.device.type != "cpu" or ranks.size == 1 or not dist.is_initialized():
-        return None  # without torch.distributed, ranks are threads of one process
+        return None  # an accelerator, a single rank, or ranks that are threads
     timeout_s = ranks.timeout_s or timeout_of(ranks.group, ranks.device).total_seconds()
     shared = SharedMemory(control, timeout_s=timeout_s, ranks_per_node=per_node)
     num_far = per_node - 1 - len(shared.peers)
@@ -85,7 +85,7 @@ def make_transport(
 
 
 _MESSAGE_ALIGNMENT = 16
-"""Bytes of which messages of a codec are multiples."""
+"""Bytes: the length of an encoded message is a multiple of this."""
 
 
 class DeviceCollectives(Transport):

@@ -3,7 +3,7 @@
 Reductions on accelerators use this operator. In one pass over the slices it adds them in rank
 order, writes the sum, computes the sum's norm and finds the ranks whose slice is not finite. On
 CUDA, ROCm and XPU the operator launches two Triton kernels (`zero_core.comm.triton_sum`). On other
-devices, and where Triton is not installed, it uses torch operators: one kernel per rank.
+devices, and where Triton is not installed, it uses torch operators.
 """
 
 from __future__ import annotations

@@ -9,24 +9,24 @@ torch creates a process group in one of three ways, each with a condition:
   group (``init_process_group(device_id=...)``), non-members take part in NCCL's split.
 - ``new_group(ranks, use_local_synchronization=True)`` is called by the members alone. The group's
   name is a hash of the ranks and of the *number of groups* that the calling rank is in (since torch
-  2.15: of the counter). Members with different numbers hang, waiting under different names. A
-  reused name may read data that a destroyed group left in the store. With a bound device, the split
-  waits for non-members, which never call ``new_group``.
+  2.15: of the counter). Members with different numbers hang, waiting under different names. A group
+  with a reused name may read data that a destroyed group left in the store. With a bound device,
+  the split waits for non-members, which never call ``new_group``.
 - ``split_group(parent, ...)`` is called by all ranks of ``parent`` and needs a bound device. Names
   are formed as in the second way.
 
 An engine over all ranks of the job uses the first way, after all ranks have set their counter to
-the highest one. An engine over some of the ranks uses the third way if a device is bound and
-otherwise the second. Its ranks first agree on a number that none of them has used for a group
-before (`zero_core._torch.counting_groups`).
+the highest counter of any rank. An engine over some of the ranks uses the third way if a device is
+bound and otherwise the second. Its ranks first agree on a number that none of them has used for a
+group before (`zero_core._torch.counting_groups`).
 
 [Note: shared groups]
-A group is reused for the same backend, ranks and lane, by other subgroups of the same engine
-(ZeRO++'s two exchanges have equal subgroups) and by later engines. The members first agree whether
-the group still exists, because an engine may have been closed on some of them only. A rank aborts a
-group when the group's last user on that rank is closed. The rank does not wait for other ranks, and
-no collective may be under way on the group. Groups that end together are aborted in one call,
-because NCCL's aborts of several communicators may wait for each other (pytorch#119797).
+A group is reused for the same backend, ranks and lane (see `Lane`), by other subgroups of the same
+engine (ZeRO++'s two exchanges have equal subgroups) and by later engines. The members first agree
+whether the group still exists, because an engine may have been closed on some of them only. A rank
+aborts a group when the group's last user on that rank is closed. The rank does not wait for other
+ranks, and no collective may be under way on the group. Groups that end together are aborted in one
+call, because NCCL's aborts of several communicators may wait for each other (pytorch#119797).
 
 If a library is dropped without `close`, its groups end when any library next requests a group or is
 closed. A finalizer would run at a different time on each rank, and on any thread.
@@ -72,9 +72,9 @@ from zero_core.watch.place import Place
 from zero_core.watch.watch import DeviceWaits, ThreadedBoard, Watch, start
 
 _LEAVE_S = 30.0
-"""Longest wait for ranks that are to read the last round of a `StoreExchange`."""
+"""Longest wait of `StoreExchange.leave` for ranks that have not read the last round."""
 _LOOK_S = 1.0
-"""Time after which a `StoreExchange` that waits asks whether the other ranks are alive."""
+"""Interval at which a waiting `StoreExchange` checks that the other ranks are alive."""
 
 # torch 2.13 renamed the tensor collectives and deprecated the old names.
 _all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -93,7 +93,7 @@ class Ranks:
 
     @property
     def has_own_device(self) -> bool:
-        """Whether each rank needs its own device. With gloo and MPI, ranks can share a device."""
+        """Whether each rank needs its own accelerator. With gloo and MPI, ranks can share one."""
         if self.size == 1 or self.device.type == "cpu" or not dist.is_initialized():
             return False
         return backend_on(self.group, self.device) not in ("gloo", "mpi")
@@ -104,15 +104,15 @@ class Ranks:
             return self
         if not self.has_own_device:
             return replace(self, timeout_s=timeout_s)
-        # Here waits do not block the host. After a timeout, the backend ends the process.
+        # An accelerator's waits do not block the host: the backend ends the process on a timeout.
         set_timeout(self.group, timeout_s)
         return replace(self, timeout_s=None)
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
         """Return the control group of these ranks.
 
-        A `Watch` runs unless ``named_within_s`` is None: errors then name the rank that caused
-        them. If ``named_within_s`` is not 0, a wait of that many seconds also logs the rank that is
+        Between processes, errors name the rank that caused them, unless ``named_within_s`` is None.
+        If ``named_within_s`` is not 0, a wait of that many seconds also logs the rank that is
         waited for.
         """
         place, watch = Place(), None
@@ -143,7 +143,7 @@ class Ranks:
         return ControlGroup(hosts, self.device, place, watch)
 
     def exchange_beside(self, watch: Watch | None) -> Exchange:
-        """Return an exchange for a background thread. Ranks must create them in the same order."""
+        """Return an exchange for a background thread. Ranks must call this in the same order."""
         return StoreExchange(self, "a save beside training", watch)
 
     def messages(self) -> Messages:
@@ -156,7 +156,7 @@ class Ranks:
 class ProcessLibrary:
     """`DeviceLibrary` over a process group of torch.distributed.
 
-    Tensors are sent as bytes, because NCCL lacks some dtypes (int16, complex).
+    Tensors are sent as bytes, except in `all_reduce`, because NCCL lacks int16 and complex dtypes.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -355,7 +355,7 @@ class StoreExchange(Exchange):
                         raise RuntimeError(dead or f"no answer of ranks {missing[:4]} in time")
                 time.sleep(min(max((now - began) / 4, 0.001), _LOOK_S))
             rows = [self._store.get(key) for key in keys]
-            if self._num_rounds > 1:  # every rank has read the round before
+            if self._num_rounds > 1:  # all ranks are in this round: all have read the last one
                 self._store.delete_key(before[self.rank])
         except RuntimeError as error:
             self._is_broken = True
@@ -365,7 +365,7 @@ class StoreExchange(Exchange):
         return rows
 
     def leave(self) -> None:
-        """Make rank 0, which may host the store, wait until all ranks have read the last round."""
+        """End these rounds. Rank 0, which may host the store, waits until all ranks read them."""
         ends, last = self._keys(self._num_rounds), self._keys(self._num_rounds - 1)
         if self._store is not None and not self._is_broken:
             with suppress(RuntimeError):  # a failure here does not matter: the exchange is over
@@ -445,7 +445,7 @@ def _end_unused() -> None:
 
 
 def _next_number() -> int:
-    """Return the smallest number that this rank has not used for a group."""
+    """Return the lowest number above all that this rank has used for groups."""
     return max(count_groups(), _of_job().next_number)
 
 

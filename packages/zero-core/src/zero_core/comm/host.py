@@ -17,8 +17,8 @@ ranks that follows their gathers (`zero_core.protocols.Collectives`).
 [Note: once per node]
 With N nodes of R ranks, a rank sends its shard once to each other node, to the rank at the same
 position there, which forwards the shard within its node. This sends N - 1 shards between nodes
-instead of (N - 1) R. Forwarding must wait for the shard, so the gather is a job of the queue of
-gathers. Reductions stay direct, because summing within each node first would change the rounding.
+instead of (N - 1) R. Forwarding must wait for the shard, so the gather is a job of the gathers'
+queue. Reductions stay direct, because summing within each node first would change the rounding.
 
 [Note: coded slices]
 With a codec (`zero_core.protocols.SliceCodec`), ranks of other nodes receive encoded slices. A
@@ -58,11 +58,11 @@ from zero_core.errors import CollectiveError
 from zero_core.protocols import EXACT_GRADIENTS, SliceCodec, Work
 
 _ALIGNMENT = 64
-"""Bytes at whose multiples messages of coded slices begin, and of the length in front of each."""
+"""Alignment of encoded messages in bytes, and size of the length field in front of each."""
 _SLACK = 128
-"""A message is expected to be at most longer than the last one by one part in so many."""
+"""An encoded message is expected to be at most ``1 / _SLACK`` longer than the last one."""
 _NUM_SIZES = 32_749
-"""The largest prime below 2**15: tags are 31 bits."""
+"""Modulus of message sizes in tags: the largest prime below 2**15, as tags have 31 bits."""
 
 
 class Transport:
@@ -263,7 +263,7 @@ class HostCollectives(Transport):
     def _exchange(
         self, given: Tensor, offset: int | None, into: Tensor, peer: int, kind: Kind, unit: int
     ) -> _Parcel:
-        """Send ``given`` and receive ``into``. ``offset``: that of ``given`` in shared memory."""
+        """Send ``given`` and receive ``into``. ``offset``: of ``given`` in the shared window."""
         if offset is None or peer not in self._near:
             works = [self._receive(into, peer, kind, unit), self._send(given, peer, kind, unit)]
             return _Parcel(into, works)
@@ -368,7 +368,7 @@ class _Parcel:
 
 @dataclass(eq=False)
 class _Several:
-    """Several works as one. With ``reader``, near bytes of an all-to-all are acknowledged."""
+    """Several works as one. With ``reader``, `wait` also acknowledges an all-to-all's bytes."""
 
     works: Sequence[Work]
     reader: HostCollectives | None = None
@@ -460,7 +460,7 @@ class HostLibrary:
     def __init__(
         self, messages: Messages, *, rank: int, world_size: int, channel: int = CONTROL_CHANNEL
     ) -> None:
-        """``channel``: a thread that runs beside training uses a separate one."""
+        """``channel``: a background thread needs a separate channel."""
         self.rank = rank
         self.world_size = world_size
         self._messages = messages

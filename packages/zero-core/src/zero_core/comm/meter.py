@@ -24,7 +24,7 @@ ORDER = [
     ("all_reduce", FACTS),
     ("all_to_all", WHOLES),
 ]
-"""Of the rows of a meter and of a plan."""
+"""(collective, content) of the rows of a meter and of a plan, in order."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Links:
 
     @property
     def codes_slices(self) -> bool:
-        """Whether reductions can encode slices for other nodes. Accelerators encode all or none."""
+        """Whether reductions can encode slices. Accelerators encode all of an exchange or none."""
         is_mixed = self.is_ring and self.ranks_per_node > 1 and not self.sums_in_two_levels
         return self.num_nodes > 1 and not is_mixed
 
@@ -97,7 +97,7 @@ class Links:
         return near * self.num_nodes * slice_bytes, others * sum_bytes
 
     def among(self, ranks: Sequence[int]) -> Links:
-        """Return the links among ``ranks``. If unevenly spread, each rank counts as a node."""
+        """Return the links among ``ranks``. If nodes have unequally many, each rank is a node."""
         nodes = [rank // self.ranks_per_node for rank in ranks]
         size = nodes.count(nodes[0])
         runs = [nodes[i : i + size] for i in range(0, len(nodes), size)]

@@ -25,11 +25,11 @@ from zero_core.protocols import Work
 
 _NUM_CHANNELS = 4096
 CONTROL_CHANNEL = 0
-"""Channel of the control groups of a process group. A rank may have made more of them than others,
-where a build failed on it. Like its collectives, their exchanges are in one order on all ranks."""
+"""Channel that all control groups of a process group share. Separate channels would differ between
+ranks after a build that failed on some of them."""
 
 _numbers: defaultdict[str, count[int]] = defaultdict(count)
-"""Channel numbers of each process group, so that two engines over one group share none."""
+"""Next channel number of each process group. Engines over one group use different channels."""
 _under_way: WeakKeyDictionary[dist.ProcessGroup, set[_Message]] = WeakKeyDictionary()
 """Messages of each process group that nobody has waited for."""
 
@@ -101,7 +101,7 @@ class ProcessMessages:
         self._limits = [] if timeout_s is None else [timedelta(seconds=timeout_s)]
         self._under_way = set[_Message]() if group is None else _under_way.setdefault(group, set())
 
-    # Not `dist.isend` and `dist.irecv`: they check arguments for as long as a small message takes.
+    # Not `dist.isend` and `dist.irecv`: their checks take as long as sending a small message.
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
         assert self._group is not None, "a single rank sends nothing"

@@ -32,7 +32,7 @@ class Pending:
 
 _Job = Callable[[], None]
 _Tasks = SimpleQueue["tuple[_Job, Future[None], bool] | None"]
-"""Jobs, and whether their callers are in inference mode. None ends the queue."""
+"""(job, outcome, whether the caller is in inference mode). None ends the queue."""
 
 
 class HostQueues:
@@ -55,7 +55,7 @@ class HostQueues:
                 thread.start()
         thread, queue = self._queues[is_reduction]
         if threading.current_thread() is thread:
-            _run(job, outcome)  # queued, it would deadlock with the job that calls and waits
+            _run(job, outcome)  # a queued job would deadlock: the running job waits for it
         else:
             queue.put((job, outcome, torch.is_inference_mode_enabled()))
         return Pending(outcome.result)

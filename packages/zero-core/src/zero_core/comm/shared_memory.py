@@ -66,12 +66,12 @@ _log = logging.getLogger(__name__)
 _SECRET_BYTES = 16
 """Each window begins with its secret, by which peers recognize it."""
 _MAX_BYTES_PER_NODE = 2**45
-"""Address space that the windows of a node may take in each process, of the 2**47 there are."""
+"""Maximum address space that a node's windows take in a process, which has 2**47 bytes."""
 
 Letter = tuple[int, int, int]
-"""A message that is expected: its peer, tag and number."""
+"""Peer, tag and serial number of an expected message."""
 _MESSAGE = struct.Struct("=qqqq")
-"""Tag, number, and what it says. Below ``PIPE_BUF``: written at once or not at all."""
+"""Tag, serial number and two numbers. Shorter than ``PIPE_BUF``, so a write is atomic."""
 _MAX_READ = 2048 * _MESSAGE.size
 _FULL_S = 0.01
 """Longest time between two tries to write to a full pipe."""
@@ -81,7 +81,7 @@ _Secret = Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * _SECRET_BYTES}}}$")]
 _Card = tuple[
     PositiveInt, NonNegativeInt | None, NonNegativeInt, _Secret, str, dict[str, NonNegativeInt]
 ]
-"""A rank's process, its window's descriptor, bytes and secret, its namespace, and ends of pipes."""
+"""A rank's process id, its window's descriptor, bytes and secret, its namespace and pipe ends."""
 _CARD: TypeAdapter[_Card] = TypeAdapter(_Card)
 
 
@@ -121,7 +121,7 @@ class SharedMemory:
                     window = _map(pid, theirs, nbytes, bytes.fromhex(hidden))
                     if window is not None and self.mailbox.connect(rank, pid, end):
                         self._mapped[rank] = window
-            # After this exchange every rank has mapped its peers' windows, so it may close its own.
+            # After this exchange all ranks have mapped this window. Its descriptor may be closed.
             table = control.gather_bytes(bytes(r in self._mapped for r in range(len(cards))))
         finally:
             if descriptor is not None:
@@ -178,7 +178,7 @@ class SharedMemory:
         return view
 
     def _open_window(self, secret: bytes, others: Sequence[int]) -> int | None:
-        """Create this rank's pipes and window. Return the window's descriptor, or None."""
+        """Create this rank's pipes and window. Return the window's descriptor, None on failure."""
         if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # some Pythons lack it
             return None
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -302,7 +302,7 @@ class Mailbox:
                 return
             except BrokenPipeError:
                 return
-            except BlockingIOError:  # full: the peer may wait for this rank to read
+            except BlockingIOError:  # the pipe is full, and the peer may wait for this rank to read
                 deadline = deadline or time.monotonic() + self._timeout_s
                 if time.monotonic() > deadline:
                     raise RuntimeError(

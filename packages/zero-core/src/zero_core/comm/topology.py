@@ -10,9 +10,9 @@ as having equally many consecutive ranks: see `fold`.
 
 [Note: a rank's device]
 A rank uses the device bound to its process group (``init_process_group(device_id=...)``). If none
-is bound, it uses the current device, unless that is device 0, the default. In that case it uses
-device ``LOCAL_RANK`` if it exists. With ``CUDA_VISIBLE_DEVICES`` set per rank, only device 0
-exists. ``build`` compares the devices of all ranks (`check_devices`).
+is bound, it uses the current device, unless that is device 0, the default. In that case the rank
+uses device ``LOCAL_RANK``, if that exists. With ``CUDA_VISIBLE_DEVICES`` set per rank, only device
+0 exists. ``build`` compares the devices of all ranks (`check_devices`).
 """
 
 from __future__ import annotations

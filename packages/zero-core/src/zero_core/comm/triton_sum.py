@@ -1,9 +1,9 @@
 """Triton kernels of `zero_core.comm.fused_sum`: a sum in rank order and its statistics.
 
 Each program adds one **tile** of all slices and writes the tile's sum of squares to a separate
-element. A second kernel adds these in order, so the norm does not depend on the programs' order. If
-any term is non-finite, so is the sum. Only tiles with a non-finite sum are read again, to find the
-ranks.
+element. A second kernel adds the tiles' sums in order, so the norm does not depend on the programs'
+order. If any term is non-finite, so is the sum. Only tiles with a non-finite sum are read again, to
+find the ranks.
 """
 
 # No `from __future__ import annotations`: Triton reads the kernels' annotations.
@@ -114,7 +114,7 @@ def norm_kernel(
 
 @triton.jit
 def _load(ptrs: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Load elements as fp32, or as float64 if stored so."""
+    """Load elements as fp32. Float64 elements stay float64."""
     raw = tl.load(ptrs, mask=mask, other=0)
     if DTYPE == "bf16":
         return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)

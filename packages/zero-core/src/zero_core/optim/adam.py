@@ -52,9 +52,9 @@ class Adam(BaseOptimizer):
     """Adam (Kingma and Ba, 2015, arXiv 1412.6980) or AdamW (arXiv 1711.05101), fused.
 
     With bias correction, the update runs the same kernel as `torch.optim.Adam` or ``AdamW``.
-    Without, the raw moments are used: ``p -= lr * exp_avg / (sqrt(exp_avg_sq) + eps)``, which is
-    larger in the first steps. The state is torch's: ``step`` (0-d, fp32), and ``exp_avg`` and
-    ``exp_avg_sq`` with the parameter's shape and dtype.
+    Without bias correction, the raw moments are used: ``p -= lr * exp_avg / (sqrt(exp_avg_sq) +
+    eps)``, which is larger in the first steps. The state is torch's: ``step`` (0-d, fp32), and
+    ``exp_avg`` and ``exp_avg_sq`` with the parameter's shape and dtype.
 
     Arguments are torch's, plus ``bias_correction`` and ``decoupled_weight_decay`` (true for AdamW).
     ``fused`` selects torch's fused kernel, which reads ``step`` on the parameter's device.

@@ -25,7 +25,7 @@ Torch's fused kernels read ``found_inf`` on the device and change nothing if it 
 therefore be enqueued before the host knows whether to take it (`DeviceTier.step_ahead`). Gradients
 are multiplied by the factor outside the kernel, so that results are bit-identical to `step`. States
 that the optimizer creates in such a step (SGD's, if momentum was 0 in ``build``) are uninitialized
-if the step is void, and are dropped.
+if the step changed nothing, and are then dropped.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from zero_core.protocols import ChangeWatcher, ParamStore
 MASTER = "master_weight"
 _STORED_NUMEL = 1 << 18  # elements per write to a `ParamStore`, few enough for the CPU cache
 TURN_NUMEL = 1 << 26
-"""Elements that are updated at once: 256 MiB of fp32."""
+"""Maximum elements that are updated at once: 256 MiB of fp32."""
 
 
 class Chunked:
@@ -361,8 +361,8 @@ class DeviceTier(FlatTier):
     ) -> None:
         """Enqueue a step that changes nothing if ``found_inf`` (0-dim fp32 on the device) is 1.
 
-        ``grad_scale`` is 0-dim float64 on the device, and 1 if ``found_inf`` is 1. It is a number
-        if no gradient needs scaling. Call `settle` once the host knows the outcome. After that,
+        ``grad_scale`` is 0-dim float64 on the device, or a number if no gradient needs scaling. It
+        must be 1 if ``found_inf`` is 1. Call `settle` once the host knows the outcome. After that,
         `step` may update further pieces of the same training step with the same factor.
         """
         with set_found_inf(self._optimizer, found_inf):
@@ -405,7 +405,7 @@ class DeviceTier(FlatTier):
         if self._plan_key != key:
             self._turns, has_states = self._divide(active, starts)
             self._plan_copies = [copied for span in spans for copied in self._copies(*span)]
-            # Not reusable while the optimizer creates states: those pieces have separate turns.
+            # Not reusable: pieces whose states the optimizer now creates have separate turns.
             self._plan_key = key if has_states else None
         for turn in self._turns:
             if self._watcher is not None:
@@ -523,7 +523,7 @@ class DeviceTier(FlatTier):
             group = self._optimizer.param_groups[part.group]
             if self._num_steps[piece]:
                 self._optimizer.state[part.param] = state = {}
-                # As in torch's load_state_dict: these kernels read the step count on the device.
+                # Fused and capturable kernels read the step count on the device.
                 is_on_device = bool(group.get("fused") or group.get("capturable"))
                 device = part.param.device if is_on_device else torch.device("cpu")
                 for name, value in scalars.items():
@@ -612,7 +612,7 @@ def optimizer_maker(
 ) -> partial[torch.optim.Optimizer]:
     """Return a constructor of the optimizer, with the options of ``groups[0]``.
 
-    Some options apply only at construction, not per group: Adagrad's initial sum.
+    Some options, such as Adagrad's initial sum, apply only at construction, not per group.
     """
     make: Any = optimizer_class  # constructors have different signatures
     taken = inspect.signature(optimizer_class).parameters.keys() - {"params"}
@@ -659,7 +659,7 @@ def _probe_initial_state(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Any] | None:
-    """Return a state of zeros that is equivalent to no state, or None. Compares two steps."""
+    """Return a state of zeros that gives the same first step as no state, or None."""
     values, grad = torch.tensor([[1.0, -0.75], [0.5, -3.0]], dtype=dtype, device=device)
     expected, state = _probe(make, group, values, grad)
     zeros = {

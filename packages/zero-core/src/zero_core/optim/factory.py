@@ -19,7 +19,7 @@ from zero_core.optim.muon import Muon, split_groups
 _log = logging.getLogger(__name__)
 
 _BY_PARAMETER = ("torch.", "torchao.", "bitsandbytes.", "transformers.", "zero_core.")
-"""Modules whose optimizers update each parameter by itself."""
+"""Prefixes of modules whose optimizers update each parameter independently."""
 
 _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -41,12 +41,12 @@ _ELEMENTWISE = set(_BY_NAME.values()) - {torch.optim.Adafactor}
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers whose fused kernels run on CPUs and accelerators alike. A slice that begins and ends
-at multiples of `zero_core.layout.arithmetic.ALIGNMENT` gets the same bits as within the whole."""
+at multiples of `zero_core.layout.arithmetic.ALIGNMENT` gets the same bits as in the whole."""
 _OWN_KERNEL = {"fused", "foreach", "capturable", "differentiable"}
 
 _KERNEL_CLASSES = (*_FUSED, torch.optim.Adagrad, Lion)
-"""Optimizers that a host kernel computes where the state is offloaded. A subclass may update
-otherwise, and is none."""
+"""Optimizers that a host kernel can compute if the state is offloaded. Subclasses are excluded,
+because their update may differ."""
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:

@@ -82,7 +82,7 @@ class LossScaler:
         self.is_applied = False  # whether a loss of the current micro-step has been scaled
         self.hysteresis_left = config.hysteresis  # overflows left; the last one halves the scale
         self.steps_since_overflow = 0
-        self.growth_delay = 0  # steps before the first window starts: DeepSpeed delays it by one
+        self.growth_delay = 0  # steps before the first window starts: 1 in the DeepSpeed adapter
 
     def update(self, *, is_overflow: bool) -> None:
         """Adapt the scale after a step. ``is_overflow``: the step was skipped for an overflow."""
@@ -206,7 +206,7 @@ class TrainState:
         }
 
     def check(self, saved: Mapping[str, Any], without: Collection[str] = ()) -> None:
-        """Raise an error if ``saved``, which `check_progress` has accepted, does not fit here."""
+        """Raise an error if ``saved``, which `check_progress` has accepted, does not fit."""
         groups, state = saved["param_groups"], saved["lr_scheduler"]
         counts = len(groups), len(self._param_groups)
         if "optimizer" not in without and counts[0] != counts[1] and self._rank == 0:
@@ -217,7 +217,7 @@ class TrainState:
             )
         if "optimizer" not in without and counts[0] == counts[1]:
             for number, (own, group) in enumerate(zip(self._param_groups, groups, strict=True)):
-                # Ignore keys on one side only: schedules and Prodigy add keys over time.
+                # Ignore keys that only one side has: schedules and Prodigy add keys over time.
                 for key in own.keys() & group.keys():
                     if not _is_setting(own[key], group[key]):
                         raise CheckpointCorruptError(
@@ -343,7 +343,7 @@ def _describe(value: object) -> str | None:
 
 
 _FINITE = frozenset({"lr", "betas", "eps", "weight_decay", "momentum"})
-"""Settings that no optimizer takes infinite. Others may be: Prodigy's ``growth_rate`` is."""
+"""Settings that must be finite. Others may be infinite, such as Prodigy's ``growth_rate``."""
 
 
 def is_finite_setting(key: str, value: object) -> bool:

@@ -308,7 +308,7 @@ class WholeTier(FlatTier):
         """Replace the state of an updated parameter, with its strides and on the tier's device."""
         owner, spec = self._model_params[param], self._layout.params[param]
         (group,) = [g for g in self._optimizer.param_groups if any(p is owner for p in g["params"])]
-        # As in torch's load_state_dict: these kernels read the step count on the device.
+        # Fused and capturable kernels read the step count on the device.
         is_on_device = bool(group.get("fused") or group.get("capturable"))
         moved = {}
         for name, value in state.items():
@@ -324,7 +324,7 @@ def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whol
     """Assign each trainable parameter to a rank, for stages 1 to 3.
 
     Divided parameters are assigned largest first. Each goes to the rank with the fewest elements so
-    far among those that hold a part. ``sliced`` and empty parameters have no owner.
+    far among the ranks that hold a part of it. ``sliced`` and empty parameters have no owner.
     """
     load = [0] * layout.world_size
     found: list[Whole] = []
@@ -374,8 +374,8 @@ def step_bytes(
 
     Both are maxima over the ranks. The first counts whole parameters and widened gradients, the
     second the bytes sent and received in the largest round. ``is_apart``: the update runs on
-    another device than the gradients. ``dtypes``: master weight and offered gradient, by trainable
-    segment.
+    another device than the gradients. ``dtypes``: dtypes of the master weight and of the offered
+    gradient, by trainable segment.
     """
     wholes = assign_owners(layout, sliced=sliced)
     divided = [whole for whole in wholes if is_sharded and whole.is_divided]
@@ -406,7 +406,7 @@ def _numel(wholes: Sequence[Whole]) -> int:
 
 
 _Parcel = tuple[int, int, Share]
-"""Another rank, and the part of a parameter that travels from or to it."""
+"""(other rank, parameter, share): a share that is sent to or received from that rank."""
 
 
 class _Exchange:
@@ -499,7 +499,7 @@ def _put(part: tuple[Tensor, Tensor], into: Sequence[Tensor], factor: float) -> 
 def _lending(
     params: Sequence[Tensor], lent: Mapping[Tensor, tuple[Tensor, Tensor]]
 ) -> Iterator[None]:
-    """Set the values and gradients in ``lent``, no gradient elsewhere, and restore all at exit."""
+    """Set the values and gradients in ``lent``, clear other gradients, and restore all at exit."""
     with access.opened(param for param in params if isinstance(param, nn.Parameter)):
         before = [(param, param.data, get_grad(param)) for param in params]
         try:

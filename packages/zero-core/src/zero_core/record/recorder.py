@@ -217,7 +217,7 @@ class Recorder(Extension):
             self._place.clock = clock
 
     def flush(self) -> None:
-        """Write all steps that have ended to the file."""
+        """Write the step that has ended but is not yet in the file, if any."""
         step, self._pending = self._pending, None
         if step is None:
             return
@@ -347,7 +347,7 @@ class Recorder(Extension):
         numel = layout.local_numel(is_sharded=subject.memory.has_sharded_state)
         on_host = self._tier.host_numel if self._tier is not None else 0
         model: dict[str, Any] = {}  # the Hugging Face configuration
-        with suppress(AttributeError, TypeError, ValueError):  # foreign: Hugging Face's
+        with suppress(AttributeError, TypeError, ValueError):  # foreign: a Hugging Face attribute
             found = state.module.config.to_dict()  # type: ignore[operator,union-attr]
             model = dict(json.loads(json.dumps(found, default=str)))
         return RunRecord(

@@ -31,7 +31,7 @@ from zero_core.testing.simulated import simulate
 
 Scenario = Callable[[Engine, Path], list[float]]
 FOLDER = "FOLDER"
-"""Stands for a folder of the run's own in a configuration."""
+"""Placeholder in a configuration. `run_side` replaces it by the run's folder."""
 _OTHER_WEIGHTS = "model.safetensors"
 
 
@@ -58,7 +58,7 @@ def evaluate(engine: Engine, step: int) -> float:
 
 
 def _trains(engine: Engine, folder: Path) -> list[float]:
-    # branches, and parameters without gradients, differ between ranks
+    # Forward branches and parameters without gradients differ between ranks.
     return [micro_step(engine, step) for step in range(7)]
 
 
@@ -188,7 +188,7 @@ def _skips_a_step(engine: Engine, folder: Path) -> list[float]:
 
 
 def _has_edited_gradients(engine: Engine, folder: Path) -> list[float]:
-    # Edit gradients or use other features between backward and step.
+    # Between backward and step, edit or clip gradients, read a state, change the rate, or save.
     losses = []
     for step in range(8):
         losses.append(_backward(engine, step))
@@ -250,7 +250,7 @@ def _goes_long(engine: Engine, folder: Path) -> list[float]:
             factor = torch.nan if is_spoilt else 1.0 if step % 10 else 256.0
             losses.append(micro_step(engine, step, micro, factor))
         norm = engine.get_global_grad_norm() or 0.0
-        # Rounded to fp32: an offload ratio changes the double's last digits.
+        # Round the norm to fp32, because an offload ratio changes its last fp64 digits.
         losses.append(torch.tensor(norm).item())
         if step == 25:
             losses += _is_edited(engine, folder)
@@ -282,12 +282,12 @@ BY_NAME: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
     "edits param.grad": (_edits_param_grads, {}),
     "goes long": (_goes_long, {"gradient_accumulation_steps": 2, "gradient_clipping": 40.0}),
 }
-"""For rows by name: of stage 0 alone, and of 100 steps, of which a tenth is clipped."""
+"""Scenarios that `cover` does not choose by default: for stage 0 only, and of 100 steps."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Keys of a configuration that must not change any bit."""
+    """Configuration keys that must not change any bit compared with a base configuration."""
 
     zero: Mapping[str, Any] = field(default_factory=dict)  # added to ``zero_optimization``
     base: Mapping[str, Any] = field(default_factory=dict)  # ``zero_optimization`` of the base
@@ -372,7 +372,7 @@ def _compare(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
 
 
 def base_of(variant: Variant) -> Variant:
-    """Return what a variant is compared with."""
+    """Return the base configuration with which a variant is compared."""
     return Variant(base=variant.base, base_top=variant.base_top, width=variant.width)
 
 
@@ -408,7 +408,7 @@ def run_side(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Trace:
     with engine.gathered() as model:  # compare the rounded parameters, not only masters
         values |= {f"gathered {n}": p.detach().clone() for n, p in model.named_parameters()}
     trained = [n for n, p in engine.module.named_parameters() if p.requires_grad]
-    # With equal stages, both sides have equal shards: compare each rank's own.
+    # Unless the variant changes the stage, both runs have equal shards, compared rank by rank.
     state_of = engine.states.get_full if "stage" in zero else engine.states.get_local
     for what, name in itertools.product(engine.sharded_state.tier.state_names(), trained):
         values[f"{what} of {name}"] = state_of(name, what)

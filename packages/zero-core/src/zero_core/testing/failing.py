@@ -34,7 +34,7 @@ class Failure(Exception):
 
 
 Call = tuple[str, int]
-"""A function's name, and which call of it is meant."""
+"""A function's name, and the index of one of its calls, from 0."""
 _ONE_AT_A_TIME = threading.Lock()
 """Python refuses to set a thread's profile function while another thread sets its own."""
 

@@ -118,8 +118,8 @@ def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = No
     """Train with DDP and a torch optimizer over fp32 master weights.
 
     In fp16, torch's ``GradScaler`` is used. Micro-steps run in ``no_sync`` if ``case.is_local``.
-    Otherwise their reduced gradients are added. A single rank trains the module itself. With
-    ``ranks``, `SimulatedDDP` replaces DDP.
+    Otherwise their reduced gradients are added. A single rank trains without DDP. With ``ranks``,
+    `SimulatedDDP` replaces DDP.
     """
     trace = Trace()
     device = find_ranks(None, None).device  # the engine would choose the same device

@@ -43,7 +43,7 @@ READERS: dict[str, Callable[[nn.Parameter], Any]] = {
     "vector": lambda p: nn.utils.parameters_to_vector([p]),
     "another thread": lambda p: _in_a_thread(p),
 }
-"""Ways to read a value, each of which returns it or what follows from it."""
+"""Functions that read a parameter and return its value or a value computed from it."""
 
 
 def _saved(param: nn.Parameter) -> Tensor:
@@ -127,7 +127,7 @@ class Log:
 
 
 BEFORE, AFTER = "gathered before the step", "gathered after the step"
-"""Moments at which every reader is known to be right."""
+"""Moments at which every reader finds the right value."""
 
 
 def read_everywhere(engine: Engine, rank: int, steps: int) -> tuple[dict[Any, Any], list[float]]:

@@ -41,9 +41,9 @@ from zero_core.watch.watch import Watch
 
 _T = TypeVar("_T")
 _COLLECT_S = 0.5
-"""Seconds from one look at the garbage to the next."""
+"""Seconds between two checks for garbage."""
 _MOST_UNCOLLECTED = 50_000
-"""Objects made since the last collection. Python's own limit is 700."""
+"""Objects created since the last collection that trigger another. Python's default is 700."""
 
 TIMEOUT_S = 120.0
 """Longest wait for another rank, unless `simulate` is given another."""
@@ -93,7 +93,7 @@ class Network:
         return SimulatedRanks(None, rank, size, device, per_node, carrier=carrier)
 
     def fail(self, rank: int) -> None:
-        """Wake every waiting rank, because ``rank`` has failed."""
+        """Record that ``rank`` has failed, and wake all waiting ranks."""
         for arrived in self._arrived:
             with arrived:
                 if self.failed is None:
@@ -103,7 +103,7 @@ class Network:
 
 @dataclass(eq=False)
 class _Message:
-    """A message to receive into ``into``. None: the message was sent, or received already."""
+    """A message to receive into ``into``, which is None if it was sent or already received."""
 
     network: Network
     address: tuple[int, int, Any]  # sender, receiver and tag

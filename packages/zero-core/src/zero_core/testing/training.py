@@ -29,7 +29,7 @@ def loss_of(model: Callable[..., Any], inputs: Inputs) -> Tensor:
 
 
 def train(engine: zero_core.Engine, batches: Iterable[Inputs | None]) -> list[float]:
-    """Train one micro-step per batch and return the losses. None: an idle micro-step."""
+    """Train one micro-step per batch, or an idle one for None, and return the losses."""
     losses = []
     for inputs in batches:
         if inputs is None:

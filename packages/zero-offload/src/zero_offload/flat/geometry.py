@@ -7,8 +7,8 @@ shard        1-D tensor in the parameters' dtype over ``[start, start + tensor.n
              new values are written. A model unit has one shard per dtype. Each piece is inside one
              shard.
 run          contiguous range of active pieces in one shard, updated and published at once.
-part         set of elements (`Intervals`) that one tier holds. Its elements without gaps are a flat
-             space too. A piece or shard that the set splits becomes several there.
+part         set of elements (`Intervals`) that one tier holds. Numbered without gaps, these
+             elements form a flat space too, in which a piece or shard may become several.
 split point  element at which the host's elements begin or end.
 """
 
@@ -156,7 +156,7 @@ class Intervals:
 
 
 PUBLISHED_NUMEL = 1 << 24
-"""Default maximum elements published at once. This is small enough for overlap with copies."""
+"""Default maximum elements published at once, few enough that updates overlap with copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Elements ``[start, stop)``: adjacent active pieces of one shard with an equal key."""
+    """Elements ``[start, stop)``: adjacent active pieces of one shard with equal settings."""
 
     start: int
     stop: int
@@ -277,7 +277,7 @@ class Geometry:
         return Intervals((self.pieces[i].start, ends[i]) for i in indices)
 
     def part(self, share: Intervals) -> tuple[Geometry, dict[int, tuple[int, ...]]]:
-        """Return a part's geometry, with views of these shards, and its pieces by piece index."""
+        """Return the geometry of ``share``, and its piece indices by piece. Shards are views."""
         pieces: list[tuple[int, int, int]] = []
         local: dict[int, tuple[int, ...]] = {}
         for i, piece in enumerate(self.pieces):

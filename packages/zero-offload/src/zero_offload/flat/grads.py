@@ -93,7 +93,7 @@ class GradLedger:
         return grad if grad_scale == 1.0 else grad.mul_(grad_scale)
 
     def joined(self, start: int, stop: int) -> list[Tensor]:
-        """Return the terms of a range as whole tensors, or one fp32 sum if its parts differ."""
+        """Return the terms of a range, each as one tensor. Several parts give a single tensor."""
         parts = self.segments(start, stop)
         if len(parts) == 1:
             return parts[0][2]
@@ -104,7 +104,7 @@ class GradLedger:
 
 
 def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
-    """Write the ordered sum of ``terms`` to ``out``, in its dtype. It may be the first term."""
+    """Write the ordered sum of ``terms`` to ``out``, in its dtype. ``out`` may be ``terms[0]``."""
     first, *others = terms
     if first.data_ptr() != out.data_ptr():
         out.copy_(first)

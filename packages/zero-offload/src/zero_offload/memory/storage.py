@@ -113,7 +113,7 @@ class Scratch:
     def _parts(
         self, view: memoryview, address: int
     ) -> Iterator[tuple[int, memoryview, memoryview | None]]:
-        """Yield ``(at, part, bounce buffer)``: None for the part that direct I/O can transfer."""
+        """Yield ``(at, part, bounce)``. ``bounce`` is None for the part that needs no buffer."""
         direct = 0 if address % ALIGNMENT else len(view) - len(view) % ALIGNMENT
         direct = direct if self.is_direct else len(view)
         yield 0, view[:direct], None
@@ -268,12 +268,12 @@ class BlockFile:
     def read(self, block: int, tensor: Tensor) -> Transfer:
         """Start to fill ``tensor`` (CPU, contiguous, as many bytes as the block) with a block.
 
-        Memory of `aligned_empty` is filled in place, other memory through a bounce buffer.
+        With direct I/O, memory that is not from `aligned_empty` is filled through a bounce buffer.
         """
         return self._start(self.read_block, block, tensor)
 
     def write(self, block: int, tensor: Tensor) -> Transfer:
-        """Start to write ``tensor`` to a block. If this fails, later reads raise the same error."""
+        """Start to write ``tensor`` to a block. If it fails, the block's reads raise the error."""
         return self._start(self.write_block, block, tensor)
 
     @contextmanager

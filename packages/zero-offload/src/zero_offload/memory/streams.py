@@ -172,7 +172,7 @@ class AcceleratorStreams(HostStreams):
     def release(self, event: torch.Event) -> None:
         """Make the caller's stream wait, so that it may overwrite the source of a `to_host`."""
         self.current().wait_event(event)  # Rule 3: overwrite the gradient after it was copied.
-        # Earlier copies on down are complete too.
+        # Copies on down are in order, so the stream waits for earlier ones too.
         if any(own is event for own, _ in self._reading):
             while self._reading.popleft()[0] is not event:
                 pass

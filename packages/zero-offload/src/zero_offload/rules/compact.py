@@ -4,11 +4,11 @@ Moments are bf16 with stochastic rounding, or 8-bit block-wise (Dettmers et al.,
 2110.02861). The master weight of a bf16 parameter is kept split.
 
 [Note: 8-bit codes]
-128 elements form a block with an fp32 scale, their largest magnitude. The code of a first moment is
-nearly the signed square root of its magnitude over the scale (half the exponent, linear in
-between), with 127 for the scale. The code of a second moment has the first 8 bits of its square
-root over the scale as a floating-point number: 16 codes per power of two, from 255 for the scale to
-0 for ``17 / 2**20``. With scale 0 all elements are 0.
+128 elements form a block with an fp32 scale, their largest magnitude. A first moment's code
+approximates the square root of its magnitude divided by the scale, with the moment's sign and 127
+for the scale itself. It halves the exponent and is linear in between. A second moment's code has 8
+leading bits of its square root divided by the scale: 16 codes per power of two, from 255 for the
+scale to 0 for ``17 / 2**20``. With scale 0 all elements are 0.
 
 Encoding decoded values restores all codes and scales, unless a block's largest root is below
 ``2**-56`` (1.4e-17). Then fp32 squares of small roots lose bits.

@@ -1,6 +1,6 @@
 """Choice of the host kernel and the update rule for an optimizer class.
 
-Kernels are entry points of the group ``zero_core.adam_kernels``. Only the requested one is loaded.
+Kernels are entry points of group ``zero_core.adam_kernels``. Only the requested kernel is loaded.
 
 An optimizer is elementwise if the new value and state of an element depend only on that element,
 its gradient, its state and step counts. Only such an optimizer can update parts of a parameter on

@@ -130,7 +130,7 @@ class Rule(ABC):
         """Return a state or whole master weights of the span's elements ``[start, stop)``.
 
         The result is fp32 and 1-D. It is the stored memory itself if that is fp32, so copy it
-        before a file's block is put or dropped.
+        before the buffer of a file's block is reused.
         """
         return stored[name][start:stop].float()
 

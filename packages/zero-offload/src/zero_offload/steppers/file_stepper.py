@@ -12,8 +12,8 @@ and is free, prefetched, being read, taken or being written. Three buffers are e
 update and write at the same time.
 
 [Note: prefetch]
-All steps take the same blocks in the same order. While nothing is announced, free buffers read the
-blocks that followed in the last step. If other blocks are announced, these buffers are reused.
+Steps usually take the same blocks in the same order. While nothing is announced, free buffers read
+the blocks that followed in the last step. If other blocks are announced, these buffers are reused.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class BlockPipeline:
         use the memory until `put`.
         """
         self._read_ahead()
-        # A pending write uses the only free buffer, or is of this block.
+        # Until a pending write completes, no buffer is free, or this block cannot be read.
         while block not in self._reading:
             assert self._ahead[0][0] == block, "blocks are taken in the order of announcement"
             self._retire(next(iter(self._writing)))
@@ -292,8 +292,7 @@ class FileStepper(RuleStepper):
     ) -> Iterator[Iterator[tuple[int, int, int, Block, dict[str, Tensor]]]]:
         """Provide ``(index, a, b, block, buffers)`` for each span, in order.
 
-        With ``is_read`` the buffers of the state are read before. All writes are complete at the
-        end.
+        With ``is_read`` buffers are first read from the file. All writes are complete at the end.
         """
         for index, _, _ in spans:
             self._pipeline.announce([index], self.layout.parts_of(index, name) if is_read else ())

@@ -60,7 +60,7 @@ class HostRing:
     """Ring buffer of ``capacity`` bytes of host memory, for one thread.
 
     Spans are contiguous, taken in order and freed in any order. A span that does not fit before the
-    end of the memory begins at its start. The memory is allocated with the first span.
+    end of the memory begins at the memory's start. The memory is allocated with the first span.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -130,8 +130,8 @@ def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
 class MemoryStepper(RuleStepper):
     """`RuleStepper` with one block per shard, or per piece under a rule with blocks.
 
-    ``upper`` returns permanent host memory for the parameters of a range inside one shard. It
-    stores the upper half of a split master weight.
+    ``upper`` returns permanent host memory for the parameters of a range inside one shard. That
+    memory stores the upper half of a split master weight.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class MemoryStepper(RuleStepper):
         return StateBytes(masters, copies, sum(bytes_of.values()))
 
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
-        """Return one chunk per run, so that each run is published as soon as it is updated."""
+        """Return one chunk per run, so that its values are published early. Split long runs."""
         if self.rule.block == 1:
             runs = split_runs(runs, self.geometry.published_numel)
         return [Chunk((run,)) for run in runs]
@@ -194,7 +194,7 @@ class MemoryStepper(RuleStepper):
     def update_tentatively(
         self, chunk: Chunk, grads: GradLedger, grad_scale: float, ring: HostRing
     ) -> Record | None:
-        """Update a chunk but not its shards. Return None, and do nothing, if the ring is full."""
+        """Update a chunk so that it can be undone. Do nothing and return None without room."""
         spans = [
             (run, start, stop, block, block.clip(self.take(index), start, stop))
             for run in chunk.runs

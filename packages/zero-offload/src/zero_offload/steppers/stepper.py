@@ -102,7 +102,7 @@ class ShardMasters:
         self._space = Geometry(geometry.numel, (), masters, 0, master_dtype=dtype)
 
     def view(self, start: int, stop: int) -> Tensor:
-        """Return the memory of a range inside one shard: the upper half if it is split."""
+        """Return a range's memory, inside one shard: the upper half if masters are split."""
         return self._space.view(start, stop)
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -326,7 +326,7 @@ class RuleStepper(Stepper):
         """Store the updated buffers of a block that was taken."""
 
     def fill(self, pieces: Iterable[int], *, is_fresh: bool) -> None:
-        """Write the initial values of the pieces' states. Fresh storage is zero already."""
+        """Write the initial values of the pieces' states. ``is_fresh``: storage is zero."""
         for span in (self.geometry.pieces[i] for i in pieces):
             for name, value in self._initial[span.group].items():
                 if value or not is_fresh:

@@ -4,8 +4,8 @@ Work on a stream takes a given number of seconds. The length of a step then foll
 in which the tier enqueues, waits and updates, and is the same in every run.
 
 [Note: clocks]
-caller  the training thread, ahead of the device as far as its waits allow.
-worker  the host's updates. It sees a job once the caller has submitted it.
+caller  the training thread. It runs ahead of the device except where it waits.
+worker  the thread of the host's updates. It can start a job once the caller has submitted it.
 stream  end time of all enqueued work. New work starts after the enqueue call, after earlier work
         and after the events that the stream waits for.
 

@@ -12,9 +12,9 @@ each. The move pays off if it gains more than `NOISE` of the host's seconds. Bis
 largest ratio without such a stall that device memory allows.
 
 A probe is the median of `STEPS_PER_PROBE` steps. The first step at a ratio allocates memory and
-does not count. The search ends when the bracket is narrower than `RESOLUTION`. It restarts if the
-cost differs by more than `CHANGE` for `PATIENCE` steps in a row, or if device memory becomes too
-small.
+does not count. The search ends when the bisected interval is narrower than `RESOLUTION`. It
+restarts if `Sample.cost_s` differs by more than `CHANGE` for `PATIENCE` steps in a row, or if
+device memory becomes too small.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zero_offload.tiers.twin import TwinTier
 STEPS_PER_PROBE = 3
 """Steps whose median is one probe."""
 RESOLUTION = 1 / 64
-"""Width of the bracket at which the search ends."""
+"""Width of the bisected interval of ratios at which the search ends."""
 NOISE = 0.02
 """Share of the host's seconds below which a gain is ignored."""
 CHANGE = 0.25
@@ -277,7 +277,7 @@ class DeviceRoom:
         self._numel_at_peak = 0
 
     def bound(self, now: MemoryReading | None, device_numel: int) -> float:
-        """Return the ratio, 0 to 1. ``device_numel`` is the device's share of the last step."""
+        """Return the ratio, 0 to 1. The device had ``device_numel`` elements in the last step."""
         if now is None or not self._numel or not self.element_bytes:
             return 0.0
         if now.peak > self._peak:
@@ -335,7 +335,7 @@ class AutoTier(TwinTier):
     def begin_round(self) -> None:
         """Measure the last step, and resplit before the first gradient of the next is offered."""
         sample = self._take_sample()
-        if not self._fresh:  # Otherwise gradients of the next step were offered before.
+        if not self._fresh:  # Otherwise gradients of the new step have been offered already.
             before = self.controller.report
             device_numel = self.geometry.numel - self.host_numel
             least_ratio = self._room.bound(read_memory(self._factory.device), device_numel)
@@ -346,7 +346,7 @@ class AutoTier(TwinTier):
         self._host_s = self._drain_host()
 
     def _take_sample(self) -> Sample:
-        with self._stalls.measure():  # A host that still updates is late.
+        with self._stalls.measure():  # Waiting for a host that still updates is a stall.
             host_s = self._drain_host() - self._host_s
         sample = Sample(
             host_numel=self._num_updated[True],

@@ -3,7 +3,7 @@
 [Note: resplit]
 `Shares.resplit` creates new tiers and migrates the state in blocks, by StateTier methods only.
 Device memory never holds two tiers: state that stays on the device waits in host memory until the
-old tier is freed. Host memory then holds the host's old and new share, or one of them and the
+old tier is freed. Meanwhile host memory holds the host's old and new share, or one of them and the
 waiting state.
 """
 
@@ -47,7 +47,7 @@ _SQUARED_NUMEL = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """Sorted ``(start, stop)`` spans of a part, and its tier's report: None for an engine's."""
+    """Sorted ``(start, stop)`` spans of a part, and a report, None for an engine's tier."""
 
     is_host: bool
     spans: tuple[tuple[int, int], ...]
@@ -157,7 +157,7 @@ class DevicePart(Part):
         return self._memory[dtype]
 
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
-        """Compute a sum of squares, see `TwinTier.square_sum`, as a scalar tensor on the device."""
+        """Compute a sum of squares, see `TwinTier.square_sum`. The result is on the device."""
         (memory,) = self._memory.values()
         found = memory.new_zeros((), dtype=torch.float64)
         for part in torch.split(memory[start:stop], _SQUARED_NUMEL):
@@ -373,7 +373,7 @@ class Shares:
         self._has_dropped = False  # whether the current resplit has freed a tier
         self._lost: BaseException | None = None
         self._watcher: ChangeWatcher | None = None
-        # Parameters chosen by name are not split.
+        # Alignment moves only split points inside pieces. Names select whole pieces.
         self.make_parts(geometry.align(host, self._alignment))
 
     def make_parts(self, host: Intervals) -> None:
@@ -488,7 +488,7 @@ class Shares:
 
     @torch.no_grad()
     def resplit(self, num_host: int) -> None:
-        """Move elements between host and device, so that the host has ``num_host`` of its end.
+        """Move elements between host and device, so that the host has ``num_host`` elements.
 
         Call it between steps. It waits for a pending step. Results do not change, except byte
         counters, because master weights are published again. See [Note: resplit].
@@ -511,7 +511,7 @@ class Shares:
         rest = host.complement(numel)
         try:
             self._host = host
-            # The host's new tier needs the state of the device's old tier.
+            # The growing side needs the other side's old state, so it is replaced first.
             if host.numel > before.numel:
                 self._replace_host(host)
                 self._replace_device(rest)

@@ -92,7 +92,7 @@ class TwinTier(ReportingShares):
         return total
 
     def _begin_offer(self, start: int, stop: int, ended: Intervals) -> None:
-        """Check the range. If it has ``ended`` elements, begin a new optimizer step."""
+        """Check the range. If it overlaps ``ended``, begin a new optimizer step."""
         self.geometry.check_range(start, stop)
         if any(ended.overlaps(start, stop)):
             self.check_whole()
@@ -146,7 +146,7 @@ class TwinTier(ReportingShares):
         part.tier.step(self._groups, active, grad_scale=grad_scale)
 
     def may_move(self, host: Intervals) -> bool:
-        """Wait for pending steps, and return whether ``host`` differs from the current elements."""
+        """Return whether ``host`` differs from the current elements, after pending steps if so."""
         if self._fresh:
             raise RuntimeError("a resplit between offer_grad and step: step or discard first")
         is_moving = super().may_move(host)

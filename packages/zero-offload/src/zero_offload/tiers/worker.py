@@ -11,9 +11,10 @@ an element keep the order of steps. With `Stepper.is_sequential` chunks keep the
 
 [Note: ahead of the decision]
 Tentative chunks (see `memory_stepper`) are updated in the same order and publish nothing. Once the
-speculation ends, tentative chunks that were not updated are dropped. If the step is confirmed, the
-others are published, and missing ones are updated first. Otherwise the updates are undone. While
-other copies to the device are pending, the worker prefers updates to kept chunks.
+speculation ends, tentative chunks that were not updated are dropped. If the step is confirmed,
+tentative updates are published, and all other chunks are updated and published. Otherwise the
+tentative updates are undone. While other copies to the device are pending, the worker prefers
+updates to publishing kept chunks.
 
 `Worker.run_next` updates one chunk for any caller: a `HostThread`, or a simulated clock.
 """
@@ -71,7 +72,7 @@ class Progress:
         self.error: BaseException | None = None
 
     def begin(self, runs: Sequence[tuple[int, int]]) -> tuple[list[Published], list[Published]]:
-        """Add a step. Return an entry per run, and entries that must be published before."""
+        """Add a step. Return an entry per run, and earlier steps' entries to publish first."""
         with self._changed:
             new, before = [Published() for _ in runs], self.begin_unpublished(runs)
             for (start, stop), entry in zip(runs, new, strict=True):
@@ -220,7 +221,7 @@ class Job:
 
 
 _Ready = tuple[int, int, int, Job]
-"""A chunk whose gradient has arrived: offset, number, index in the job, job."""
+"""A chunk whose gradient has arrived: (offset, order of arrival, index in the job, job)."""
 
 
 class Worker:
@@ -289,7 +290,7 @@ class Worker:
         self._ready.clear()
 
     def _pop(self) -> _Ready:
-        """Return the ready chunk that is needed first. A kept chunk may wait for copies."""
+        """Return the first ready chunk. Skip kept chunks if publishing them would block."""
         if self._is_kept(self._ready[0]) and self._mover.is_full:
             others = [ready for ready in self._ready if not self._is_kept(ready)]
             if others:

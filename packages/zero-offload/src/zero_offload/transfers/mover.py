@@ -11,8 +11,8 @@ held               permanent host copy of a parameter shard in place of staging,
                    the 16-bit parameter as the upper half of a split master weight.
 published weights  the values that were sent last, if new ones are sent as differences.
 
-As in ZeRO-Offload (arXiv 2101.06840, section 4) each step copies one 16-bit gradient to the host
-and one 16-bit parameter to the device per parameter.
+As in ZeRO-Offload (arXiv 2101.06840, section 4) a step copies, per element of a parameter, a 16-bit
+gradient to the host and a 16-bit value to the device.
 
 [Note: differences]
 The host keeps the values that it sent last, but other code may have written to the shard since.
@@ -160,7 +160,7 @@ class UploadDifferences:
         self._free_values += self._memory.empty(_NUM_CHECKSUMS, torch.int64).unbind()
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
-        """Yield the parts of a span, with their last sent values, or None without such."""
+        """Yield the parts of a span, with the values sent last, or None if these are not kept."""
         index = self._geometry.shard_at(start)
         base, kept = self._geometry.shards[index][0], self._kept.get(index)
         if kept is None:
@@ -236,7 +236,7 @@ _SUM = -1
 """Layer number of the sum of the micro-steps' gradients."""
 
 Release = Callable[[], None]
-"""Must be called before the memory of an offered gradient is overwritten."""
+"""Function to call before the memory of an offered gradient is overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ class Mover:
         return torch.accelerator.current_stream(self.device).record_event()
 
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
-        """Record a gradient in ``ledger``. Return a release if it is copied asynchronously."""
+        """Record a gradient in ``ledger``. Return a `Release` if it is copied asynchronously."""
         event = self._record()
         if event is not None:
             self._offered.append(event)
@@ -305,7 +305,7 @@ class Mover:
         return view
 
     def publish(self, start: int, stop: int) -> torch.Event | None:
-        """Copy the values in `out` to the shards. Return an event if that is asynchronous."""
+        """Publish the values in `out` to the shards. Return an event if that is asynchronous."""
         view = self.geometry.view(start, stop)
         if view.is_meta:
             assert self._store is not None, "checked at construction"
@@ -580,7 +580,7 @@ class GradSums:
         )
 
     def add(self, start: int, grad: Tensor, ledger: GradLedger, *, is_last: bool) -> Release | None:
-        """Start to copy one more term to a free layer. Return a release, or None."""
+        """Start to copy one more term to a free layer. Return a `Release`, or None on a CPU."""
         layers, has_sum = num_layers(self.num_micro_steps, self._mover.kept_dtype(grad.dtype))
         stop, release = start + grad.numel(), None
         for a, b, terms in ledger.terms(start, stop):
