@@ -322,7 +322,6 @@ def cuda(session: nox.Session) -> None:
     fake = Path("packages/zero-core/tests/support/fake_cuda")
     tested = ("zero-core", "integration")
     tools = [*(tool for name in tested for tool in group("test", name)), *group("runners")]
-    # The overrides leave NVIDIA's libraries out, which the fake ones replace.
     torch = ("--quiet", "--override", str(fake / "overrides.txt"))
     session.install(*torch, *own(session, "cpu-adam[torch]", *PACKAGES[1:], COMMANDS), *tools)
     headers = str(Path(session.create_tmp()).resolve())
@@ -332,7 +331,8 @@ def cuda(session: nox.Session) -> None:
     session.posargs[:] = () if is_all else session.posargs
     for package in tested:
         run_tests(session, package, "-m", "cuda" if is_all else "cuda and not slow")
-        run_tests(session, package, "tests/test_equalities.py", *(() if is_all else GATE))
+        rows = ("--dist=load", "tests/test_equalities.py", *(() if is_all else GATE))
+        run_tests(session, package, *rows)
 
 
 @nox.session
