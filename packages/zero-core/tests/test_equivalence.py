@@ -18,8 +18,8 @@ from zero_core.testing.simulated import on_ranks
 SIMULATED_STEPS = 5  # ranks take different branches in step 5
 WAYS = [(1, False), (3, False), (3, True)]
 """Micro-steps of a step, and whether they add up locally."""
-# Sums of three ranks round, sums of two ranks are exact, and one rank has nothing to shard. Torch's
-# GradScaler and the engine skip the same fp16 steps, unless torch accumulates locally in fp16.
+# The order of a sum matters with three ranks, not with two. One rank has nothing to shard. No case
+# accumulates fp16 locally, where torch's GradScaler skips other steps than the engine.
 GRID_OF = {
     1: [
         Case(accumulation=3, is_local=True),

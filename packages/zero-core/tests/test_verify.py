@@ -118,7 +118,7 @@ def test_what_no_engine_can_load_is_refused_and_not_whole(saved, tmp_path, edit)
             zero_core.verify_checkpoint(tmp_path / "made-up")
     engine = _build(optimizer)
     _train(engine)
-    # A refused load changes nothing: the next save writes the same bytes.
+    # A refused load changes nothing, so the saves before and after it have the same bytes.
     before = engine.save_checkpoint(tmp_path / "own", "before")
     with pytest.raises(CheckpointError):
         engine.load_checkpoint(tmp_path / "made-up")

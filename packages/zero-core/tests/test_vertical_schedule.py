@@ -417,7 +417,7 @@ def test_step_needs_all_of_its_micro_batches_and_none_before(schedule):
     ("kind", "further", "said"),
     [
         ("plain", {}, "auto chose vertical: gathers are saved"),
-        # The reason is detected within a forward, or after it.
+        # The reason is detected within or after the first forward.
         ("called again", {}, "auto chose horizontal: rank 0: accumulation_schedule = 'vertical'"),
         ("a weight with a hook", {}, "auto chose horizontal: rank 0: accumulation_schedule ="),
         *(

@@ -36,7 +36,7 @@ class Objects(DirFileSystem):  # type: ignore[misc]
         if "w" in mode:
             self._count()
         file = super().open(path, mode, **options)
-        # Like in s3fs, a replaced object is read with its old size if a listing cached it.
+        # As in s3fs, a replaced object is read up to its old size if a listing cached that size.
         size = self._sizes.get(self._join(path))
         return file if "w" in mode or size is None else io.BytesIO(file.read(size))
 
