@@ -11,7 +11,7 @@ from zero_core.testing.simulated import on_ranks
 from zero_core.testing.training import assert_same, train_ddp
 
 EPOCHS = (3, 3, 2, 3, 1)
-"""Micro-steps of each step where 3 are configured: two epochs that do not divide."""
+"""Micro-steps of each step, in two epochs whose last step is shorter."""
 
 
 def _ddp(ranks, counts):

@@ -17,7 +17,7 @@ from zero_core.testing.simulated import on_ranks
 
 SIMULATED_STEPS = 5  # ranks take different branches in step 5
 WAYS = [(1, False), (3, False), (3, True)]
-"""Micro-steps of a step, and whether they add up locally."""
+"""Micro-steps per step, and whether gradients accumulate locally."""
 # The order of a sum matters with three ranks, not with two. One rank has nothing to shard. No case
 # accumulates fp16 locally, where torch's GradScaler skips other steps than the engine.
 GRID_OF = {

@@ -18,7 +18,7 @@ from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train_steps
 
 GIVING_UP = ("FormerModel.give_up", "release_free_pages")
-"""The last calls of a build, after which the model has its values in other memory again."""
+"""The last calls of a build. If they fail, the model's values are in other memory than before."""
 KINDS = ("ordinary", "deferred", "pretrained", "evaluation", "sliced")
 
 

@@ -7,7 +7,7 @@ from zero_core.layout.gradient_plan import GradientCase, plan_gradient
 
 FP32, BF16 = torch.float32, torch.bfloat16
 ADDED = {"owns_grads": True, "adds_grads": True, "is_accumulated": True}
-"""Accumulation with a tier that adds up gradients."""
+"""Accumulation in a tier that adds gradients up."""
 
 
 def _plan(*, stage=3, world_size=2, communicated=BF16, asked=None, is_accumulated=False, **tier):

@@ -22,7 +22,7 @@ from torch.cuda._sanitizer import EventHandler
 from support.fake_cuda import TraceRecord
 
 Range = tuple[int, int]
-"""Address and number of bytes."""
+"""Address and number of bytes of a piece of memory."""
 
 
 class _Access(NamedTuple):

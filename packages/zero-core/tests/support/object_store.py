@@ -13,16 +13,16 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 ROOT = "OBJECTS_ROOT"
-"""Variable with the folder that has the objects."""
+"""Environment variable: folder of the objects."""
 LAST = "OBJECTS_LAST"
-"""Variable with the number of the write after which its process is killed."""
+"""Environment variable: number of writes that a process completes before it is killed."""
 
 
 class Objects(DirFileSystem):  # type: ignore[misc]
     protocol = "objects"
     num_written = 0
     is_down = False
-    """Whether listings fail, as of a store that does not answer."""
+    """Whether listings fail, as if the store did not answer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(path=os.environ[ROOT], fs=LocalFileSystem(auto_mkdir=True), **options)

@@ -19,10 +19,10 @@ TWO_KERNELS = re.compile(
     "ratio|border that moves|budget|names on the host|first half|all in files|NAdam"
     "|4-bit messages, updates in backward"
 )
-"""Variants that update a share of the elements on the device.
+"""Variants that update some elements on the device, where another kernel rounds differently.
 
-torch's kernel there rounds differently than cpu-adam (NAdam: than torch's loop on the host). So
-their results are compared with those under other delays only, bit by bit unless the border moves.
+They are compared only with a run under other delays: bit by bit, or within a tolerance if the
+border between the elements of host and device moves.
 """
 
 

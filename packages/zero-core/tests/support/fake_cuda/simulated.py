@@ -26,7 +26,7 @@ from zero_core.watch.watch import Watch
 
 _T = TypeVar("_T")
 _UINT8 = 1
-"""NCCL's number of the type as which tensors of any dtype travel."""
+"""NCCL's number of the type uint8. Collectives that do not reduce send all dtypes as uint8."""
 _TYPES = {torch.float64: 8, torch.float32: 7, torch.int64: 4, torch.int32: 2, torch.uint8: _UINT8}
 
 
