@@ -69,7 +69,7 @@ _first_moves = itertools.count()
 
 
 def moving_tier(**given: Any) -> Any:
-    """Make a tier that applies all of `MOVES`, in a different order on each rank."""
+    """Make a tier whose ratio cycles through `MOVES`, from another start on each rank."""
     kernel = None if given["optimizer_class"] is torch.optim.NAdam else cpu_adam
     tier: Any = create_tier(**{**given, "adam_kernel": kernel})
     left = itertools.islice(itertools.cycle(MOVES), next(_first_moves) % len(MOVES), None)
@@ -118,7 +118,7 @@ def _filed(base: Mapping[str, Any], **keys: Any) -> Variant:
 
 
 def _few_bits(bits: Mapping[str, Any], base: Mapping[str, Any] = HOST, **zero: Any) -> Variant:
-    """Return a variant of quantized messages that changes no bit of them."""
+    """Return a variant that must not change any bit of training with quantized messages."""
     return Variant(zero, base={**bits, **base}, stages=(3,), ranks=NODES, family="few bits")
 
 

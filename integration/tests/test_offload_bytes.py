@@ -63,7 +63,7 @@ def _build(
 
 def _traffic(tiers: list[Any]) -> list[tuple[int, int]]:
     params, states = tiers
-    of_states = states.file_traffic()  # called on the state tier, which writes parameters too
+    of_states = states.file_traffic()
     return [params.file_traffic(), of_states]
 
 

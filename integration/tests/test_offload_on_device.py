@@ -57,7 +57,7 @@ def _case(
 
 
 _early = partial(_case, update_in_backward=True)
-_upload = partial(_case, lossless_upload=True, width=200, top=SLOW)  # large enough for differences
+_upload = partial(_case, lossless_upload=True, width=200, top=SLOW)  # shards worth compressing
 AUTO = _case(2, top=NADAM, ratio="auto")
 CASES = [  # all stages, ratios and accumulations, undo (by clipping), locations of parameters
     _case(1, 0.0, top=UNCHECKED),

@@ -1,4 +1,4 @@
-"""``zero-engine plan``: the papers' formulas, placements, and plans against real packages."""
+"""``zero-engine plan``: planned memory and measured memory, the choices, and the printed plan."""
 
 from __future__ import annotations
 

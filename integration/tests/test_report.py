@@ -27,7 +27,7 @@ from zero_engine.report.compose import first_sentence
 from zero_engine.report.run import kept_bytes, read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028'\"&"
-# The recorder writes all keys with their defaults.
+# Like a recorded configuration, this one contains the defaults of all keys.
 CONFIG: dict[str, Any] = load_config(
     {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}, world_size=2
 ).model_dump(mode="json")

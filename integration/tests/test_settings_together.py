@@ -124,7 +124,10 @@ def is_accepted(choice: Choice) -> bool:
 
 
 def covering(refused: Collection[Choice]) -> Iterator[Choice]:
-    """Yield choices until they cover all acceptable pairs. Pairs of ``refused`` are redrawn."""
+    """Yield choices until they cover all acceptable pairs of values.
+
+    The caller adds choices that build() refuses to ``refused``. Their pairs are drawn again.
+    """
     draw = random.Random(0)
     values = list(AXES.values())
     missing = {

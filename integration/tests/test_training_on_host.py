@@ -314,7 +314,7 @@ DROPOUT = {
 
 
 def _model(kind: str, *, is_checkpointed: bool = False) -> nn.Module:
-    """Make a model with the architecture's default dropout. T5 has two stacks of blocks."""
+    """Make a model in training mode, with the changes in `DROPOUT`."""
     model: Any = make_lm(kind, **DROPOUT.get(kind, {})).train()
     if is_checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -90,7 +90,7 @@ class _PinnedAccesses(TorchDispatchMode):
 
 
 def _noted(owner: Any, name: str, before: Any = None, after: Any = None) -> Any:
-    """Call ``before(*args)`` and ``after(result, *args)`` around each call of a function."""
+    """Patch a function to call ``before(*args)`` first and ``after(result, *args)`` at its end."""
     original = getattr(owner, name)
 
     def run(*args: Any, **keys: Any) -> Any:
@@ -113,7 +113,7 @@ _send, _receive = partial(_hand, "send"), partial(_hand, "receive")
 
 
 def _handed(job: Callable[..., Any]) -> tuple[Callable[..., Any], object]:
-    """Return ``job`` for another thread, and a token that the trace marks as sent at its end."""
+    """Return ``job`` for another thread, and a token that the trace records as sent at its end."""
     start, end = object(), object()
     _send(start)
 
@@ -139,7 +139,7 @@ class _Launched(NamedTuple):
 
 @contextmanager
 def _host_kernels() -> Iterator[None]:
-    """Add host kernels and waits between threads, which the device cannot see, to the trace."""
+    """Add to the trace the host kernels and thread waits, which the fake device cannot see."""
     ends: dict[int, tuple[Future[Any], object]] = {}
     entries: dict[tuple[int, int, int], Published] = {}
     update, submit, launch = MemoryStepper.update, ThreadPoolExecutor.submit, HostQueues.launch
@@ -330,7 +330,7 @@ def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> Non
         tier.step([GROUP], range(units), grad_scale=1.0)
     for part in tier.parts:
         part.drain()
-    side.wait_stream(torch.accelerator.current_stream())  # the tier's memory may be side's
+    side.wait_stream(torch.accelerator.current_stream())  # ``side`` may own memory of the tier
 
 
 def _device_tier() -> None:
@@ -487,7 +487,7 @@ def _sites(trace: Sequence[TraceRecord]) -> tuple[dict[str, list[int]], list[int
     sites: dict[str, list[int]] = defaultdict(list)
     hints = []
     for position, record in enumerate(trace):
-        # Exclude the simulated device's own waits.
+        # The fake device's own waits are excluded below.
         site = wait_of(record, (*_ROOTS, fake_cuda.__path__[0]))
         if record.kind == "event_query" and site.endswith(_HINTS):
             hints.append(position)

@@ -105,8 +105,8 @@ def _block(stem: str, language: str) -> str:
 def _interpreter() -> str:
     """Return the interpreter for programs and their ranks.
 
-    Without DeepSpeed, transformers decides at its first import that no engine exists, so the
-    interpreter must be new.
+    A forked one has imported transformers. If DeepSpeed was missing then, transformers ignores the
+    engine.
     """
     return forked_python() if find_spec("deepspeed") else sys.executable
 

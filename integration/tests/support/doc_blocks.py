@@ -25,7 +25,7 @@ FURTHER = ("bitsandbytes", "torchao")
 
 
 class Block(NamedTuple):
-    """A code block. An indented block is bash. Python without imports includes the block before."""
+    """A code block. Indented blocks are bash. Python without imports repeats the previous block."""
 
     name: str
     page: Path
