@@ -56,7 +56,7 @@ TINY = (
 STEPS = 60
 TIME_LIMIT_S = 600
 CAPTURED: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 600, "check": False}
-"""How `subprocess.run` runs what may fail."""
+"""Arguments of `subprocess.run` for programs that may fail."""
 
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -40,10 +40,10 @@ FOUR_BITS = {
 NODES = ((4, 2),)
 SEVERAL = ((2, 2), (3, 1), *NODES)
 CODED = 98
-"""Width of a model whose shards are long enough to be coded."""
+"""Width of a model whose shards are large enough for lossless coding."""
 MOVES = (0.5, 0.25, 0.999, 0.0, 1.0, 0.3)
 BLOCK_NUMEL = 1000
-"""Elements of a block of states in a file: shards have several."""
+"""Elements per block of states in a file. Each shard has several blocks."""
 
 
 @pytest.fixture(autouse=True)

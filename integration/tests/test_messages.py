@@ -126,7 +126,7 @@ def test_run_that_saved_and_goes_on_equals_the_one_that_resumes(name: str, tmp_p
 
 
 CODED = 98
-"""Width of the model: its shards are long enough to be coded."""
+"""Width of a model whose shards are large enough for lossless coding."""
 WEIGHTS = {"zero_lossless_weights": True}
 GRADIENTS = {"zero_lossless_gradients": True}
 BOTH = {**WEIGHTS, **GRADIENTS}

@@ -27,11 +27,11 @@ from zero_offload.steppers import file_stepper
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 WIDTH, DEPTH = 13, 7
 BLOCK_NUMEL = 390
-"""Elements of a block of states, so that a shard has several, and some have padding alone."""
+"""Elements per block of states. A shard has several blocks, some of which are only padding."""
 WARMUP, STEPS = 2, 2
-"""The first update of a shard reads what it leaves out, as padding."""
+"""Uncounted and counted steps. The first update of a shard also reads blocks of padding."""
 BUFFERS = 3
-"""For parameters."""
+"""Number of buffers through which parameters are read."""
 STATES = 3
 """fp32 numbers per element: the master weight and Adam's moments."""
 

@@ -56,15 +56,14 @@ WIDTH = 48
 GROUP = {**optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2).defaults}
 _ROOTS = tuple(package.__path__[0] for package in (zero_core, zero_offload))
 _HINTS = ("<genexpr>", "make_way")
-"""Functions that ask whether an event has fired and rely on nothing: a prefetch that would block is
-put off, and an update lets square sums go first."""
+"""Functions whose event queries are hints, so that results need no order. For example, a prefetch
+that would block is postponed."""
 _BETWEEN_STEPS = ("offload", "reload")
-"""Functions that let the whole device finish, for another program that takes its memory."""
+"""Functions that synchronise the device before another program takes the device's memory."""
 
 _WAITED_BEFORE = ("stream_after", " begin")
-"""Functions whose wait a program does not need where the host has waited for the device: a save
-does, copies in memory (which need a launcher) and a step (which reads the ranks' agreement before
-it publishes) do not. They must run, and leave no race."""
+"""Functions whose wait may be superfluous in all `PROGRAMS`, because the host has already waited
+for the device. They must run without a race."""
 
 
 class _PinnedAccesses(TorchDispatchMode):
@@ -452,8 +451,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 
 
 NUM_TRIES = 3
-"""Runs in which a dropped wait has to show once: whether memory is reused before a copy of it is
-done depends on how fast the threads are."""
+"""Runs of which one must show a race if a wait is dropped. Whether memory is reused before its copy
+ends depends on the threads' timing."""
 
 
 def _check() -> None:

@@ -15,7 +15,7 @@ import zero_core
 from zero_core.testing import Case, SimulatedRanks, make_model
 
 WIDTH = 33
-"""Of the model: even the shards of its gradients are worth quantizing."""
+"""Width of the model, whose gradient shards are large enough to be quantized."""
 
 
 class Delayed:
