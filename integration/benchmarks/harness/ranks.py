@@ -41,7 +41,7 @@ CPU_ALONE: Mapping[str, str] = {
 
 
 class RankError(RuntimeError):
-    """A rank failed. The message is the rank's error.
+    """A rank failed or exceeded the time limit. A failed rank's error is the message.
 
     ``log`` is the output of all ranks, ``found`` the last result that rank 0 wrote.
     """
@@ -197,7 +197,10 @@ def own_environment() -> dict[str, str]:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], limit_s: float) -> bool:
-    """Wait until all ranks end or one fails. Return whether the time limit was exceeded."""
+    """Wait until all ranks end, one fails or the time is up, then kill the rest.
+
+    Return whether time was up.
+    """
     limit = time.monotonic() + limit_s
     try:
         while any(rank.poll() is None for rank in ranks):

@@ -146,7 +146,7 @@ def fsdp2(job: Job, device: torch.device, place: Place) -> Side:
 def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
     """Train with the installed DeepSpeed, which compiles its Adam at first use.
 
-    On the CPU it gets its own Adam if states are offloaded, otherwise torch's fused AdamW.
+    On the CPU, DeepSpeed uses its own Adam if states are offloaded, else torch's fused AdamW.
     """
     package: Any = importlib.import_module("deepspeed")
     place.join(device)
