@@ -32,7 +32,7 @@ _MAX_S = 1.0
 _MAX_BYTES = 32 << 20
 _NEVER_FREE = 2**30  # more bytes than this process has mapped but unused
 BAD: tuple[Any, ...] = (None, True, -1, 2**63, 1e400, "x" * 50, [], {}, [[]], "../../etc/passwd")
-"""Values that hardly any entry of a manifest may have."""
+"""Values that entries of a manifest must not have, except those of `ALLOWED`."""
 _HUGE = 1 << 40
 Change = Callable[[dict[str, Any]], object]
 OF_OTHERS = ("python_rng", "param_groups", "lr_scheduler", "scalars", "client_state")
