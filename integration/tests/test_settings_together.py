@@ -124,10 +124,7 @@ def is_accepted(choice: Choice) -> bool:
 
 
 def covering(refused: Collection[Choice]) -> Iterator[Choice]:
-    """Yield choices until they cover all acceptable pairs of values.
-
-    The caller adds choices that build() refuses to ``refused``. Their pairs are drawn again.
-    """
+    """Yield choices that cover all acceptable pairs. The caller adds refused ones to ``refused``."""
     draw = random.Random(0)
     values = list(AXES.values())
     missing = {

@@ -169,7 +169,7 @@ def measure(place: Place, job: Mapping[str, Any], steps: int) -> Row:
         engine.backward(engine(ids))
 
     gc.collect()
-    gc.freeze()  # keeps garbage collection out of the measured time
+    gc.freeze()  # the garbage collector then skips the objects that exist now
     passes = 2 * len(engine.layout.units)
     added_s = []
     for turn in range(what.warmup + steps):

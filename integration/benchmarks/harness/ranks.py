@@ -187,8 +187,7 @@ def run_together(
 def own_environment() -> dict[str, str]:
     """Return this process's variables, extended so that programs can import `benchmarks`."""
     paths = {
-        # DeepSpeed compiles its Adam with ninja, which may be installed next to this interpreter
-        # only.
+        # DeepSpeed compiles its Adam with ninja, which may be installed beside this interpreter.
         "PATH": [str(Path(sys.executable).parent), os.environ.get("PATH", "")],
         "PYTHONPATH": [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])],
     }

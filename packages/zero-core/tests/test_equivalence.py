@@ -18,8 +18,8 @@ from zero_core.testing.simulated import on_ranks
 SIMULATED_STEPS = 5  # ranks take different branches in step 5
 WAYS = [(1, False), (3, False), (3, True)]
 """Micro-steps per step, and whether gradients accumulate locally."""
-# The order of a sum matters with three ranks, not with two. One rank has nothing to shard. No case
-# accumulates fp16 locally, where torch's GradScaler skips other steps than the engine.
+# The grid of three ranks is the largest, because the order of a sum matters only there. No case
+# accumulates fp16 locally, because torch's GradScaler would skip other steps than the engine.
 GRID_OF = {
     1: [
         Case(accumulation=3, is_local=True),

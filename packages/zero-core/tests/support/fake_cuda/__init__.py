@@ -1,7 +1,7 @@
 """A fake CUDA runtime, with which torch's CUDA build runs on a machine without a GPU.
 
-`support.fake_cuda.build` installs its libraries into torch's folder. Every program of that
-environment then sees 8 fake H100 devices. torch's allocator, streams, autograd threads and
+`support.fake_cuda.build` installs its libraries into torch's folder. Every program that imports
+this torch then sees 8 fake H100 devices. torch's allocator, streams, autograd threads and
 ``ProcessGroupNCCL`` are the real ones. Many mistakes fail as on a GPU:
 
 - An operator is a **job** of the current stream, whose thread runs the CPU's kernel later. A job
