@@ -124,7 +124,7 @@ def is_accepted(choice: Choice) -> bool:
 
 
 def covering(refused: Collection[Choice]) -> Iterator[Choice]:
-    """Yield choices that cover all acceptable pairs. The caller adds refused ones to ``refused``."""
+    """Yield choices that cover all acceptable pairs. The caller adds to ``refused`` meanwhile."""
     draw = random.Random(0)
     values = list(AXES.values())
     missing = {

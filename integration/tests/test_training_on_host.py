@@ -70,7 +70,7 @@ def test_offloaded_steps_follow_ddp(dtype: str, accumulation: int, clipping: flo
         torch.testing.assert_close(first.values, expected.values, rtol=0.0, atol=VALUE[dtype])
 
 
-UNDECIDED: dict[str, Any] = {"check_grad_overflow": False}  # for updates in backward
+UNDECIDED: dict[str, Any] = {"check_grad_overflow": False}  # allows updates in backward
 HOST = {"offload_optimizer": {"device": "cpu"}}
 EARLY_ON_HOST = {"offload_optimizer": {"device": "cpu", "update_in_backward": True}}
 

@@ -71,7 +71,7 @@ def _wide(param):
 
 
 def _train_masters(model, masters, optimizer, ranks, batches, accumulation=1):
-    """Train without an engine, in at least 32 bits. Returns the losses."""
+    """Train ``model`` through ``masters`` of at least 32 bits, without an engine. Return losses."""
     control, params, losses = ranks.connect(), dict(model.named_parameters()), []
     for number, inputs in enumerate(batches, start=1):
         for buffer in model.buffers():

@@ -247,7 +247,7 @@ SETTINGS = {
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bits_are_the_same_with(world_size, stage, name):
-    # Below stage 3 autocast caches the cast of a tied weight for both uses, which is refused.
+    # Below stage 3 a tied weight is refused with autocast, which shares one cast for all its uses.
     kind = "plain" if name == "autocast" else "tied"
     config = _config(stage) | SETTINGS[name]
     skipped = simulate(_same_bits, world_size, kind, config)

@@ -118,7 +118,7 @@ def test_a_patch_is_small_at_a_small_rate(ranks):
     # Five steps have made five versions.
     held = engine.memory_report()["weight patches"]
     assert 0 < held < 0.15 * whole / ranks.size
-    # The plan counts a quarter of a byte per element for marks, and eight versions of five bits.
+    # The plan counts per element 1/4 byte for marks, and 5/32 byte for each of eight versions.
     most, bounded = (
         zero_core.plan(_mlp(0, 512), _mlp_config(3, **more), ranks.size).memory.host
         for more in ({}, {"weight_patches": {"versions": 8, "max_bytes": 1000}})

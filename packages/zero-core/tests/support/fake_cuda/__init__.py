@@ -15,8 +15,8 @@ this torch then sees 8 fake H100 devices. torch's allocator, streams, autograd t
   or in another collective, the job waits until the communicator is aborted.
 - The next call that touches the device raises the error of a failed job.
 
-Environment variables: ``FAKE_CUDA_DEVICES`` (their number), ``FAKE_CUDA_CAPACITY`` (bytes of each),
-``FAKE_CUDA_SEED``, ``FAKE_CUDA_KERNEL_US`` and ``FAKE_CUDA_COPY_US`` (longest delay of a job).
+Environment: ``FAKE_CUDA_DEVICES`` (how many), ``FAKE_CUDA_CAPACITY`` (bytes per device), and for
+`set_delays` ``FAKE_CUDA_SEED``, ``FAKE_CUDA_KERNEL_US`` and ``FAKE_CUDA_COPY_US`` (microseconds).
 """
 
 from __future__ import annotations
