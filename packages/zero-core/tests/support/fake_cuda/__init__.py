@@ -66,7 +66,7 @@ def held(kind: Literal["kernels", "copies"]) -> Iterator[None]:
 
 
 def set_capacity(num_bytes: int) -> None:
-    """Limit the memory of each device. The default is 8 GiB, or ``FAKE_CUDA_CAPACITY``."""
+    """Limit each device's memory, at first 8 GiB. Exceeding it raises `torch.OutOfMemoryError`."""
     _library().fake_set_capacity(num_bytes)
 
 
@@ -102,7 +102,7 @@ class Counters:
 
 
 def reset_counters(*, with_stacks: bool = False) -> None:
-    """Reset the counters of all devices. Later waits add to `Counters.stacks` if asked for."""
+    """Reset the counters of all devices. ``with_stacks`` fills `Counters.stacks` from now on."""
     _library().fake_reset_counters(with_stacks)
 
 

@@ -156,7 +156,7 @@ cudaError_t error_of(int device) {
 
 // ----------------------------------------------------------------------------------------- streams
 
-// Whether kernels, and copies, of all streams are held back.
+// Holds back the kernels, or the copies, of all streams.
 struct Holds {
   std::mutex mutex;
   std::condition_variable changed;
@@ -509,7 +509,7 @@ cudaError_t copy(void* target, const void* source, size_t size, cudaStream_t str
 void load_operators() {
   static std::once_flag once;
   std::call_once(once, [] {
-    if (!dlsym(RTLD_DEFAULT, "_ZN3c1010Dispatcher13realSingletonEv")) return;  // without torch
+    if (!dlsym(RTLD_DEFAULT, "_ZN3c1010Dispatcher13realSingletonEv")) return;  // torch isn't loaded
     Dl_info own;
     dladdr(reinterpret_cast<void*>(&load_operators), &own);
     std::string path(own.dli_fname);

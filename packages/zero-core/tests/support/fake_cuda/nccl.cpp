@@ -375,7 +375,7 @@ int point_to_point(bool is_send, void* data, size_t num, int type, int peer, Com
   size_t size = num * size_of(type);
   Job job{"nccl send and receive", Kind::copy};
   (is_send ? job.reads : job.writes).push_back(range(data, size));
-  Header header = header_of("send", 0, size, type);  // ranks differ in their numbers of sends
+  Header header = header_of("send", 0, size, type);  // 0: ranks differ in how many sends they make
   return enqueue(
       {comm, stream, std::move(job), {{is_send, peer, bytes_at(data), header}}, nullptr});
 }
