@@ -121,7 +121,7 @@ def plain_masters(job: Job, device: torch.device, place: Place) -> Side:
 
 
 def fsdp2(job: Job, device: torch.device, place: Place) -> Side:
-    """Train with `fully_shard` on every block and on the model, offloaded by CPUOffloadPolicy.
+    """Train with `fully_shard` on every block and the model, offloaded if the job offloads states.
 
     With offload at stage 2, a unit stays unsharded from forward to backward. At stage 3 it is
     all-gathered in both.
