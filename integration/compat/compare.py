@@ -36,8 +36,8 @@ RANKS = 2
 WARMUP_STEPS = 2
 LIMIT_S = 600.0
 LEAST_LOSS = 1e-3
-"""Least loss to which a difference is relative. A smaller loss, as in GRPO's first iteration (0),
-is rounding."""
+"""A difference is relative to the loss or to this value, whichever is larger. Smaller losses, such
+as GRPO's first one (0), are rounding errors."""
 OURS = "zero-engine"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 LAUNCHERS = {"deepspeed": TORCHRUN, "ddp": TORCHRUN, OURS: ("-m", "zero_engine", "run")}

@@ -1,6 +1,6 @@
 """Compile the DeepSpeed kernels that are otherwise compiled at first use on a CPU.
 
-A program killed during compilation would leave a lock on which all later programs wait.
+A compared program that is killed while it compiles leaves a lock on which later programs wait.
 """
 
 from __future__ import annotations

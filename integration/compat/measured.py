@@ -71,7 +71,7 @@ def allow_cpu() -> None:
     """Lift the limits that libraries impose on CPUs."""
     # The Trainer requires a GPU before it passes bf16 to deepspeed.
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True
-    # `zero-engine run` applies these changes itself. Without the first one, DeepSpeed on a CPU
+    # `zero-engine run` calls these functions itself. Without `mend_accelerate`, DeepSpeed on a CPU
     # trains every rank separately.
     if deepspeed.__name__ == "deepspeed":
         mend_accelerate(accelerate.state)

@@ -493,7 +493,7 @@ def accelerated(
     file: Config | None = None,
 ) -> Case:
     run = (way, "--model={model}/bert", "--dataset={data}/pairs", "--output_dir={output}")
-    files = {"launch.yaml": json.dumps(file)} if file else {}  # YAML contains JSON
+    files = {"launch.yaml": json.dumps(file)} if file else {}  # JSON is valid YAML
     return Case("accelerate", name, "accelerate_loops.py", run, config, launcher, files)
 
 

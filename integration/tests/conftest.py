@@ -35,7 +35,7 @@ from zero_engine.cli import app
 from zero_engine.launch.torchrun import local_address_only
 from zero_engine.train.settings import RunFolder
 
-# Modules that the ranks of several test files import, which takes seconds.
+# Ranks fork from a server process that has imported these modules, which takes seconds.
 preload(
     "benchmarks.harness.rank",
     "benchmarks.harness.train",
@@ -48,7 +48,7 @@ preload(
     "zero_engine.train.program",
 )
 
-# Small enough that a run is mostly start-up.
+# Options of a run so small that most of its time is start-up.
 TINY = (
     *("--layers=2", "--width=32", "--heads=2", "--context=32", "--vocab=300", "--ranks=2"),
     *("--eval-every=20", "--eval-windows=16", "--save-every=20"),
@@ -56,7 +56,7 @@ TINY = (
 STEPS = 60
 TIME_LIMIT_S = 600
 CAPTURED: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 600, "check": False}
-"""How `subprocess.run` runs what may fail."""
+"""Arguments of `subprocess.run` for programs that may fail."""
 
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -135,7 +135,7 @@ def test_progress_is_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("kind", "code"),
     [
-        *((ConfigError, 2), (CheckpointError, 2), (CheckpointFailedError, 1)),  # a full disk
+        *((ConfigError, 2), (CheckpointError, 2), (CheckpointFailedError, 1)),
         *((CollectiveError, 1), (RankMismatchError, 1)),
     ],
 )

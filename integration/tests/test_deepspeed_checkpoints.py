@@ -293,7 +293,7 @@ def test_schedule_that_does_not_fit_is_refused_with_deepspeeds_advice(kind, tmp_
 
 
 def _without_an_optimizer(rank: int, world_size: int, folder: str) -> None:
-    """Check that a checkpoint of an engine without an optimizer contains its values."""
+    """Check that a checkpoint of an engine without an optimizer contains the engine's weights."""
     for stage in (0, 3):
         settings = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
         teacher, other = (make(_Model(seed), config=settings) for seed in (0, 1))

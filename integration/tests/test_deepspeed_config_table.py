@@ -136,7 +136,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 # Blocks outside zero-core's config, which are reported in full except for secrets.
 OUTSIDE = {key.partition(".")[0] for key in HONOURED}
-# Keys whose value is checked but changes nothing.
+# Keys whose value is checked but changes nothing, each with a value that is refused.
 CHECKED_ONLY = {"data_types.param_dtype": "fp16"}
 
 

@@ -365,7 +365,7 @@ def test_configuration_comes_from_the_command_line_or_is_asked_for(tmp_path: Pat
         ({"model": net(), "args": args, "config": config()}, ValueError, "give one"),
         ({"model": net()}, ValueError, "no configuration"),
         ({"config": config()}, ValueError, "needs a model"),
-        ({"config": config()}, AssertionError, "needs a model"),  # DeepSpeed's error type works too
+        ({"config": config()}, AssertionError, "needs a model"),  # the type that DeepSpeed raises
     ):
         with pytest.raises(error, match=match):
             deepspeed.initialize(**given)

@@ -23,7 +23,7 @@ LISTED = {
     "utils": "OnDevice get_numactl_cmd link_hp_params logger mpu safe_get_full_grad",
     "utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint get_optim_files",
 }
-"""A few names, for where DeepSpeed is not installed."""
+"""Some public names of DeepSpeed, for environments without DeepSpeed."""
 NAMES = {name: names.split() for name, names in LISTED.items()}
 NAMES |= {} if FOLDER is None else public_names(FOLDER)
 

@@ -82,7 +82,7 @@ def _reads(rank: int, world_size: int) -> None:
                 assert first is None
                 continue
             torch.testing.assert_close(first, 0.1 * other.grad, rtol=1e-4, atol=1e-10)
-            mine.requires_grad_(False)  # only the value at initialize() counts
+            mine.requires_grad_(False)  # only ``requires_grad`` at initialize() counts
             assert utils.safe_get_full_fp32_param(mine) is not None
             assert utils.safe_get_full_optimizer_state(mine, "no_such_state") is None
         engine.destroy()
@@ -191,7 +191,7 @@ def _parts_of_the_optimizer(rank: int, world_size: int) -> None:
 
 
 def _follows_after_load(engine: Any, packed: dict[str, Any], **more: Any) -> None:
-    """Check that an engine with the weights and the loaded state takes the same next step."""
+    """Check that another engine takes the same next step after loading weights and ``packed``."""
     weights = engine.core.full_state_dict()
     other = _engine(engine.zero_optimization_stage(), **more)
     with other.core.gathered(modifier_rank=0) as module:

@@ -40,10 +40,10 @@ FOUR_BITS = {
 NODES = ((4, 2),)
 SEVERAL = ((2, 2), (3, 1), *NODES)
 CODED = 98
-"""Width of a model whose shards are long enough to be coded."""
+"""Width of a model whose shards are large enough for lossless coding."""
 MOVES = (0.5, 0.25, 0.999, 0.0, 1.0, 0.3)
 BLOCK_NUMEL = 1000
-"""Elements of a block of states in a file: shards have several."""
+"""Elements per block of states in a file. Each shard has several blocks."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ _first_moves = itertools.count()
 
 
 def moving_tier(**given: Any) -> Any:
-    """Make a tier that applies all of `MOVES`, in a different order on each rank."""
+    """Make a tier whose ratio cycles through `MOVES`, from another start on each rank."""
     kernel = None if given["optimizer_class"] is torch.optim.NAdam else cpu_adam
     tier: Any = create_tier(**{**given, "adam_kernel": kernel})
     left = itertools.islice(itertools.cycle(MOVES), next(_first_moves) % len(MOVES), None)
@@ -118,7 +118,7 @@ def _filed(base: Mapping[str, Any], **keys: Any) -> Variant:
 
 
 def _few_bits(bits: Mapping[str, Any], base: Mapping[str, Any] = HOST, **zero: Any) -> Variant:
-    """Return a variant of quantized messages that changes no bit of them."""
+    """Return a variant that must not change any bit of training with quantized messages."""
     return Variant(zero, base={**bits, **base}, stages=(3,), ranks=NODES, family="few bits")
 
 

@@ -365,7 +365,7 @@ def test_missing_rank_and_foreign_forms_are_told(classes: dict[str, type], tmp_p
 
 
 _PAIRS = [b"q%ch%c\x86" % (i, i) for i in range(120)]
-"""Of a pickle: each puts a pair of the value before, twice, in its place."""
+"""Pickle instructions. Each replaces a value on the stack with a pair of twice that value."""
 # Two equal dict keys, each a tuple of 60 nested pairs. Hashing takes 2^60 steps before Python 3.14,
 # which caches tuple hashes. Comparing the keys takes 2^60 steps in any version.
 _ENDLESS = b"".join([b"\x80\x02})", *_PAIRS[:60], b"Ns)", *_PAIRS[60:], b"Ns."])

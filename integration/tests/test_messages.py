@@ -126,7 +126,7 @@ def test_run_that_saved_and_goes_on_equals_the_one_that_resumes(name: str, tmp_p
 
 
 CODED = 98
-"""Width of the model: its shards are long enough to be coded."""
+"""Width of a model whose shards are large enough for lossless coding."""
 WEIGHTS = {"zero_lossless_weights": True}
 GRADIENTS = {"zero_lossless_gradients": True}
 BOTH = {**WEIGHTS, **GRADIENTS}
@@ -136,7 +136,7 @@ SMALL_STEPS = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
 def _sent(
     ranks: SimulatedRanks, stage: int, dtype: str, zero: dict[str, Any], content: str, top: Any
 ) -> tuple[list[int], dict[str, int]]:
-    """Return the calls, bytes within and between nodes of the last of 3 steps, and memory."""
+    """Return calls and bytes within and between nodes of the last step, and the memory report."""
     engine = build(ranks, dtype, zero, stage=stage, width=CODED, **top)
     train(engine, [batch(step, 0, ranks.rank) for step in range(3)])
     rows = [row for row in engine.comm_report() if row.content == content]

@@ -52,7 +52,7 @@ def _build(config: dict[str, Any], ranks: SimulatedRanks) -> Engine:
 def _reference(
     dtype: torch.dtype, accumulation: int, clipping: float, world_size: int, *, rounded: torch.dtype
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Return the master weights and norms of all steps from one kernel call per step."""
+    """Return the final master weights and the norm of each step, computed without an engine."""
     model = make_tower(3, WIDTH)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     states = {name: (torch.zeros_like(m), torch.zeros_like(m)) for name, m in masters.items()}
@@ -135,7 +135,7 @@ def test_every_stage_and_ratio_has_the_bits_of_plain_torch(
 
 @pytest.mark.parametrize(
     ("stage", "ratio", "name"),
-    [(2, 0.4, "first.weight"), (3, 1.0, "blocks.1.0.weight")],  # on both ranks, and on one
+    [(2, 0.4, "first.weight"), (3, 1.0, "blocks.1.0.weight")],  # shards on both ranks, and on one
 )
 @on_ranks(2)
 def test_gradients_are_read_clipped_and_dropped(ranks, stage, ratio, name):

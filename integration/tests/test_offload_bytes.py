@@ -27,11 +27,11 @@ from zero_offload.steppers import file_stepper
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 WIDTH, DEPTH = 13, 7
 BLOCK_NUMEL = 390
-"""Elements of a block of states, so that a shard has several, and some have padding alone."""
+"""Elements per block of states. A shard has several blocks, some of which are only padding."""
 WARMUP, STEPS = 2, 2
-"""The first update of a shard reads what it leaves out, as padding."""
+"""Uncounted and counted steps. The first update of a shard also reads blocks of padding."""
 BUFFERS = 3
-"""For parameters."""
+"""Number of buffers through which parameters are read."""
 STATES = 3
 """fp32 numbers per element: the master weight and Adam's moments."""
 
@@ -63,7 +63,7 @@ def _build(
 
 def _traffic(tiers: list[Any]) -> list[tuple[int, int]]:
     params, states = tiers
-    of_states = states.file_traffic()  # called on the state tier, which writes parameters too
+    of_states = states.file_traffic()
     return [params.file_traffic(), of_states]
 
 

@@ -32,12 +32,12 @@ from zero_offload import OffloadedOptimizer
 
 STEPS = 3
 MOVED = {0: 0.6, 1: 0.2}
-"""Ratios that ``"auto"`` is told to try after these steps: what it measures depends on the load."""
+"""Ratios that the test sets after these steps, because ``"auto"`` depends on the machine's load."""
 
 
 UNCHECKED = {"check_grad_overflow": False}
 NADAM = {"optimizer": {"type": "NAdam", "params": {"lr": 1e-2}}}
-"""Is torch's on the host, too. A device does not update AdamW by the host's kernel."""
+"""On the host, torch updates NAdam too. For AdamW the host has another kernel than the device."""
 SLOW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
 
 
@@ -57,7 +57,7 @@ def _case(
 
 
 _early = partial(_case, update_in_backward=True)
-_upload = partial(_case, lossless_upload=True, width=200, top=SLOW)  # large enough for differences
+_upload = partial(_case, lossless_upload=True, width=200, top=SLOW)  # shards worth compressing
 AUTO = _case(2, top=NADAM, ratio="auto")
 CASES = [  # all stages, ratios and accumulations, undo (by clipping), locations of parameters
     _case(1, 0.0, top=UNCHECKED),
@@ -250,7 +250,7 @@ JOBS: list[tuple[dict[str, Any], float]] = [
     (config("bf16", stage=3, offload_param=CPU, offload_optimizer=CPU), 1.0),
 ]
 LOSSLESS = config("bf16", stage=2, offload_optimizer={**CPU, "lossless_upload": True})
-"""Its peak is not planned here: what plain torch decodes in, on a device without Triton."""
+"""Its peak is not compared. Without Triton, decoding takes memory that is not in the plan."""
 JOBS_OF = {1: JOBS[8:], 2: JOBS}
 
 

@@ -157,7 +157,7 @@ def _change(rank: int, world_size: int) -> None:
     with gathered_params([weight]):
         with gathered_params([weight], modifier_rank=0):
             weight.data[1] = 5.0 + rank
-        weight.data.fill_(10.0 + rank)  # read only, although the inner context was not
+        weight.data.fill_(10.0 + rank)  # discarded, because only the inner context keeps changes
     bias = model.blocks[0].bias
     with suppress(ZeroDivisionError), gathered_params([bias]):
         with gathered_params([bias], modifier_rank=0):
@@ -179,7 +179,7 @@ def _change(rank: int, world_size: int) -> None:
 
 def _copy_and_convert(rank: int, world_size: int) -> None:
     model, expected = _make_sharded(), _make().half().float()
-    with gathered_params([model.blocks[0].weight]):  # other weights stay recorded
+    with gathered_params([model.blocks[0].weight]):  # the others keep recorded initialisations
         pass
     copied = copy.deepcopy(model)
     assert copied.head.weight is copied.embed.weight is not model.embed.weight
@@ -218,7 +218,7 @@ def _train(rank: int, world_size: int) -> None:
 
 
 def _left_by_engines(rank: int, world_size: int) -> None:
-    """Parameters after an engine are complete if each rank had all, and sharded otherwise."""
+    """Check that `leave_partitioned` shards parameters unless every rank held complete values."""
     model = _make()
     model.own = _Own(torch.linspace(0, 1, 3))
     for stage in (3, 1, 0, 3):
@@ -327,7 +327,7 @@ def _refuse(rank: int, world_size: int) -> None:
         bare = nn.Linear(2, 2)
     with pytest.raises(zero_core.ConfigError, match="weight is on the meta device"):
         partition_module(bare)
-    scale.data.fill_(1.0)  # torch allows this write, so the next gather detects it
+    scale.data.fill_(1.0)  # not refused at once, but detected by the next gather
     with pytest.raises(RuntimeError, match="written to while it is sharded"):
         gathered_params([scale]).__enter__()
 

@@ -1,4 +1,4 @@
-"""``zero-engine plan``: the papers' formulas, placements, and plans against real packages."""
+"""``zero-engine plan``: planned memory and measured memory, the choices, and the printed plan."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ LOSSLESS = (
     *("zero_lossless_gradients", "zero_lossless_weights", "lossless weights and gradients"),
     "lossless weights, quantized gradients",
 )
-"""Choices of traffic."""
+"""Names of choices that change the communication."""
 ALL = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 FOUR_BIT = {
     **ALL,

@@ -27,7 +27,7 @@ from zero_engine.report.compose import first_sentence
 from zero_engine.report.run import kept_bytes, read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028'\"&"
-# The recorder writes all keys with their defaults.
+# Like a recorded configuration, this one contains the defaults of all keys.
 CONFIG: dict[str, Any] = load_config(
     {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}, world_size=2
 ).model_dump(mode="json")
@@ -278,7 +278,7 @@ def test_bytes_are_planned_beside_measured_ones_with_each_flag(tmp_path: Path) -
     lines = text.splitlines()
     assert lines[:4] == ["collective", "link", "planned", "measured"]
     first = {name: lines[lines.index(name, 5) + 1] for name in ("measured", *FLAGS)}
-    assert first["measured"] == "1 kB"  # the same number is in the step's record
+    assert first["measured"] == "1 kB"
     kept = [first[name] for name in FLAGS]
     sizes = [float(size.split()[0]) for size in kept]
     assert all(size.endswith("kB") for size in kept)

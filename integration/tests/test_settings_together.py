@@ -19,7 +19,7 @@ from zero_core.testing import LR, Case, run_ddp, run_engine, spawn
 
 STEPS, RANKS = 3, 4
 NVME = "NVME"
-"""Stands for a folder."""
+"""Placeholder for the path of a folder."""
 QWZ = {"zero_quantized_weights": True}
 HPZ = {"zero_hpz_partition_size": 2}
 QGZ = {"zero_quantized_gradients": True}
@@ -57,7 +57,7 @@ ZERO: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "qgZ, LoCo": {**QGZ, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}},
     },
 }
-"""Axes of keys of ``zero_optimization``."""
+"""Values of each axis, as keys of ``zero_optimization``."""
 TOP: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "dtype": {"fp32": {}, "bf16": {}, "fp16": {"fp16": FP16}},
     "optimizer": {
@@ -87,7 +87,7 @@ TOP: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "copies in memory": {"memory_checkpoint": {"path": f"{NVME}/memory"}},
     },
 }
-"""Axes of keys at the top of the configuration."""
+"""Values of each axis, as keys at the top of the configuration."""
 AXES = {axis: tuple(values) for axis, values in (ZERO | TOP).items()}
 # Largest difference of a loss (of 3 to 4) from the reference: host kernels round in another order,
 # DDP sums gradients in 16 bits, quantized messages are inexact.
@@ -124,7 +124,7 @@ def is_accepted(choice: Choice) -> bool:
 
 
 def covering(refused: Collection[Choice]) -> Iterator[Choice]:
-    """Yield choices until they cover all acceptable pairs. Pairs of ``refused`` are redrawn."""
+    """Yield choices that cover all acceptable pairs. The caller adds to ``refused`` meanwhile."""
     draw = random.Random(0)
     values = list(AXES.values())
     missing = {

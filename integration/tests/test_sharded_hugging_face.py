@@ -52,7 +52,7 @@ def _serve_deepspeed() -> None:
 
     sys.path.insert(0, str(ON_PATH))
     install()
-    # transformers looks for deepspeed once, at import. The ranks' server imported it without one.
+    # transformers looks for deepspeed at import. The ranks' server had none when it imported it.
     module = sys.modules.get("transformers.integrations.deepspeed")
     if module is not None:
         importlib.reload(module)
@@ -326,11 +326,11 @@ def _measure_export(rank: int, world_size: int, folder: Path) -> None:
         largest = sum(p.nbytes for p in model.get_base_model().model.layers[0].parameters())
         whole = sum(p.nbytes for p in model.parameters())
         engine = zero_core.build(model, Case(3).config())
-        engine.idle_forward()  # counts shared pages before the measurement
+        engine.idle_forward()  # touches shared pages, so that the measurement excludes them
         with PeakMemory() as peak:
             export_merged(engine.module, folder / str(depth))
         engine.unwrap().to("meta")
-    bound = 3 * largest + 8 * 1024**2  # plus threads, messages, allocator fragmentation
+    bound = 3 * largest + 8 * 1024**2  # 8 MiB for threads, messages and fragmentation
     assert bound < whole / 2, "half a model would be seen"
     assert peak.nbytes <= bound, (rank, peak.nbytes, bound)
 

@@ -124,7 +124,7 @@ def test_first_host_of_slurms_list(nodes: str, host: str) -> None:
 
 
 def test_processes_of_one_starter_are_the_ranks_of_one_training(tmp_path: Path) -> None:
-    # Other tests cover mpirun's variables. The code that follows is the same.
+    # Only SLURM's variables are used here, because other tests cover mpirun's.
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     variables = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}

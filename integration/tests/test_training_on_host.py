@@ -70,7 +70,7 @@ def test_offloaded_steps_follow_ddp(dtype: str, accumulation: int, clipping: flo
         torch.testing.assert_close(first.values, expected.values, rtol=0.0, atol=VALUE[dtype])
 
 
-UNDECIDED: dict[str, Any] = {"check_grad_overflow": False}  # for updates in backward
+UNDECIDED: dict[str, Any] = {"check_grad_overflow": False}  # allows updates in backward
 HOST = {"offload_optimizer": {"device": "cpu"}}
 EARLY_ON_HOST = {"offload_optimizer": {"device": "cpu", "update_in_backward": True}}
 
@@ -314,7 +314,7 @@ DROPOUT = {
 
 
 def _model(kind: str, *, is_checkpointed: bool = False) -> nn.Module:
-    """Make a model with the architecture's default dropout. T5 has two stacks of blocks."""
+    """Make a model in training mode, with the changes in `DROPOUT`."""
     model: Any = make_lm(kind, **DROPOUT.get(kind, {})).train()
     if is_checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})

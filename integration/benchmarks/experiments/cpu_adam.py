@@ -234,7 +234,7 @@ def offload_race(numel: int) -> Contenders:
 
     def ours(isa: str | None = None, dtype: torch.dtype = torch.bfloat16) -> Step:
         count = iter(range(1, 2**31))
-        # For bf16 the same tensors, without a copy.
+        # For bf16, `to` returns the tensors themselves.
         source, copy = half_grad.to(dtype), half.to(dtype)
 
         def step() -> None:

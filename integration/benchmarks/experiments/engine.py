@@ -169,7 +169,7 @@ def measure(place: Place, job: Mapping[str, Any], steps: int) -> Row:
         engine.backward(engine(ids))
 
     gc.collect()
-    gc.freeze()  # keeps garbage collection out of the measured time
+    gc.freeze()  # the garbage collector then skips the objects that exist now
     passes = 2 * len(engine.layout.units)
     added_s = []
     for turn in range(what.warmup + steps):
@@ -199,7 +199,7 @@ def _thread_seconds(run: Callable[[Tensor], None], ids: Tensor) -> float:
 
 
 def _own_times(profile: cProfile.Profile, num: int) -> dict[str, float]:
-    """Return microseconds of each engine function over ``num``, without the profiler's own cost."""
+    """Return each engine function's microseconds over ``num``, less the profiler's own cost."""
     per_call, per_child, per_builtin = _calibrate()
     spent: Counter[tuple[str, int, str]] = Counter()
     for function, (_, num_calls, own_s, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]

@@ -98,7 +98,7 @@ def _raced(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, Row]:
 
 
 def compared(rows: Rows, job: Job) -> dict[str, Row]:
-    """Return the rows with [Note: figures]. A figure without its reference contender is None."""
+    """Add the figures of [Note: figures] to the rows. Without its reference a figure is None."""
     there = measured(rows)
     exact = [row["last_loss"] for name, row in there.items() if _is_exact(name)]
 

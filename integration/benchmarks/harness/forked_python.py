@@ -92,7 +92,7 @@ def start_server(environment: Mapping[str, str], *modules: str) -> str:
 
 
 def listen(folder: str) -> tuple[socket.socket, str]:
-    """Create the server's socket and its client program in ``folder``, and return them."""
+    """Create a server's socket and client program in ``folder``. Return socket and program."""
     address, program = f"{folder}/server", Path(folder, "python")
     client = CLIENT.format(python=sys.executable, address=address, namespaces=NAMESPACES)
     program.write_text(client, encoding="utf-8")
@@ -161,7 +161,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def _request_of(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """Read a client's request and its open files. Return None if the client was killed."""
+    """Read a client's request and its open files. The request is None if the client was killed."""
     files: list[int] = []
     with suppress(OSError, ValueError):
         _, files, _, _ = socket.recv_fds(connection, 1, 3 + len(NAMESPACES))

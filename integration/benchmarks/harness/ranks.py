@@ -41,7 +41,7 @@ CPU_ALONE: Mapping[str, str] = {
 
 
 class RankError(RuntimeError):
-    """A rank failed. The message is the rank's error.
+    """A rank failed or exceeded the time limit. A failed rank's error is the message.
 
     ``log`` is the output of all ranks, ``found`` the last result that rank 0 wrote.
     """
@@ -187,8 +187,7 @@ def run_together(
 def own_environment() -> dict[str, str]:
     """Return this process's variables, extended so that programs can import `benchmarks`."""
     paths = {
-        # DeepSpeed compiles its Adam with ninja, which may be installed next to this interpreter
-        # only.
+        # DeepSpeed compiles its Adam with ninja, which may be installed beside this interpreter.
         "PATH": [str(Path(sys.executable).parent), os.environ.get("PATH", "")],
         "PYTHONPATH": [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])],
     }
@@ -197,7 +196,10 @@ def own_environment() -> dict[str, str]:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], limit_s: float) -> bool:
-    """Wait until all ranks end or one fails. Return whether the time limit was exceeded."""
+    """Wait until all ranks end, one fails or the time is up, then kill the rest.
+
+    Return whether time was up.
+    """
     limit = time.monotonic() + limit_s
     try:
         while any(rank.poll() is None for rank in ranks):

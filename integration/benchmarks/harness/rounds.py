@@ -82,7 +82,7 @@ def race_on_cpu(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, R
 
 
 def start_on_cpu(job: Job, runner: Runner) -> Row:
-    """Measure a job once. ``ranks`` has a row per rank."""
+    """Measure a job once. The result's ``ranks`` has a row per rank."""
     return start_ranks("benchmarks.harness.train:on_cpu", {"job": job}, job, runner)
 
 

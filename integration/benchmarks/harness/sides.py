@@ -121,7 +121,7 @@ def plain_masters(job: Job, device: torch.device, place: Place) -> Side:
 
 
 def fsdp2(job: Job, device: torch.device, place: Place) -> Side:
-    """Train with `fully_shard` on every block and on the model, offloaded by CPUOffloadPolicy.
+    """Train with `fully_shard` on every block and the model, offloaded if the job offloads states.
 
     With offload at stage 2, a unit stays unsharded from forward to backward. At stage 3 it is
     all-gathered in both.
@@ -146,7 +146,7 @@ def fsdp2(job: Job, device: torch.device, place: Place) -> Side:
 def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
     """Train with the installed DeepSpeed, which compiles its Adam at first use.
 
-    On the CPU it gets its own Adam if states are offloaded, otherwise torch's fused AdamW.
+    On the CPU, DeepSpeed uses its own Adam if states are offloaded, else torch's fused AdamW.
     """
     package: Any = importlib.import_module("deepspeed")
     place.join(device)

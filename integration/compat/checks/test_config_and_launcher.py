@@ -126,7 +126,7 @@ VALUES = st.recursive(
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
-    # The package writes these strings without quotes, and unquoted they are numbers.
+    # The hjson package writes these strings without quotes and then reads them as numbers.
     | st.text().filter(lambda text: text.strip() not in ("NaN", "Infinity", "-Infinity")),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT_KEYS, inner, max_size=3),
     max_leaves=8,

@@ -80,7 +80,7 @@ def _measure(rank: int, world_size: int, folder: str) -> None:
 
     config = HfDeepSpeedConfig(CONFIG)
     _loaded(f"{folder}/tiny", "nf4")  # imports everything before memory is measured
-    with OwnPeakMemory() as kernel:  # on a CPU this kernel takes 16 numbers per weight
+    with OwnPeakMemory() as kernel:  # a CPU's kernel uses memory for 16 numbers per weight
         bnb.nn.Params4bit(torch.ones(1408, WIDTH, dtype=torch.bfloat16), quant_type="nf4").to("cpu")
     with OwnPeakMemory() as peak:
         model = _loaded(folder, "nf4")

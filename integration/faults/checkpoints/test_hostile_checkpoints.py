@@ -32,7 +32,7 @@ _MAX_S = 1.0
 _MAX_BYTES = 32 << 20
 _NEVER_FREE = 2**30  # more bytes than this process has mapped but unused
 BAD: tuple[Any, ...] = (None, True, -1, 2**63, 1e400, "x" * 50, [], {}, [[]], "../../etc/passwd")
-"""Values that hardly any entry of a manifest may have."""
+"""Values that entries of a manifest must not have, except those of `ALLOWED`."""
 _HUGE = 1 << 40
 Change = Callable[[dict[str, Any]], object]
 OF_OTHERS = ("python_rng", "param_groups", "lr_scheduler", "scalars", "client_state")
@@ -65,7 +65,7 @@ def manifests(content: dict[str, Any]) -> Iterator[tuple[str, Change]]:
 
 
 def _places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of all entries. Of a list or a table of names only the first entry counts."""
+    """Yield the paths of all entries. Of a list, or of ``files``, only the first entry counts."""
     entries = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
     is_table = isinstance(node, list) or path[-1:] == ("files",)
     for key, value in entries[:1] if is_table else entries:
@@ -413,7 +413,7 @@ def test_a_save_over_a_checkpoint_on_a_full_disk_leaves_it_as_it_was(saved, engi
 
 
 def _loads(ranks: SimulatedRanks, folder: str, stage: int, is_offloaded: bool) -> None:
-    """Refuse hostile manifests on both ranks, and check that no state changes."""
+    """Check that both ranks refuse hostile manifests and that no state changes."""
     engine = build(stage, is_offloaded=is_offloaded, process_group=ranks)
     train(engine, [batch(0, 0, engine.rank)])
     control = engine.sharded_state.control

@@ -42,7 +42,7 @@ HOSTILE: tuple[Any, ...] = (
     *([], [1], [None], [[]], ["x"], {}, {"x": 1}, [0.9], [0.9, 1.0], [-0.1, 0.9], [NAN, 0.9]),
 )
 """Values for every key. The schema decides which of them a key accepts."""
-# Keys that are only checked if other keys are set, by block.
+# Settings without which the keys of a block are not checked.
 BESIDE: Mapping[str, Any] = {
     "step_records": {"folder": "runs/mine"},
     "zero_optimization": {"stage": 3, "zero_quantized_gradients": True},

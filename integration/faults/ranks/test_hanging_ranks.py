@@ -82,7 +82,7 @@ def _lose_peer(rank: int, world_size: int, folder: str, exchange: str, stage: in
 
 @pytest.mark.parametrize(
     ("exchange", "stage"),
-    # At stage 1 the step has already launched what `publish` sends.
+    # At stage 1 `publish` sends nothing, because the step has already launched its gathers.
     [(e, stage) for e in EXCHANGES for stage in (1, 3) if (e, stage) != ("publish", 1)],
 )
 def test_every_exchange_with_a_rank_that_died_raises_an_error_that_names_it(

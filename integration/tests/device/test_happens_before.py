@@ -56,15 +56,14 @@ WIDTH = 48
 GROUP = {**optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2).defaults}
 _ROOTS = tuple(package.__path__[0] for package in (zero_core, zero_offload))
 _HINTS = ("<genexpr>", "make_way")
-"""Functions that ask whether an event has fired and rely on nothing: a prefetch that would block is
-put off, and an update lets square sums go first."""
+"""Functions whose event queries are hints, so that results need no order. For example, a prefetch
+that would block is postponed."""
 _BETWEEN_STEPS = ("offload", "reload")
-"""Functions that let the whole device finish, for another program that takes its memory."""
+"""Functions that synchronise the device before another program takes the device's memory."""
 
 _WAITED_BEFORE = ("stream_after", " begin")
-"""Functions whose wait a program does not need where the host has waited for the device: a save
-does, copies in memory (which need a launcher) and a step (which reads the ranks' agreement before
-it publishes) do not. They must run, and leave no race."""
+"""Functions whose wait may be superfluous in all `PROGRAMS`, because the host has already waited
+for the device. They must run without a race."""
 
 
 class _PinnedAccesses(TorchDispatchMode):
@@ -90,7 +89,7 @@ class _PinnedAccesses(TorchDispatchMode):
 
 
 def _noted(owner: Any, name: str, before: Any = None, after: Any = None) -> Any:
-    """Call ``before(*args)`` and ``after(result, *args)`` around each call of a function."""
+    """Patch a function to call ``before(*args)`` first and ``after(result, *args)`` at its end."""
     original = getattr(owner, name)
 
     def run(*args: Any, **keys: Any) -> Any:
@@ -113,7 +112,7 @@ _send, _receive = partial(_hand, "send"), partial(_hand, "receive")
 
 
 def _handed(job: Callable[..., Any]) -> tuple[Callable[..., Any], object]:
-    """Return ``job`` for another thread, and a token that the trace marks as sent at its end."""
+    """Return ``job`` for another thread, and a token that the trace records as sent at its end."""
     start, end = object(), object()
     _send(start)
 
@@ -139,7 +138,7 @@ class _Launched(NamedTuple):
 
 @contextmanager
 def _host_kernels() -> Iterator[None]:
-    """Add host kernels and waits between threads, which the device cannot see, to the trace."""
+    """Add to the trace the host kernels and thread waits, which the fake device cannot see."""
     ends: dict[int, tuple[Future[Any], object]] = {}
     entries: dict[tuple[int, int, int], Published] = {}
     update, submit, launch = MemoryStepper.update, ThreadPoolExecutor.submit, HostQueues.launch
@@ -330,7 +329,7 @@ def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> Non
         tier.step([GROUP], range(units), grad_scale=1.0)
     for part in tier.parts:
         part.drain()
-    side.wait_stream(torch.accelerator.current_stream())  # the tier's memory may be side's
+    side.wait_stream(torch.accelerator.current_stream())  # ``side`` may own memory of the tier
 
 
 def _device_tier() -> None:
@@ -452,8 +451,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 
 
 NUM_TRIES = 3
-"""Runs in which a dropped wait has to show once: whether memory is reused before a copy of it is
-done depends on how fast the threads are."""
+"""Runs of which one must show a race if a wait is dropped. Whether memory is reused before its copy
+ends depends on the threads' timing."""
 
 
 def _check() -> None:
@@ -487,7 +486,7 @@ def _sites(trace: Sequence[TraceRecord]) -> tuple[dict[str, list[int]], list[int
     sites: dict[str, list[int]] = defaultdict(list)
     hints = []
     for position, record in enumerate(trace):
-        # Exclude the simulated device's own waits.
+        # The fake device's own waits are excluded below.
         site = wait_of(record, (*_ROOTS, fake_cuda.__path__[0]))
         if record.kind == "event_query" and site.endswith(_HINTS):
             hints.append(position)

@@ -1,4 +1,4 @@
-"""A script like those of the documentation's readers, which trains by DeepSpeed's interface."""
+"""A training script as a reader of the documentation has it, with DeepSpeed's interface."""
 
 import argparse
 

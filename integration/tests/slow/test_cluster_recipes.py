@@ -37,7 +37,7 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
     assert re.fullmatch(r"loss [\d.]+ -> [\d.]+", line)
 
 
-# `faults/ranks/test_restarts.py` sends the signal to the real train program.
+# Here a shell script replaces the train program. `faults/ranks/test_restarts.py` has the real one.
 @pytest.mark.parametrize(("code", "is_requeued"), [(138, True), (1, True), (2, False), (0, False)])
 @pytest.mark.parametrize("is_array", [True, False])
 def test_slurm_script_is_requeued_after_its_warning(code, is_requeued, is_array, tmp_path):

@@ -29,7 +29,7 @@ READERS = {
     "finetune_trainer.py": "run_lm.py",
     "run_lm.py": "run_lm.py",
 }
-"""Scripts that a page leaves to its reader, and those that stand in for them."""
+"""Scripts that a page's reader has, and the scripts that replace them here."""
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -42,7 +42,7 @@ TUTORIALS = {
     "twin-flow": "twin_flow.py",
     "zeropp": "zeropp.py",
 }
-"""Pages that show what their script prints."""
+"""Pages that show the output of a script, with the script."""
 TINY_RUN = " ".join((*TINY, "--steps=30"))
 SMALLER = {
     "zero-engine --install-completion": "bash",
@@ -56,7 +56,7 @@ SMALLER = {
     ),
     "python packages/zero-comm/benchmarks/quantizer_speed.py --repetitions 3": "--numel 65536",
 }
-"""What follows a command whose run as printed would take minutes."""
+"""Options added to commands that would take minutes as printed."""
 NOT_RUN = re.compile(
     r"(python -m )?(pip|nox|pytest)\b"
     r"|python integration/benchmarks/"
@@ -64,9 +64,9 @@ NOT_RUN = re.compile(
     r"|torchrun --nproc-per-node gpu"
     r"|zero-engine plan .* --fit fit.json$"
 )
-"""Commands that need other machines or a device, or that another test has."""
+"""Commands that need other machines or a device, or that other tests run."""
 BYTES = re.compile(r"^(.*?) {2,}[\d.]+ -> [\d.]+ +(\d+) +(\d+) +(\d+) +(\d+)$", re.M)
-"""A line of `lesson.show`, but for its losses, which may differ between machines."""
+"""A line that `lesson.show` prints. The losses are not captured: they differ between machines."""
 
 
 def _commands(block: Block) -> Iterator[str]:
@@ -105,8 +105,8 @@ def _block(stem: str, language: str) -> str:
 def _interpreter() -> str:
     """Return the interpreter for programs and their ranks.
 
-    Without DeepSpeed, transformers decides at its first import that no engine exists, so the
-    interpreter must be new.
+    A forked one has imported transformers. If DeepSpeed was missing then, transformers ignores the
+    engine.
     """
     return forked_python() if find_spec("deepspeed") else sys.executable
 

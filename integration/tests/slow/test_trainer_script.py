@@ -19,7 +19,7 @@ from zero_core.testing import run_alone
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "run_lm.py"
 # 44 samples are 11 micro-batches of 4, so an epoch's last accumulation has two micro-batches, not
-# three. The best model is the middle one, with the greater loss, so a missing reload is detected.
+# three. A greater loss counts as better, so the last checkpoint is not the best.
 COMMON = (
     *("--do_train", "--num_train_epochs=2", "--train_samples=44", "--max_grad_norm=0.5"),
     *("--gradient_accumulation_steps=3", "--learning_rate=5e-3", "--warmup_steps=2"),

@@ -25,7 +25,7 @@ def deepspeeds_folder() -> Path | None:
 
 
 def public_names(root: Path) -> dict[str, list[str]]:
-    """Map each module of DeepSpeed and the stand-in to DeepSpeed's names, without submodules."""
+    """Map each module that DeepSpeed and the stand-in have to its public names in DeepSpeed."""
     found = {name: _file(root, name) for name in served_modules()}
     return {
         name: sorted(n for n in _names(root, file) if not _is_module(root, name, n))
@@ -63,7 +63,7 @@ def _names(root: Path, file: Path) -> frozenset[str]:
             found.add(node.target.id)
         elif isinstance(node, ast.ImportFrom):
             found |= _passed_on(root, file, node)
-    # The package collects its builders at run time.
+    # ``op_builder`` collects the builders of its modules at run time.
     if file.parent.name == "op_builder" and file.stem == "__init__":
         others = [_names(root, other) for other in file.parent.glob("*.py") if other != file]
         found |= {name for names in others for name in names if name.endswith("Builder")}

@@ -15,7 +15,7 @@ import zero_core
 from zero_core.testing import Case, SimulatedRanks, make_model
 
 WIDTH = 33
-"""Of the model: even the shards of its gradients are worth quantizing."""
+"""Width of the model, whose gradient shards are large enough to be quantized."""
 
 
 class Delayed:
@@ -100,7 +100,7 @@ def build(
     width: int = WIDTH,
     **top: Any,
 ) -> zero_core.Engine:
-    """Build an engine whose zero-comm collectives are delayed."""
+    """Build an engine. With ``zero``, it has zero-comm's collectives with delays."""
     config = Case(stage=stage, dtype=dtype, zero=zero, top=top).config()
     collectives = delayed_collectives if zero else None
     return zero_core.build(make_model(width), config, collectives=collectives, process_group=ranks)

@@ -19,13 +19,13 @@ PAGES = (
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
 )
 MODULES = {"torchrun": "torch.distributed.run", "zero-engine": "zero_engine"}
-"""Programs of the pages, as the modules that they run."""
+"""Modules that run the pages' programs."""
 FURTHER = ("bitsandbytes", "torchao")
-"""Libraries without which a block of Python cannot run, and which only `nox -s compat` installs."""
+"""Libraries that some Python blocks need and that only `nox -s compat` installs."""
 
 
 class Block(NamedTuple):
-    """A code block. An indented block is bash. Python without imports includes the block before."""
+    """A code block. Indented blocks are bash. Python without imports repeats the previous block."""
 
     name: str
     page: Path

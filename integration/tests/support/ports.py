@@ -2,7 +2,7 @@ import random
 import socket
 
 FIRST, BEHIND_LAST = 10_000, 32_768
-"""Below those that Linux gives to connections by itself: such a one may be taken before its use."""
+"""Range of ports, below those that Linux assigns to outgoing connections."""
 
 
 def free_port() -> int:

@@ -1,6 +1,6 @@
 """Ranks of a script under the import hook, forked from a process that has imported the libraries.
 
-``zero-engine run`` starts a new Python per rank, which takes seconds. Most tests call `run_script`.
+``zero-engine run`` starts a new Python per rank, which takes seconds. `run_script` is faster.
 """
 
 from __future__ import annotations

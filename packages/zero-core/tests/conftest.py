@@ -17,8 +17,8 @@ from zero_core.testing.sampled_rows import (
 settings.register_profile("zero-core", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("zero-core")
 
-# Shells start background programs with SIGINT ignored, and the ranks inherit that setting.
+# A shell may have started pytest with SIGINT ignored, which ranks would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Importing these takes seconds, so ranks fork from a server process that has imported them.
+# Ranks fork from a server process that has imported these modules, which takes seconds.
 preload("torch._inductor.compile_fx", "torch._dynamo.testing")

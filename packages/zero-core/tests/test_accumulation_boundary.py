@@ -11,7 +11,7 @@ from zero_core.testing.simulated import on_ranks
 from zero_core.testing.training import assert_same, train_ddp
 
 EPOCHS = (3, 3, 2, 3, 1)
-"""Micro-steps of each step where 3 are configured: two epochs that do not divide."""
+"""Micro-steps of each step, in two epochs whose last step is shorter."""
 
 
 def _ddp(ranks, counts):
@@ -36,7 +36,7 @@ def _train(engine, rank, counts):
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("configured", [1, 3])  # fewer and more micro-steps than the loop runs
+@pytest.mark.parametrize("configured", [1, 3])  # micro-steps, of which the loop runs 1 to 3
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()

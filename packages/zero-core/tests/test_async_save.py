@@ -253,7 +253,7 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
         pending = engine.async_save(tmp_path)
         fill(pending)
         if ranks.rank == 0:
-            # Only rank 0 reads the exception, so the next save raises the exception on each rank.
+            # Although rank 0 has read the exception here, the next save raises it on every rank.
             pending.exception()
         with pytest.raises(CheckpointError, match=message):
             engine.async_save(tmp_path)

@@ -227,7 +227,7 @@ def test_long_build_is_shown_on_a_terminal_by_rank_0(
 
 def _net():
     model = nn.Module()
-    model.below, model.mixture = nn.Linear(5, 5), Mixture()  # build() finds experts by this name
+    model.below, model.mixture = nn.Linear(5, 5), Mixture()
     model.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
     return model
 

@@ -85,7 +85,7 @@ def _two_forwards(run):
         run.expect(run.forward + again, [], [])
         run.engine.backward(losses)
         run.engine.step()
-        # Backward runs the second forward first. The first forward then needs the last block again.
+        # Backward of the second forward runs first and releases the last block.
         twice = [*BACKWARD, "b4", *BACKWARD] if run.stage == 3 else []
         run.expect(twice + run.published, REDUCED, run.sums)
 

@@ -128,7 +128,7 @@ def test_a_part_forgets_what_it_keeps_whenever_values_are_replaced_or_saved(rank
         (read, 0),
         (lambda: engine.states.set_full(name, values), 1),
         (lambda: engine.states.set_full("frozen.0.norm.weight", values), 1),
-        (lambda: engine.states.set_full(name, values, "exp_avg"), 0),  # no parameter value
+        (lambda: engine.states.set_full(name, values, "exp_avg"), 0),  # writes no parameter
         (lambda: engine.export_safetensors(tmp_path / "export"), 0),
     ):
         part.num_forgotten = 0

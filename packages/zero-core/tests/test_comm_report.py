@@ -74,7 +74,7 @@ def test_a_step_sends_what_was_planned(case, world_size, per_node):
 
 
 def _check_on_the_wire(rank, world_size, per_node):
-    zero_core.comm.device.SharedMemory = _NothingShared  # or bytes would bypass the counter
+    zero_core.comm.device.SharedMemory = _NothingShared  # shared memory bypasses the counter
     postman = _Postman(rank, per_node)
     for stage in range(4):
         engine = Case(stage).build(model=_net())
@@ -90,7 +90,7 @@ def _check_on_the_wire(rank, world_size, per_node):
         expected = Counter({"sent within": within, "sent between": between})
         expected.update({"received within": within, "received between": between})
         assert postman.bytes == expected, stage
-        # Gathers need no second hop, and no thread, where all ranks share a node or none do.
+        # Gathers need a thread only if there are several nodes with several ranks each.
         has_thread = "zero_core gathers" in [t.name for t in threading.enumerate()]
         assert has_thread == (1 < per_node < world_size)
         engine.close()
@@ -114,7 +114,7 @@ def test_bytes_sent_between_steps_count_for_the_second(ranks):
     assert after.num_calls == before.num_calls + len(engine.layout.segments)
     assert others == same
     engine.backward(engine(rows(0, engine.rank)))
-    engine.clip_grad_norm_(1.0)  # step() need not repeat the all-reduce
+    engine.clip_grad_norm_(1.0)  # all-reduces the norm, which step() then reuses
     engine.step()
     assert engine.comm_report()[-1].num_calls == 1
     engine.close()

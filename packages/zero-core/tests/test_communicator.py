@@ -164,7 +164,7 @@ def test_a_watch_ends_when_the_device_has_failed(events, caplog):
     (record,) = caplog.records
     named = "xpu:1 has failed: an illegal memory access was encountered. These collectives may "
     assert record.getMessage() == f"{named}not have ended: all_gather of unit 3 (blocks.2)"
-    _gather(communicator).wait()  # the failure is raised elsewhere, not here
+    _gather(communicator).wait()  # does not raise the failure
     communicator.close()
     assert len(caplog.records) == 1
 

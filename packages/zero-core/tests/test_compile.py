@@ -47,17 +47,17 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("world_size", "choices"),
-    # One rank gathers nothing. Three ranks change the sum's rounding, not the graph.
+    # One rank gathers nothing. Further ranks would not change the graph.
     [(2, ({}, ON_HOST)), pytest.param(2, (None,), marks=SLOW), pytest.param(1, ({},), marks=SLOW)],
     ids=["recomputed", "saved", "alone"],
 )
 @on_processes()
 def test_compiled_blocks_follow_ddp_without_a_graph_break(ranks, choices):
     expected = _reference(ranks)
-    # Offloaded inputs are copied to the host, which cannot happen within a graph.
+    # `ON_HOST` copies inputs to the host, which only a "wrapped" block does outside its graph.
     ways = ("before", "after", "wrapped")
     for again, how in ((a, way) for a in choices for way in (ways[2:] if a == ON_HOST else ways)):
-        # The way of compiling does not change the graphs, so only one way runs at stage 0 too.
+        # Stage 0 runs for "before" only, because all ways of compiling give the same graphs.
         for stage in (0, 3) if (ranks.size, how, again) == (2, "before", None) else (3,):
             torch._dynamo.reset()
             counters.clear()

@@ -92,7 +92,7 @@ def test_ranks_meet_whatever_groups_they_made_and_exchanges_of_different_sizes_r
 
 def _build_alone(rank, world_size):
     if rank > 0:
-        find_ranks(None, None).connect()  # rank 1 leaves build() after the first connection
+        find_ranks(None, None).connect()  # like a build() that fails after its first connection
         return
     with pytest.raises(CollectiveError, match=r"control exchange .* in build\(\)"):
         zero_core.build(make_tower(1), Case(top={"collective_timeout_s": 1.0}).config())

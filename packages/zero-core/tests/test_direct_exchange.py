@@ -153,7 +153,7 @@ def _fills_pipes(rank, world_size):
     peers = [peer for peer in range(world_size) if peer != rank]
     letters = [(n, p, mailbox.expect(p, 3)) for n in range(10_000) for p in peers]
     with ThreadPoolExecutor(1) as pool:
-        last = pool.submit(mailbox.wait, mailbox.expect(peers[0], 4))  # reads for all waiters
+        last = pool.submit(mailbox.wait, mailbox.expect(peers[0], 4))  # reads all letters
         for number, peer, _ in letters:  # posts more than a pipe holds before any wait
             mailbox.post(peer, 3, number, rank)
         for number, peer, letter in letters:
@@ -208,7 +208,7 @@ def _waits_in_vain(rank, world_size):
         mailbox.post(1, 8, 0, 0)
     else:
         mailbox.post(0, 7, 5, 6)
-        if os.fork() == 0:  # such as a data loader's worker, which outlives its parent
+        if os.fork() == 0:  # like a data loader's worker that outlives its parent
             time.sleep(40)
             os._exit(0)
         dist.barrier()

@@ -71,7 +71,7 @@ def _wide(param):
 
 
 def _train_masters(model, masters, optimizer, ranks, batches, accumulation=1):
-    """Train without an engine, in at least 32 bits. Returns the losses."""
+    """Train ``model`` through ``masters`` of at least 32 bits, without an engine. Return losses."""
     control, params, losses = ranks.connect(), dict(model.named_parameters()), []
     for number, inputs in enumerate(batches, start=1):
         for buffer in model.buffers():
@@ -128,7 +128,7 @@ def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(rank
     planned = zero_core.plan(model, config, ranks.size, device_type="cpu")
     assert planned.memory.device["model buffers"] == sum(b.nbytes for b in own.values())
     assert planned.memory.device["gradient shards"] == shards
-    # In addition to all shards, one unit's second micro-step is reduced into a buffer.
+    # Beyond all shards, there is a buffer into which a unit's second micro-step is reduced.
     largest = max(s.shard_numel for s in engine.layout.segments)
     assert 0 <= shards - 4 * trained <= 4 * largest * (ranks.size > 1)
 

@@ -105,7 +105,7 @@ def _dropped(rank: int, world_size: int) -> None:
     def held() -> tuple[int, int, int]:
         gc.collect()
         windows = sum(isinstance(found, SharedMemory) for found in gc.get_objects())
-        # The thread of heartbeats ends with its next beat.
+        # The heartbeat thread may still run, because it ends only at its next heartbeat.
         threads = [t for t in threading.enumerate() if t.name != "zero_core watch"]
         assert not any(p2p._under_way.values())
         return len(os.listdir("/proc/self/fd")), len(threads), windows

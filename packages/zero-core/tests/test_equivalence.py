@@ -17,9 +17,9 @@ from zero_core.testing.simulated import on_ranks
 
 SIMULATED_STEPS = 5  # ranks take different branches in step 5
 WAYS = [(1, False), (3, False), (3, True)]
-"""Micro-steps of a step, and whether they add up locally."""
-# Sums of three ranks round, sums of two ranks are exact, and one rank has nothing to shard. Torch's
-# GradScaler and the engine skip the same fp16 steps, unless torch accumulates locally in fp16.
+"""Micro-steps per step, and whether gradients accumulate locally."""
+# The grid of three ranks is the largest, because the order of a sum matters only there. No case
+# accumulates fp16 locally, because torch's GradScaler would skip other steps than the engine.
 GRID_OF = {
     1: [
         Case(accumulation=3, is_local=True),
@@ -54,9 +54,8 @@ ON_PROCESSES = {
 }
 
 # fp32: with clipping or three ranks, DDP sums in another order, which differs by a few ulps that
-# grow over ten steps. bf16: DDP sums gradients in bf16, the engine in fp32, which differs by half
-# an ulp of 8 bits in gradients that Adam normalises to steps of 1e-2. fp16: the same with 11 bits.
-# Each bound is twice the largest measured gap.
+# grow over ten steps. bf16: DDP sums gradients in bf16, the engine in fp32. Rounding to 8 bits then
+# changes Adam's steps of 1e-2. fp16: the same with 11 bits. Each bound is twice the largest gap.
 LOSS = {"fp32": 4e-6, "bf16": 0.07, "fp16": 0.0045}
 VALUE = {"fp32": 1e-6, "bf16": 0.04, "fp16": 4.5e-4}
 

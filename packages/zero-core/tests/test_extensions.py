@@ -91,7 +91,7 @@ def test_memory_checkpoint_has_the_average_of_its_step(tmp_path):
 
 
 class _Faulty(Extension):
-    """An extension that raises in the method ``where`` and counts calls of its end."""
+    """An extension that raises in the method ``where`` and counts calls of `remove`."""
 
     def __init__(self, where="", **states):
         self.where, self.own, self.num_ends = where, states, 0

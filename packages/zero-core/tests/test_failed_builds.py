@@ -18,7 +18,7 @@ from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train_steps
 
 GIVING_UP = ("FormerModel.give_up", "release_free_pages")
-"""The last calls of a build, after which the model has its values in other memory again."""
+"""The last calls of a build. If they fail, the model's values are in other memory than before."""
 KINDS = ("ordinary", "deferred", "pretrained", "evaluation", "sliced")
 
 
@@ -103,7 +103,7 @@ def test_a_build_that_any_of_its_calls_ends_changes_nothing(tmp_path, stage, kin
     save_file(values, tmp_path / "model.safetensors")
     case = stage, kind, str(tmp_path)
     first, second = simulate(_calls, 2, *case)
-    calls = [call for call in first if call in second]  # rank 0 alone calls the functions that warn
+    calls = [call for call in first if call in second]  # without calls that only one rank makes
     assert len(calls) > 40
     simulate(_each_call, 2, calls[5 * stage % 8 :: 8], event, *case)
 

@@ -172,7 +172,7 @@ def test_runs_that_freeze_other_parameters_resume_with_the_states_that_pair_by_n
 
 
 _PAIRED = ("blocks.1.0.weight", "blocks.4.0.weight", "blocks.3.0.weight")
-"""Weights that are, in this order, new in phase 2, frozen in it, and trained in both phases."""
+"""Weights that phase 2, resumed from phase 0, newly trains, freezes, and still trains."""
 
 
 def _read_after(ranks, phase, stage, name, folder, memory):

@@ -7,7 +7,7 @@ from zero_core.layout.gradient_plan import GradientCase, plan_gradient
 
 FP32, BF16 = torch.float32, torch.bfloat16
 ADDED = {"owns_grads": True, "adds_grads": True, "is_accumulated": True}
-"""Accumulation with a tier that adds up gradients."""
+"""Accumulation in a tier that adds gradients up."""
 
 
 def _plan(*, stage=3, world_size=2, communicated=BF16, asked=None, is_accumulated=False, **tier):
@@ -43,7 +43,7 @@ NOTHING, SHARDS, FULL, BOTH = "", "shard", "full", "full and shard"
         ({"owns_grads": True, "is_accumulated": True}, GradientCase.SHARD, SHARDS, (FP32, BF16)),
         ({**ALONE, "owns_grads": True}, GradientCase.PASS_ON, NOTHING, (FP32, BF16)),
         ({**ALONE, **ADDED, "adds_grads": False}, GradientCase.ALONE, SHARDS, (FP32, BF16)),
-        # By default a tier accumulates in the communicated dtype, and stage 0 the reduced sums.
+        # By default a tier accumulates in the communicated dtype.
         ({"stage": 0, **ADDED}, GradientCase.WHOLE_SUM, BOTH, (BF16, FP32)),
         ({"stage": 0, **ADDED, **ASKED}, GradientCase.WHOLE_SUM, BOTH, (FP32, FP32)),
         ({"stage": 1, **ADDED}, GradientCase.PASS_ON_EACH, FULL, (BF16, BF16)),
@@ -52,7 +52,7 @@ NOTHING, SHARDS, FULL, BOTH = "", "shard", "full", "full and shard"
         ({**ADDED, "communicated": FP32}, GradientCase.PASS_ON_EACH, NOTHING, (FP32, FP32)),
         ({**ALONE, "stage": 0, **ADDED}, GradientCase.PASS_ON_EACH, NOTHING, (BF16, BF16)),
         ({**ADDED, "is_accumulated": False}, GradientCase.PASS_ON, NOTHING, (FP32, BF16)),
-        # The user chose a sum narrower than the tier's.
+        # The configured ``grad_accum_dtype`` is narrower than the tier's sum.
         ({**ADDED, "asked": "bf16"}, GradientCase.SHARD, SHARDS, (BF16, BF16)),
     ],
     ids=str,

@@ -87,7 +87,7 @@ def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_use
         ranks, nn.ModuleDict({"used": nn.Linear(3, 1), "other": nn.Linear(3, 1)})
     )
     used, other, x = engine.module["used"], engine.module["other"], torch.ones(1, 3)
-    if ranks.rank == 0:  # a rank without data skipped no parameter
+    if ranks.rank == 0:  # a rank without data does not count as skipping a parameter
         engine.idle_step()
     else:
         engine.backward((used(x) + other(x)).sum())

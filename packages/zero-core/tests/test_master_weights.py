@@ -69,7 +69,7 @@ def test_bf16_masters_take_no_further_memory():
 
 
 def from_rounded(ranks):
-    """Train an fp32 copy of a bf16 model, whose gradients and values are copied by hand."""
+    """Train a bf16 model through an fp32 copy. Gradients and values are copied by hand."""
     low = make_model().bfloat16()
     masters = copy.deepcopy(low).float()
     optimizer = adamw(masters)

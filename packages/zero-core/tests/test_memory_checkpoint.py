@@ -61,7 +61,7 @@ _DAMAGES = {
     "rank 1 in a copy": (lambda folder: _tear(folder, 1), 2),
     "a node's memory": (lambda folder: shutil.rmtree(folder / "node-1"), 3),
 }
-"""What is lost after three steps, and how many are then done."""
+"""Data lost after three steps, and the step from which training resumes."""
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,10 @@ def _measure_construction(rank, world_size, folder):
         with zero_core.deferred_init():
             model = _model()
         engine = zero_core.build(model, CONFIG)
-    kept = engine.memory_report()["parameters"]  # the engine has written no other buffer yet
+    kept = engine.memory_report()["parameters"]  # other buffers are not resident before a write
     assert kept < MODEL_BYTES / world_size * 1.01, "this rank's shards"
     assert peak.nbytes >= kept * 0.9, "the measurement sees what is there"
-    # One whole unit, and one parameter on the rank that computes initial values.
+    # Beside the shards, a whole unit and a parameter whose initial values are computed.
     bound = kept + 2 * UNIT_BYTES + SLACK_BYTES
     assert bound < kept + MODEL_BYTES / 3, "a whole model would be seen"
     assert peak.nbytes <= bound, ("deferred", rank, peak.nbytes, bound)

@@ -304,7 +304,7 @@ USES = {
 }
 
 
-# The gate runs each model at stage 3 on two ranks, and at another stage on three ranks.
+# Only two cases of each model are not marked slow: stage 3 on two ranks, one stage on three ranks.
 GRID = [
     pytest.param(stage, size, name, marks=[] if (stage, size) in gate else pytest.mark.slow)
     for number, name in enumerate(USES)

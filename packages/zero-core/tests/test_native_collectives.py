@@ -105,7 +105,7 @@ def _sums(native):
 
 
 def _jobs(native):
-    """Exchange on each lane and in the caller at once, in several subgroups."""
+    """Exchange in several subgroups at once, on each lane and on the calling thread."""
     size, rank = native.world_size, native.rank
     stride = 2 if size % 2 == 0 else size
     within = native.subgroup(range(rank // stride * stride, (rank // stride + 1) * stride))

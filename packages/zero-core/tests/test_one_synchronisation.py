@@ -76,7 +76,7 @@ def train(ranks, case):
         # Where the last block is used on one rank only, it is still updated on each rank.
         used = blocks_of(step + ranks.rank, is_twice=case.is_twice)
         before = count_waits(ranks) if is_late else 0
-        if step == 2 and case.optimizer == "SGD":  # SGD creates its momentum after a skipped step
+        if step == 2 and case.optimizer == "SGD":  # its momentum begins after a skipped step
             engine.optimizer.param_groups[0]["momentum"] = 0.9
         for x in inputs:
             engine.backward(engine(x, used))

@@ -217,7 +217,7 @@ def test_a_trillion_parameters_on_4096_ranks_are_planned_within_a_gigabyte():
     assert planned.num_parameters == 128 * 12 * 25600**2 > 10**12
     sharded = zero_core.plan(model, make_config(1, "bf16"), 4096).memory.device
     assert sharded["gradient shards"] == 4 * planned.num_parameters // 4096
-    # the reduced gradient and the accumulated sum
+    # 2 bytes per parameter for the reduced gradient and 4 bytes for the accumulated sum
     assert planned.memory.device["gradients"] == 6 * planned.num_parameters
     assert peak.nbytes < 10**9
     assert seconds < 10

@@ -145,7 +145,7 @@ def test_a_spoilt_batch_is_named_with_its_rank_and_the_step_is_skipped_by_all(
 @on_ranks(2)
 def test_a_sum_that_overflows_blames_no_rank(ranks, caplog):
     engine = Case(stage=1).build(ranks, _Scaled())
-    big = torch.full((1, 3), 3e38)  # each rank's contribution: four backwards, each divided by four
+    big = torch.full((1, 3), 3e38)
     for _ in range(3):
         with engine.no_sync():
             engine.backward(engine(torch.ones(1, 3), big) * 0.5)

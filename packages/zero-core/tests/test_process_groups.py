@@ -96,7 +96,7 @@ def _meshes_over_some_ranks_build(rank: int, world_size: int) -> None:
         assert count_groups() == num_groups
     if rank in (0, 1, 3, 4):  # rank 3 is in fewer groups than the other ranks
         assert _build(mesh=other).world_size == 4
-    dist.barrier(dist.new_group())  # a default group name, which all ranks count equally
+    dist.barrier(dist.new_group())  # hangs if the ranks' counters of default group names differ
 
 
 def _groups_are_shared_and_end_with_the_last_engine(rank: int, world_size: int) -> None:

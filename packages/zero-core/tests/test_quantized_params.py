@@ -92,7 +92,7 @@ def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(ranks, stage, top):
 
 @on_ranks(2)
 def test_two_forwards_before_a_backward_read_each_units_own_bytes(ranks):
-    model = Adapted(WIDTH)  # preference losses use two forwards
+    model = Adapted(WIDTH)
     (model(_x(0, 0)) + model(_x(1, 0), is_reversed=True)).backward()
     engine = _build(ranks)
     engine.backward(engine(_x(0, 0)) + engine(_x(1, 0), is_reversed=True))
@@ -259,7 +259,7 @@ def test_blocks_quantized_one_at_a_time_have_the_values_of_a_whole_model(tmp_pat
     for block in model.blocks:
         _quantize(block)
     for world_size in (1, 3):
-        # Made outside the ranks, which are threads: torch's recording hooks are global.
+        # Made before the simulated ranks start, because these are threads that share torch's hooks.
         models = [_deferred() for _ in range(world_size)]
         found = simulate(_loaded, world_size, str(tmp_path) if has_file else None, models)
         assert set(found) == {model(_x(0, 0)).item()}

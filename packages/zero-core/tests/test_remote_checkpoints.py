@@ -23,7 +23,7 @@ from zero_core.checkpoint.storage import location_of
 from zero_core.testing import assert_same, run_alone, spawn
 
 NUM_WRITES = 9
-"""Of a save by one rank: its mark, 6 files, the manifest, ``latest``."""
+"""Writes of one rank's save: a marker, 6 data files, the manifest and ``latest``."""
 
 
 @pytest.fixture

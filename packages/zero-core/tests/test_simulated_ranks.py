@@ -91,9 +91,8 @@ def test_only_pinned_copies_do_not_block():
         assert fake_cuda.counters(1).syncs == {}
     assert device.tolist() == list(range(100))
     fake_cuda.reset_counters()
-    torch.zeros(100).to(DEVICE, non_blocking=True)  # a source in pageable memory synchronises
+    torch.zeros(100).to(DEVICE, non_blocking=True)  # counts as a staged copy
     device.to("cpu", non_blocking=False)
-    device.to("cpu", torch.float64, non_blocking=True)  # a dtype conversion synchronises
+    device.to("cpu", torch.float64, non_blocking=True)  # goes to pinned memory, without a wait
     found = fake_cuda.counters(1).syncs
-    # Torch copies to pinned memory if it shall not wait.
     assert found == {"staged copy": 1, "copy": 1}, found

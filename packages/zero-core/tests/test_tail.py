@@ -161,7 +161,7 @@ def test_the_tail_is_waited_for_behind_the_last_block_and_reduced_behind_the_blo
     if stage == 0:
         return
     before, after = (log[: log.index("block 1")], log[log.index("block 3") :])
-    # Forward waits only for the first block's parameters, while the next gather runs.
+    # Before block 1, forward waits only for the root (unit 0) and for block 1 itself (unit 1).
     if stage == 3:
         assert before == [
             *("gather 0", "gather 1", "gather 4", "waited for gather 0"),
@@ -184,8 +184,8 @@ def _is_awaited(log, what):
 
 @pytest.mark.parametrize(
     ("stage", "accumulation", "num_late"),
-    # At stage 0, and for stage 1's full_grad, backward does not reuse the buffer of a launched
-    # reduction. Otherwise the unit after the next one reuses the buffer.
+    # At stages 0 and 1, backward never reuses the buffer of a launched reduction. At stages 2 and 3
+    # a unit reuses the buffer of the unit two before it.
     [(0, 1, 4), (0, 2, 4), (1, 1, 4), (2, 1, 2), (3, 1, 2)],
 )
 @on_ranks(2)

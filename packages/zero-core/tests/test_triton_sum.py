@@ -24,7 +24,7 @@ INPUTS = {
     torch.float16: (torch.float32, torch.float16),
     torch.float64: (torch.float64, torch.float32),
 }
-"""Dtypes of gradients, and those that they accumulate in."""
+"""Gradient dtypes, each with the dtypes of its sum."""
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton isn't installed: it has no wheel for this system", allow_module_level=True)

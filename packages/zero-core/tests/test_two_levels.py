@@ -18,7 +18,7 @@ from zero_core.testing.oracle import Case
 from zero_core.testing.simulated import device_collectives, simulate
 
 NODES = [(4, 2), (6, 2), (6, 3)]
-"""Numbers of ranks, and of those of a node."""
+"""World sizes, each with the number of ranks per node."""
 
 
 def _full(rank, size, dtype):

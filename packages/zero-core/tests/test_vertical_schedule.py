@@ -247,7 +247,7 @@ SETTINGS = {
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bits_are_the_same_with(world_size, stage, name):
-    # Below stage 3 autocast caches the cast of a tied weight for both uses, which is refused.
+    # Below stage 3 a tied weight is refused with autocast, which shares one cast for all its uses.
     kind = "plain" if name == "autocast" else "tied"
     config = _config(stage) | SETTINGS[name]
     skipped = simulate(_same_bits, world_size, kind, config)
@@ -417,7 +417,7 @@ def test_step_needs_all_of_its_micro_batches_and_none_before(schedule):
     ("kind", "further", "said"),
     [
         ("plain", {}, "auto chose vertical: gathers are saved"),
-        # The reason is detected within a forward, or after it.
+        # The reason is detected within or after the first forward.
         ("called again", {}, "auto chose horizontal: rank 0: accumulation_schedule = 'vertical'"),
         ("a weight with a hook", {}, "auto chose horizontal: rank 0: accumulation_schedule ="),
         *(

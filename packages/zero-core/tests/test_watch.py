@@ -46,7 +46,7 @@ class _Ranks:
                     watch.tick(self.now)
 
     def run(self, stages):
-        """Run stages. A stage has each rank's activity, next wait, and seconds until the wait."""
+        """Run stages: each rank's activity, next wait, and seconds until that wait."""
         for stage in stages:
             start = self.now
             for place, (doing, _, _) in zip(self.places, stage, strict=True):

@@ -115,10 +115,10 @@ def test_a_patch_is_small_at_a_small_rate(ranks):
     for _ in range(5):
         _train(engine, width=512)
         shares.append(engine.weight_patch(since=engine.patch_version).nbytes / whole)
-    # The log has five versions.
+    # Five steps have made five versions.
     held = engine.memory_report()["weight patches"]
     assert 0 < held < 0.15 * whole / ranks.size
-    # The plan counts a quarter of a byte per element for marks, and eight versions of five bits.
+    # The plan counts per element 1/4 byte for marks, and 5/32 byte for each of eight versions.
     most, bounded = (
         zero_core.plan(_mlp(0, 512), _mlp_config(3, **more), ranks.size).memory.host
         for more in ({}, {"weight_patches": {"versions": 8, "max_bytes": 1000}})
@@ -351,7 +351,7 @@ def test_a_comparison_finds_every_differing_bit(bits, data):
 
 
 def test_values_that_changed_their_sign_are_far():
-    """As 16-bit integers, the largest NaN and the smallest negative number are neighbours."""
+    """The largest NaN and the smallest negative number are neighbours as 16-bit integers."""
     ends = torch.tensor([0x7FFF, 0x7FFE, -0x7FFF, -0x8000], dtype=torch.int32).to(torch.int16)
     changed, far = compare(ends, ends.flip(0))
     assert changed.tolist() == far.tolist() == [True, True, True, True]

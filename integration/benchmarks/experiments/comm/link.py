@@ -123,7 +123,7 @@ class Link:
             self._namespaces, self.devices, self.addresses, strict=True
         ):
             own = ("ip", "-n", namespace)
-            # IPv6 would send packets of its own.
+            # IPv6 would send further packets, which the counters would include.
             _do([*own, "link", "set", device, "addrgenmode", "none"])
             _do([*own, "address", "add", f"{address}/24", "dev", device])
             for up in ("lo", device):
@@ -160,7 +160,7 @@ def transfer(place: Place, ways: Sequence[tuple[int, int, str]], num_bytes: int)
 
 def _take(address: str, port: int) -> float:
     with socket.create_server((address, port)) as server:
-        # A small receive buffer leaves few bytes to read late when this process was not scheduled.
+        # With a small receive buffer, few bytes are read late if this process is scheduled late.
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**17)
         server.settimeout(LIMIT_S)  # the sender may have died
         connection, _ = server.accept()

@@ -249,7 +249,7 @@ def summed_up(
 
 
 def rows_of(found: Rows, *, rate: int) -> dict[str, Row]:
-    """Return the rows with [Note: figures]. A figure without its reference contender is None."""
+    """Add the figures of [Note: figures] to the rows. Without its reference a figure is None."""
     there = measured(found)
     medians = {name: statistics.median(row["times_s"]) for name, row in there.items()}
     comm = {

@@ -52,7 +52,7 @@ GROUPS = (
     "comm 4",
     "engine 3",
 )
-"""Kind of cases and number of ranks. The groups of one rank run first."""
+"""Groups: kind of cases and number of ranks. Those of one rank run first."""
 DRY_GROUPS = ("offload 2", "delays", "comm 2")
 
 STEPS = 10

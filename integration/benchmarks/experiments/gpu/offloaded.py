@@ -149,8 +149,8 @@ def _part(name: str, about: str, first: Job, rounds: Mapping[int, int]) -> Part:
 def verdicts(rows: Rows, *, is_judged: bool = True) -> Row:
     """Return ratios of tokens per second, each with its bar and the contenders not tried.
 
-    A ratio is None if a contender has no figure. It is not judged unless every peer and every fixed
-    ratio was tried. A ratio that did not fit was tried, one skipped for lack of time was not.
+    A speed ratio is None if a contender has no figure. It is judged only if every peer and every
+    offload ratio was tried. A contender that did not fit was tried, one skipped for time was not.
     """
     speeds = {name: row["tokens_per_s"] for name, row in rows.items() if "tokens_per_s" in row}
     fixed = [name for name in rows if name.startswith("ratio ") and name != "ratio auto"]
@@ -232,7 +232,7 @@ def _run_bounds(context: Context) -> Row:
 
 
 def bounds(row: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> Row:
-    """Return [Note: bounds of a step]. A figure that could not be measured is None.
+    """Return the figures of [Note: bounds of a step]. One that could not be measured is None.
 
     ``bandwidth`` has bytes per second: ``host``, and ``d2h`` and ``h2d`` in ``pinned`` (None on the
     CPU).
@@ -352,7 +352,7 @@ def capacity_jobs() -> list[Job]:
 
 def _row_of_capacity(job: Job, context: Context) -> Row:
     try:
-        memory = job.plan().memory  # memory held throughout the engine's life
+        memory = job.plan().memory  # without activations
     except ZeroError as error:
         return {"failure": str(error)}
     row: Row = {

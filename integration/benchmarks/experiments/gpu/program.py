@@ -105,7 +105,7 @@ def main(
             print(f"{part.name}: no figures; those of an earlier run stay")
         else:
             results[part.name] = {"measured": about, **found[part.name]}
-            # After every part, because a later part may be killed.
+            # Written after every part, because a later part may be killed.
             write_report(out, "gpu", {"parts": results})
     print(f"written to {out}")
     for part in parts:

@@ -224,7 +224,7 @@ def _decode(
             backend.decode(rows, out, fmt)
 
     def is_right() -> bool:
-        """Return whether the finite values repeat the pattern's. 0 and -0 count as equal."""
+        """Return whether the result repeats the pattern's result. 0 and -0 count as equal."""
         there = expected[0].to(device)
         return bool((out[0].view(-1, len(there)) == there).all())
 

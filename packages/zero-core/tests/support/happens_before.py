@@ -22,7 +22,7 @@ from torch.cuda._sanitizer import EventHandler
 from support.fake_cuda import TraceRecord
 
 Range = tuple[int, int]
-"""Address and number of bytes."""
+"""Address and number of bytes of a piece of memory."""
 
 
 class _Access(NamedTuple):
@@ -44,7 +44,7 @@ class Race:
 
 
 class HappensBefore:
-    """Checks trace records in call order. Any integers identify streams, threads and events."""
+    """Checks the trace records of one device in call order."""
 
     def __init__(self, ranges: Iterable[Range]) -> None:
         self.races: list[Race] = []  # one per pair of operations
@@ -58,7 +58,7 @@ class HappensBefore:
         self._readers: dict[Range, set[int]] = {}  # streams passed to `record_stream`
 
     def feed(self, record: TraceRecord, thread: int, streams: Iterable[int]) -> None:
-        """Check the next record, a call of ``thread``. ``streams`` are all of the device's."""
+        """Check the next record, a call of ``thread``. ``streams`` are the device's streams."""
         reads, writes = _sized(record.reads), _sized(record.writes)
         host, stream = self._number("thread", thread), self._number("stream", record.stream)
         # each recording of an event gets a separate clock
@@ -95,7 +95,7 @@ class HappensBefore:
                 handler._handle_event_wait(handover, host)
 
     def _free(self, host: int, stream: int, memory: Range) -> None:
-        """Return memory to its allocating stream, which waits for `record_stream`'s users."""
+        """Order reuse of freed memory after its own stream and those given to `record_stream`."""
         readers = self._readers.pop(memory, set())
         reuse = self._number("stream", stream)
         if readers:
@@ -172,7 +172,7 @@ _WAITS = {
 
 
 def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
-    """Return the line of an explicit wait as ``file:line function``, or "" if not in ``roots``."""
+    """Return the innermost frame of an explicit wait in a file below ``roots``, or ""."""
     if record.kind not in _WAITS or record.name:
         return ""
     return next(
@@ -183,10 +183,10 @@ def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
 def find_races(
     trace: Sequence[TraceRecord], *, workers: Collection[int] = (), without: Collection[int] = ()
 ) -> Iterator[Race]:
-    """Yield the races of a trace of the late device. ``without``: positions of waits to ignore.
+    """Yield the races in a trace of the fake CUDA. ``without``: positions of waits to ignore.
 
-    Threads of a device never run at the same time, except ``workers``. For example, a caller waits
-    for its autograd thread.
+    The threads of a device count as one thread, except ``workers``. They never run at the same
+    time: a caller waits for its autograd thread, for example.
     """
     devices: dict[int, int] = {}  # the first device that each thread used
     for record in trace:

@@ -14,7 +14,7 @@ from zero_core.protocols import EXACT_GRADIENTS, TransportCollectives, Work
 class Launch(NamedTuple):
     """A launched collective. Its string form is kind and unit, such as "f0".
 
-    Kinds: parameters gathered in forward "f", backward "b"; gradients gathered "g", reduced "r".
+    Kinds: "f", "b" gather parameters in forward, backward. "g" gathers gradients, "r" reduces them.
     """
 
     kind: str

@@ -13,16 +13,16 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 ROOT = "OBJECTS_ROOT"
-"""Variable with the folder that has the objects."""
+"""Environment variable: folder of the objects."""
 LAST = "OBJECTS_LAST"
-"""Variable with the number of the write after which its process is killed."""
+"""Environment variable: number of writes that a process completes before it is killed."""
 
 
 class Objects(DirFileSystem):  # type: ignore[misc]
     protocol = "objects"
     num_written = 0
     is_down = False
-    """Whether listings fail, as of a store that does not answer."""
+    """Whether listings fail, as if the store did not answer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(path=os.environ[ROOT], fs=LocalFileSystem(auto_mkdir=True), **options)
@@ -36,7 +36,7 @@ class Objects(DirFileSystem):  # type: ignore[misc]
         if "w" in mode:
             self._count()
         file = super().open(path, mode, **options)
-        # Like in s3fs, a replaced object is read with its old size if a listing cached it.
+        # As in s3fs, a replaced object is read up to its old size if a listing cached that size.
         size = self._sizes.get(self._join(path))
         return file if "w" in mode or size is None else io.BytesIO(file.read(size))
 

@@ -19,17 +19,17 @@ TWO_KERNELS = re.compile(
     "ratio|border that moves|budget|names on the host|first half|all in files|NAdam"
     "|4-bit messages, updates in backward"
 )
-"""Variants that update a share of the elements on the device.
+"""Variants that update some elements on the device, where another kernel rounds differently.
 
-torch's kernel there rounds differently than cpu-adam (NAdam: than torch's loop on the host). So
-their results are compared with those under other delays only, bit by bit unless the border moves.
+They are compared only with a run under other delays: bit by bit, or within a tolerance if the
+border between the elements of host and device moves.
 """
 
 
 def check(row: Row, variant: Variant, folder: Path) -> None:
-    """Compare both sides of a row bit by bit.
+    """Compare a row's variant with its base bit by bit, except as in `TWO_KERNELS`.
 
-    On devices, jobs are delayed at random, and the base's bits must be those of the CPU too.
+    On devices, jobs are delayed at random, and the base is also compared with a run on the CPU.
     """
     if not torch.version.cuda:
         equal.check(row, variant, folder)
@@ -47,7 +47,7 @@ def _run_on_cpu(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
 
 
 def _run_on_devices(rank: int, world_size: int, row: Row, variant: Variant, folder: Path) -> None:
-    torch.accelerator.set_device_index(rank)  # all ranks are on one host, whatever their nodes
+    torch.accelerator.set_device_index(rank)  # the simulated nodes share one host
     ranks = find_ranks(None, None)
     assert ranks.device == torch.device("cuda", rank)
 
@@ -55,7 +55,7 @@ def _run_on_devices(rank: int, world_size: int, row: Row, variant: Variant, fold
         seed = zlib.crc32(f"{row} {rank} {turn}".encode())
         fake_cuda.set_delays(seed=seed, copy_s=1e-3, kernel_s=2e-5)
 
-    # The device delays collectives by itself.
+    # The fake device delays collectives, so the variant's own ``collectives`` are not needed.
     further = {k: v for k, v in variant.further.items() if k != "collectives"}
     variant = dataclasses.replace(variant, further=further)
     has_two = TWO_KERNELS.search(row.variant) is not None
@@ -63,16 +63,16 @@ def _run_on_devices(rank: int, world_size: int, row: Row, variant: Variant, fold
     plain = equal.run_side(
         ranks, row, variant if has_two else equal.base_of(variant), folder / "plain"
     )
-    # Sums of gradients across nodes have another order on accelerators (decision 112).
+    # Across nodes, accelerators sum gradients in another order than CPUs.
     if not has_two and (row.ranks == row.per_node or row.per_node == 1):
         on_cpu = equal.Trace(**torch.load(folder / "cpu" / f"{rank}.pt"))
         for name in plain.values.keys() - on_cpu.values.keys():
-            # Accelerators have states before the first step that is not skipped.
+            # If all steps were skipped, only accelerators have optimizer states. They are zeros.
             on_cpu.values[name] = torch.zeros_like(plain.values[name])
         equal.compare(ranks, row, plain, on_cpu)
     delay(1)
     found = equal.run_side(ranks, row, variant, folder / "variant")
-    if "border that moves" in row.variant:  # at other steps in each run
+    if "border that moves" in row.variant:  # it moves at different steps in each run
         torch.testing.assert_close(found.values, plain.values, rtol=2e-2, atol=1e-3)
     else:
         equal.compare(ranks, row, found, plain)

@@ -1,22 +1,22 @@
-"""torch's own CUDA build on a machine without a GPU: what runs, and how tests look at it.
+"""A fake CUDA runtime, with which torch's CUDA build runs on a machine without a GPU.
 
-`support.fake_cuda.build` puts the libraries into an environment. Every program there then has 8
-"H100", above which torch's allocator, streams, autograd threads and ``ProcessGroupNCCL`` are the
-real ones. What is wrong on a GPU goes wrong here:
+`support.fake_cuda.build` installs its libraries into torch's folder. Every program that imports
+this torch then sees 8 fake H100 devices. torch's allocator, streams, autograd threads and
+``ProcessGroupNCCL`` are the real ones. Many mistakes fail as on a GPU:
 
-- An operator is a **job** of the current stream: a thread runs the CPU's kernel later, with the
-  CPU's bits. A job holds addresses, no tensors. A kernel that the CPU doesn't have is an error.
-- Device memory is the device's own. A host that reads it dies of SIGSEGV, with a line that says so.
-- A block that torch's allocator takes back is overwritten with NaN in the order of its stream: a
-  missing ``wait_event`` or ``record_stream`` shows. New memory is NaN, too, pinned memory included.
-- Copies to and from pinned memory happen later; pageable memory is staged on the way up, and the
-  host waits on the way down.
-- A collective is a job that meets its peers' over shared memory. A peer that is in another one, or
-  dead, makes it wait until the communicator is aborted.
-- An error in a job is raised by the next call that touches the device.
+- An operator is a **job** of the current stream, whose thread runs the CPU's kernel later. A job
+  holds addresses, not tensors. An operator without a CPU kernel raises an error.
+- The host cannot access device memory: it gets SIGSEGV, and stderr names the device.
+- A block freed to torch's allocator is overwritten with NaN in the order of its stream. A missing
+  ``wait_event`` or ``record_stream`` then yields NaN. New device and pinned memory is NaN, too.
+- Copies to and from pinned memory run later. A copy from pageable memory stages its data at once.
+  The host waits for a copy to pageable memory.
+- A collective is a job that exchanges data with its peers over shared memory. While a peer is dead
+  or in another collective, the job waits until the communicator is aborted.
+- The next call that touches the device raises the error of a failed job.
 
-Environment: ``FAKE_CUDA_DEVICES``, ``FAKE_CUDA_CAPACITY`` (bytes of each), ``FAKE_CUDA_SEED``,
-``FAKE_CUDA_KERNEL_US`` and ``FAKE_CUDA_COPY_US`` (the most that a job is delayed).
+Environment: ``FAKE_CUDA_DEVICES`` (how many), ``FAKE_CUDA_CAPACITY`` (bytes per device), and for
+`set_delays` ``FAKE_CUDA_SEED``, ``FAKE_CUDA_KERNEL_US`` and ``FAKE_CUDA_COPY_US`` (microseconds).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def set_delays(*, seed: int = 0, kernel_s: float = 0.0, copy_s: float = 0.0) -> 
 
 @contextmanager
 def held(kind: Literal["kernels", "copies"]) -> Iterator[None]:
-    """Hold back every kernel, or every copy, that has not begun, until the end of the context."""
+    """Hold back all kernels, or all copies, that have not begun, until the context ends."""
     _library().fake_hold(kind == "copies", 1)
     try:
         yield
@@ -66,23 +66,23 @@ def held(kind: Literal["kernels", "copies"]) -> Iterator[None]:
 
 
 def set_capacity(num_bytes: int) -> None:
-    """Limit the memory of each device (at first 8 GiB). Beyond: `torch.OutOfMemoryError`."""
+    """Limit each device's memory, at first 8 GiB. Exceeding it raises `torch.OutOfMemoryError`."""
     _library().fake_set_capacity(num_bytes)
 
 
 def contexts() -> list[int]:
-    """Return the devices that were used, or were made a thread's current device."""
+    """Return the devices used, or set as a thread's current device, since `forget_contexts`."""
     bits = _library().fake_contexts()
     return [index for index in range(64) if bits >> index & 1]
 
 
 def forget_contexts() -> None:
-    """Consider all devices unused until they are used again."""
+    """Empty the list that `contexts` returns."""
     _library().fake_forget_contexts()
 
 
 def drain(limit_s: float = 10.0) -> None:
-    """Wait until every stream has run its jobs, at most ``limit_s`` seconds each."""
+    """Wait at most ``limit_s`` seconds per stream until it has run its jobs."""
     _library().fake_drain(limit_s)
 
 
@@ -90,60 +90,58 @@ def drain(limit_s: float = 10.0) -> None:
 class Counters:
     """Work of a device since `reset_counters`."""
 
-    launches: int  # jobs other than events, waits and overwritten free memory
+    launches: int  # kernels, copies and collectives
     by_name: dict[str, int]  # "aten::mm", "copy up", "copy down", "nccl all_gather", ...
-    bytes_read: int  # of the tensors that jobs read
-    bytes_written: int  # of the tensors that jobs wrote; what is updated in place counts here alone
-    # How often the host waited, by kind: "event", "stream" and "device" (synchronizations), "item"
-    # (a value or shape that the host needs) and "copy" (blocking, or down to memory that is not
-    # pinned). "staged copy": not blocking, of memory that is not pinned, which the host copies.
+    bytes_read: int  # of tensors that jobs read without writing them
+    bytes_written: int  # of tensors that jobs wrote, also in place
+    # Number of times the host waited, by kind. "event", "stream", "device": synchronizations.
+    # "item": an operator needs a value or shape on the host. "copy": a blocking copy, or one to
+    # pageable memory. "staged copy" counts non-blocking copies from pageable memory: no wait.
     syncs: dict[str, int]
     stacks: list[tuple[str, str]]  # kind and Python stack, innermost frame first
 
 
 def reset_counters(*, with_stacks: bool = False) -> None:
-    """Count from zero on all devices."""
+    """Reset the counters of all devices. ``with_stacks`` fills `Counters.stacks` from now on."""
     _library().fake_reset_counters(with_stacks)
 
 
 def counters(device: int = 0) -> Counters:
-    """Return what ``device`` did since `reset_counters`."""
+    """Return the counters of ``device``."""
     values = json.loads(_library().fake_counters(device))
     values["stacks"] = [tuple(stack) for stack in values["stacks"]]
     return Counters(**values)
 
 
 class TraceRecord(NamedTuple):
-    """One call of the host, or one job.
+    """One traced call of the host, or one launched job.
 
     Attributes:
         kind: one of
 
-            - ``"stream"``: a stream was made; ``name`` is its priority
-            - ``"launch"``: a job; ``name`` is its operator
-            - ``"event_record"``, ``"event_wait"``: on ``stream``, of ``version`` of ``event``. A
-              wait for version 0 waits for nothing: the event was not recorded yet
-            - ``"event_synchronize"``, and ``"event_query"`` that found it done: by the host thread
-            - ``"stream_synchronize"``, ``"stream_query"`` that found it idle, and
-              ``"device_synchronize"``: by the host thread; ``name`` is ``"copy"`` or ``"item"``
-              where an operator waited by itself
-            - ``"alloc"``, ``"free"``: ``writes`` is the block, ``stream`` the one that owns it
-            - ``"pinned_alloc"``: ``writes`` is host memory that torch's allocator asked for
+            - ``"stream"``: a stream was created. ``name`` is its priority
+            - ``"launch"``: a job was launched. ``name`` is its operator
+            - ``"event_record"``, ``"event_wait"``: of ``version`` of ``event`` on ``stream``. A
+              wait for version 0 has no effect, because the event was not recorded yet
+            - ``"event_synchronize"``, and ``"event_query"`` if the event had completed
+            - ``"stream_synchronize"``, ``"device_synchronize"``, and ``"stream_query"`` if the
+              stream was idle. ``name`` is ``"copy"`` or ``"item"`` if an operator synchronized
+            - ``"alloc"``, ``"free"``: ``writes`` is the block, ``stream`` its owner
+            - ``"pinned_alloc"``: ``writes`` is pinned memory that torch's allocator requested
             - ``"record_stream"``: ``reads`` is the block, ``stream`` its user
-            - ``"host_access"``: by the host thread, see `note_host_access`
-            - ``"send"``, ``"receive"``: see `note_handover`; ``event`` is what is handed over
+            - ``"host_access"``: see `note_host_access`
+            - ``"send"``, ``"receive"``: see `note_handover`. ``event`` is the object's number
 
-        device: its index, -1 where there is none.
-        stream: its id within the device: 0 is the default stream; -1 where there is none.
+        device: index of the device, -1 if none.
+        stream: id of the stream within its device, 0 for the default stream, -1 if none.
         name: see ``kind``.
-        event: a number of the event, 0 where there is none.
-        version: how often the event was recorded by then.
-        reads: addresses from the first to behind the last byte of each tensor that is only read;
-            of a copy between host and device, the host's memory, too.
-        writes: the same of each tensor that is written.
-        thread: a number of the host thread that called.
-        stack: of a wait, a query, a synchronization or ``record_stream``: the Python frames that
-            called, as ``file:line function`` lines, the innermost first.
+        event: number of the event, 0 if none.
+        version: number of times the event had been recorded.
+        reads: (begin, end) addresses of each tensor or host buffer that is read but not written.
+        writes: (begin, end) addresses of each tensor or host buffer that is written.
+        thread: number of the calling host thread.
+        stack: Python stack of a wait, query, synchronization or ``record_stream``, as lines
+            ``file:line function``, innermost frame first. Empty for other kinds.
     """
 
     kind: str
@@ -159,12 +157,12 @@ class TraceRecord(NamedTuple):
 
 
 def start_trace() -> None:
-    """Record from now on, from an empty list."""
+    """Start recording into an empty trace."""
     _library().fake_set_tracing(1)
 
 
 def stop_trace() -> list[TraceRecord]:
-    """Stop recording and return what happened since `start_trace`, in the order of the calls."""
+    """Stop recording and return the records since `start_trace` in call order."""
     _library().fake_set_tracing(0)
     found = []
     for kind, device, stream, name, event, version, *ranges, thread, stack in json.loads(
@@ -180,12 +178,12 @@ def stop_trace() -> list[TraceRecord]:
 def note_host_access(
     name: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
 ) -> None:
-    """Record that this host thread reads and writes host memory by other means than torch's."""
+    """Record that this thread reads and writes the host memory of tensors without torch."""
     _note_host("host_access", name, 0, reads, writes)
 
 
 def note_handover(kind: Literal["send", "receive"], what: int) -> None:
-    """Record that this host thread sends something to another thread, or has received it."""
+    """Record that this thread sends object number ``what`` to another thread or received it."""
     _note_host(kind, "", what, (), ())
 
 

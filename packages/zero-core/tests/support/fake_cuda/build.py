@@ -1,12 +1,12 @@
-"""Builds the fake CUDA into an environment with torch's CUDA build: ``python build.py HEADERS``.
+"""Builds the fake CUDA libraries into torch's folder: ``python build.py HEADERS``.
 
-torch's wheel for CUDA needs NVIDIA's libraries to be imported. In their place it gets
+torch's CUDA wheel needs NVIDIA's libraries to be imported. This program creates in ``torch/lib``
 
 - ``libcudart``, ``libnccl`` and ``libfake_cuda_ops``, compiled from the sources in this folder;
-- stubs for every other function that it imports, which name themselves and fail.
+- stub libraries with every other function that torch imports. Most stubs print their name and fail.
 
-All lie in ``torch/lib``, where torch's libraries look last: every program of the environment has
-them, those that torchrun starts too. NVIDIA's own packages may not be installed beside them.
+torch's libraries search ``torch/lib`` last, so NVIDIA's own packages must not be installed. Every
+program of the environment uses the fake libraries, including those that torchrun starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 _FLAGS = ("g++", "-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-shared", "-w")
-_PREFIXES = {  # of functions without a version, which say by their name where they are from
+_PREFIXES = {  # the library of a function whose symbol has no version, by the prefix of its name
     "nccl": "libnccl",
     "cusparseLt": "libcusparseLt",
     "cuFile": "libcufile",
@@ -33,7 +33,7 @@ _PREFIXES = {  # of functions without a version, which say by their name where t
     "nvJitLink": "libnvJitLink",
     "cu": "libcuda",
 }
-# Stubs that succeed in silence: torch calls them without using what they are for.
+# Stubs that succeed silently, because torch calls them without needing their effect.
 _SILENT = (
     r"cublas(Set|Get|Destroy)\w*|cu(dnn|solver|sparse)\w*(Create|Destroy|Set|Get)\w*|nvshmem\w*"
 )
@@ -46,7 +46,7 @@ static int told(const char* name, int silent) {
 }
 """
 _CAPTURE = "void* stream, int* status) { *status = 0; return 0; }"
-_WRITTEN = {  # stubs that answer; the arguments of some differ from release to release
+_WRITTEN = {  # arguments and bodies of stubs that return values
     "cudaStreamGetCaptureInfo": _CAPTURE,
     "cudaStreamGetCaptureInfo_v2": _CAPTURE,
     "cublasCreate_v2": """void** handle) {
@@ -72,7 +72,7 @@ def torch_folder() -> Path:
 
 
 def imported_functions(folder: Path) -> dict[str, set[str]]:
-    """Return what torch's libraries in ``folder`` import of NVIDIA's, by the library's soname."""
+    """Return the NVIDIA functions that torch's libraries in ``folder`` import, by soname."""
     libraries = sorted(folder.glob("lib*torch*.so")) + sorted(folder.glob("libc*.so"))
     needed = set()
     for library in libraries:
@@ -97,10 +97,10 @@ def imported_functions(folder: Path) -> dict[str, set[str]]:
 
 
 def build(headers: Path) -> None:
-    """Compile everything into torch's folder, unless that was done from the same sources.
+    """Compile the libraries into torch's folder, unless an earlier build had the same sources.
 
     Args:
-        headers: folder below which the headers of the CUDA runtime are.
+        headers: folder that contains the CUDA runtime's headers, at any depth.
     """
     torch = torch_folder()
     target = torch / "lib"
@@ -112,7 +112,7 @@ def build(headers: Path) -> None:
     functions = imported_functions(target)
     headers = next(headers.rglob("cuda_runtime_api.h")).parent
     with tempfile.TemporaryDirectory() as folder:
-        for soname, names in sorted(functions.items()):  # libcudart before libnccl
+        for soname, names in sorted(functions.items()):  # libnccl links the earlier libcudart
             _compile_library(Path(folder), soname, names, headers, torch)
         _run(
             *_FLAGS,
@@ -135,7 +135,7 @@ def build(headers: Path) -> None:
             shutil.move(made, target / f"{made.name}.new")
             (target / f"{made.name}.new").replace(
                 target / made.name
-            )  # programs may use the old one
+            )  # running programs may use the old file
     mark.write_text(key.hexdigest())
 
 
@@ -152,7 +152,6 @@ def _compile_library(
     version = "NVSHMEM" if soname.startswith("libnvshmem") else soname
     script = folder / "version"
     script.write_text(f"{version} {{ global: *; }};")
-    # Files with another soname than asked for would be found by that name alone.
     links = ["-ldl"]
     if own == "nccl.cpp":
         links = [f"-L{folder}", f"-l:{next(p.name for p in folder.glob('libcudart.so.*'))}"]

@@ -1,4 +1,4 @@
-// The CUDA runtime over host memory and threads. See [Note: fake CUDA] in fake.h.
+// The CUDA runtime, implemented with host memory and threads. See [Note: fake CUDA] in fake.h.
 
 #include "fake.h"
 
@@ -53,13 +53,13 @@ struct Settings {
 struct Counters {
   int64_t launches = 0, bytes_read = 0, bytes_written = 0;
   std::map<std::string, int64_t> by_name, syncs;
-  std::vector<std::pair<std::string, std::string>> stacks;  // of host waits: kind and Python stack
+  std::vector<std::pair<std::string, std::string>> stacks;  // kind and Python stack of host waits
 };
 
 struct Record {
   std::string kind;
   int device;
-  int64_t stream;  // -1: none
+  int64_t stream;  // -1 if none
   std::string name;
   uint64_t event, version;
   std::vector<Range> reads, writes;
@@ -67,7 +67,7 @@ struct Record {
   std::string stack;
 };
 
-// Everything here lives until the process ends: threads of streams may still use it then.
+// These globals are never destroyed, because stream threads may use them while the process exits.
 Settings& settings = *new Settings;
 std::mutex& counters_mutex = *new std::mutex;
 std::vector<Counters>& counters = *new std::vector<Counters>(kMaxDevices);
@@ -77,11 +77,11 @@ std::atomic<uint64_t> next_id{1};
 std::string (*stack_source)() = nullptr;
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
-thread_local const char* waiting = nullptr;  // kind of the operator that waits by itself
+thread_local const char* waiting = nullptr;  // kind of this thread's `Waiting`, if there is one
 std::array<std::atomic<bool>, kMaxDevices>& has_context =
     *new std::array<std::atomic<bool>, kMaxDevices>;
 
-// The devices of CUDA_VISIBLE_DEVICES, up to the first entry that is none, as CUDA reads it.
+// Returns the devices in CUDA_VISIBLE_DEVICES. As in CUDA, an invalid entry ends the list.
 std::vector<int> find_devices() {
   auto most = static_cast<int>(environment("FAKE_CUDA_DEVICES", 8));
   std::vector<int> found;
@@ -131,7 +131,7 @@ void record(Record made) {
   trace.push_back(std::move(made));
 }
 
-// A stack takes the GIL: with one, no lock is held that a thread with the GIL may wait for.
+// Callers hold no lock: taking the stack waits for the GIL, whose holder may wait for the lock.
 void record_wait(const char* kind, int device, int64_t stream, uint64_t event = 0,
                  uint64_t version = 0, const char* name = "") {
   if (!settings.is_tracing) return;
@@ -145,7 +145,7 @@ void count_sync(const char* kind, int device) {
   if (!stack.empty()) counters[device].stacks.emplace_back(kind, stack);
 }
 
-// Errors of jobs. As on a device, the next calls that touch the device report it.
+// The first job error of each device. As in CUDA, later calls that touch the device report it.
 std::mutex& errors_mutex = *new std::mutex;
 std::vector<std::string>& errors = *new std::vector<std::string>(kMaxDevices);
 
@@ -156,7 +156,7 @@ cudaError_t error_of(int device) {
 
 // ----------------------------------------------------------------------------------------- streams
 
-// Kernels, or copies, that may not begin yet, on any stream.
+// Holds back the kernels, or the copies, of all streams.
 struct Holds {
   std::mutex mutex;
   std::condition_variable changed;
@@ -205,7 +205,7 @@ struct Stream {
     return num_done == num_enqueued;
   }
 
-  bool wait(double limit_s = 1e9) {  // for the jobs that are enqueued now
+  bool wait(double limit_s = 1e9) {  // for the jobs enqueued so far
     Lock lock(mutex);
     uint64_t target = num_enqueued;
     return finished.wait_for(lock, std::chrono::duration<double>(limit_s),
@@ -327,8 +327,8 @@ struct Event {
   uint64_t id = next_id++;
   std::mutex mutex;
   std::condition_variable fired;
-  uint64_t recorded = 0, done = 0;  // versions
-  int device = 0;                   // of the last record
+  uint64_t recorded = 0, done = 0;  // the latest version recorded, and completed
+  int device = 0;                   // of the stream that recorded it last
   Clock::time_point time;
 
   void fire(uint64_t version) {
@@ -344,7 +344,7 @@ struct Event {
     fired.wait(lock, [&] { return done >= version; });
   }
 };
-using EventPtr = std::shared_ptr<Event>;  // jobs hold it beyond cudaEventDestroy
+using EventPtr = std::shared_ptr<Event>;  // jobs may use an event after cudaEventDestroy
 
 EventPtr& event_of(cudaEvent_t event) { return *reinterpret_cast<EventPtr*>(event); }
 
@@ -361,7 +361,7 @@ void record_event(const EventPtr& event, Stream& stream) {
 
 // ------------------------------------------------------------------------------------------ memory
 
-struct Arena {  // the device's memory, at two addresses
+struct Arena {  // memory of all devices. See [Note: fake CUDA]
   char* front = nullptr;
   char* shadow = nullptr;
 };
@@ -378,7 +378,7 @@ int device_of(const void* front) {
 }
 
 void* shadow_of(const void* address) {
-  if (!is_front(address)) return const_cast<void*>(address);  // pinned or pageable host memory
+  if (!is_front(address)) return const_cast<void*>(address);  // host memory
   return arena.shadow + (static_cast<const char*>(address) - arena.front);
 }
 
@@ -391,7 +391,7 @@ void on_fault(int signal, siginfo_t* info, void*) {
                         device_of(info->si_addr), info->si_addr);
     if (write(STDERR_FILENO, text, size) < 0) _exit(139);
   }
-  sigaction(signal, &former_action, nullptr);  // the access is repeated, and its error stands
+  sigaction(signal, &former_action, nullptr);  // handles the retried access
 }
 
 void map_memory() {
@@ -440,7 +440,7 @@ Range range_of(const void* address, size_t size) {
   return {begin, begin + size};
 }
 
-// torch's allocator asks for whole segments, so the first free block of the very size is enough.
+// Reuses only freed blocks of equal size: torch's allocator requests segments of few sizes.
 cudaError_t allocate(void** found, size_t size) {
   map_memory();
   int device = current_device;
@@ -454,7 +454,7 @@ cudaError_t allocate(void** found, size_t size) {
     data = old->second;
     freed[device].erase(old);
   } else {
-    if (tops[device] == 0) tops[device] = kAlign;  // address 0 of a device stays free
+    if (tops[device] == 0) tops[device] = kAlign;  // offset 0 of a device stays unused
     if (tops[device] + size > kSpan) return failed(cudaErrorMemoryAllocation);
     data = arena.front + device * kSpan + tops[device];
     tops[device] += size;
@@ -479,8 +479,8 @@ cudaError_t release(void* front) {
   return cudaSuccess;
 }
 
-// As CUDA: pinned memory is read and written later; pageable memory is staged at once on the way
-// up, and the host waits for it on the way down.
+// As in CUDA, pinned memory is accessed later. Pageable source memory is read at once, and the host
+// waits for a copy to pageable memory.
 cudaError_t copy(void* target, const void* source, size_t size, cudaStream_t stream) {
   if (size == 0) return cudaSuccess;
   bool is_up = !is_front(source), is_down = !is_front(target);
@@ -499,18 +499,17 @@ cudaError_t copy(void* target, const void* source, size_t size, cudaStream_t str
   const void* from = shadow_of(source);
   job.run = [=] { memmove(to, from, size); };
   submit(stream, std::move(job));
-  bool should_wait = is_down && !is_pinned(target) && !waiting;  // else torch waits next
+  bool should_wait = is_down && !is_pinned(target) && !waiting;  // in a `Waiting`, torch waits
   return should_wait ? synchronize(stream, "copy") : cudaSuccess;
 }
 
-// -------------------------------------------------------------------------------- torch's
-// operators
+// ------------------------------------------------------------------------------- torch's operators
 
-// The operators' library is loaded once torch is whole: at its first question for devices.
+// Loads libfake_cuda_ops, which needs torch's libraries, when torch first counts the devices.
 void load_operators() {
   static std::once_flag once;
   std::call_once(once, [] {
-    if (!dlsym(RTLD_DEFAULT, "_ZN3c1010Dispatcher13realSingletonEv")) return;  // no torch here
+    if (!dlsym(RTLD_DEFAULT, "_ZN3c1010Dispatcher13realSingletonEv")) return;  // torch isn't loaded
     Dl_info own;
     dladdr(reinterpret_cast<void*>(&load_operators), &own);
     std::string path(own.dli_fname);
@@ -535,7 +534,7 @@ cudaError_t refuse_kernel(const void* function) {
 
 int unsupported() { return 801; }  // CUDA_ERROR_NOT_SUPPORTED
 
-// ---------------------------------------------------------------------------- what Python asks for
+// ---------------------------------------------------------------------- functions for __init__.py
 
 std::string quoted(const std::string& text) {
   std::string found = "\"";
@@ -631,7 +630,7 @@ const char* fake_trace() {
               "]");
 }
 
-// Records a host thread's access to memory by other means than torch's, or a handover to a thread.
+// Records that a host thread accesses memory without torch, or hands an object to another thread.
 void fake_note_host(const char* kind, const char* name, uint64_t id, const uintptr_t* bounds,
                     int num_reads, int num_writes) {
   std::vector<Range> reads, writes;
@@ -648,7 +647,7 @@ uint64_t fake_contexts() {  // one bit per device
 void fake_forget_contexts() {
   for (auto& context : has_context) context = false;
 }
-void fake_drain(double limit_s) {  // waits for all jobs, at the end of a process say
+void fake_drain(double limit_s) {  // the limit holds for each stream
   for (size_t i = 0; i < devices.size(); i++) {
     for (auto* stream : device_streams[i].list()) stream->wait(limit_s);
   }

@@ -1,10 +1,9 @@
-// What the three fake libraries share: jobs on streams, and the two addresses of device memory.
+// Declarations that the three fake libraries share.
 //
 // [Note: fake CUDA]
-// A stream is a thread with a queue. An operator, copy or collective is a job of a stream: it runs
-// the CPU's kernel, later. The host sees device memory at addresses that it may not touch (the
-// "front"), jobs see the same memory at other addresses (the "shadow"). torch's own allocator,
-// streams, autograd threads and ProcessGroupNCCL run above this unchanged.
+// A stream is a thread with a queue. An operator, copy or collective is a job that the stream's
+// thread runs later. Device memory is mapped at two addresses. Tensors point to the "front", which
+// the host cannot access. Jobs access the same memory at its "shadow".
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -30,7 +29,7 @@ struct Job {
 };
 
 void submit(cudaStream_t stream, Job job);
-// The host waits for a stream. ``why`` is the kind that counters and the trace name.
+// Makes the host wait for a stream. Counters and trace call the wait ``why``, or as `Waiting` says.
 cudaError_t synchronize(cudaStream_t stream, const char* why);
 void* shadow_of(const void* front);
 bool is_front(const void* address);
@@ -38,13 +37,14 @@ bool is_pinned(const void* address);
 uint64_t mixed(uint64_t value);  // splitmix64
 void note(const char* kind, cudaStream_t stream, const std::string& name, std::vector<Range> reads,
           std::vector<Range> writes);
-// Freed memory turns into NaN in the order of the stream that owns it.
+// Overwrites freed memory with NaN in a job of the stream that owns it.
 void poison(cudaStream_t stream, void* front, size_t size);
-// While one lives, this thread is in an operator of torch's that waits for the device by itself.
+// Marks the calling thread, for its lifetime, as in a torch operator that itself waits for the
+// stream. That wait is counted as ``kind``.
 struct Waiting {
   explicit Waiting(const char* kind);
   ~Waiting();
 };
-void set_stack_source(std::string (*source)());  // returns the Python stack of the calling thread
+void set_stack_source(std::string (*source)());  // source returns the calling thread's Python stack
 
 }  // namespace fake

@@ -1,9 +1,8 @@
-// NCCL between processes over shared memory: a collective is a job of its stream, as a kernel of
-// NCCL's is. See [Note: fake CUDA].
+// NCCL's functions over shared memory. A collective is a job of its stream. See [Note: fake CUDA].
 //
-// A communicator is a file of n * n byte streams, one for each ordered pair of ranks. A message
-// begins with a header that says what its sender is about. A peer that is about something else, is
-// killed or stopped makes the job wait until ncclCommAbort, as NCCL's kernels do.
+// A communicator is a shared-memory file of n * n byte streams, one for each ordered pair of ranks.
+// A message begins with a header that identifies the sender's collective. As in NCCL, a job waits
+// until ncclCommAbort if a peer is in another collective, stopped or dead.
 
 #include "fake.h"
 
@@ -26,7 +25,7 @@
 
 namespace fake {
 
-// NCCL's types, as nccl.h has them.
+// Values from nccl.h.
 enum Result { success = 0, invalid_argument = 4 };
 enum Type { int8, uint8, int32, uint32, int64, uint64, float16, float32, float64, bfloat16 };
 enum Reduction { sum, prod, max, min, avg };
@@ -34,7 +33,7 @@ struct UniqueId {
   char name[128];
 };
 
-constexpr size_t kBox = size_t{1} << 20;  // bytes of one byte stream's ring
+constexpr size_t kBox = size_t{1} << 20;  // bytes of a byte stream's ring buffer
 constexpr int kSplits = 64;
 
 size_t size_of(int type) {
@@ -57,7 +56,7 @@ size_t size_of(int type) {
 
 struct Header {
   char kind[16];
-  uint64_t number;  // of the collective, counted per communicator
+  uint64_t number;  // of the collective within its communicator
   uint64_t size;    // bytes of the message
   int64_t type, reduction;
 
@@ -109,8 +108,8 @@ struct Comm {
   Box& box(int from, int to) { return boxes[from * size + to]; }
 };
 
-// Seconds after which a job that waits for its peers fails. NCCL waits for good, and so does this
-// unless a test that has no watchdog limits it.
+// Seconds after which a job that waits for its peers fails. Like NCCL, jobs by default never give
+// up. Tests without a watchdog set a limit.
 std::atomic<double>& limit_s = *new std::atomic<double>(1e9);
 
 template <typename F>
@@ -153,12 +152,13 @@ struct Transfer {
   int peer;
   char* data;
   Header header;
-  size_t done = 0;  // bytes, those of the header included
-  Header found{};   // of a message that is received
+  size_t done = 0;  // bytes, header included
+  Header found{};   // the received header
 
   bool is_done() const { return done == sizeof(Header) + header.size; }
 
-  // Moves what can be moved now. A message that is none of those expected is said once.
+  // Moves as many bytes as it can without waiting and returns whether any moved. If the received
+  // header is not the expected one, prints both and waits for ncclCommAbort.
   bool advance(Comm& comm) {
     size_t before = done;
     if (peer == comm.rank) return false;
@@ -187,7 +187,7 @@ struct Transfer {
   }
 };
 
-// Runs transfers side by side; those between the same two ranks one after another.
+// Runs transfers concurrently, but in order where they share sender and receiver.
 void run(Comm& comm, std::vector<Transfer> transfers) {
   std::map<std::pair<bool, int>, std::deque<Transfer*>> lanes;
   std::deque<Transfer*> own_sends;
@@ -267,19 +267,19 @@ void reduce(char* target, const std::vector<std::vector<char>>& rows, size_t num
   }
 }
 
-// ------------------------------------------------------------------- what is enqueued, and groups
+// ------------------------------------------------------------------------- operations and groups
 
 struct Operation {
   Comm* comm;
   cudaStream_t stream;
   Job job;
-  std::vector<Transfer> transfers;                         // of a send or receive
-  std::function<void(Comm&, uint64_t number)> collective;  // else
+  std::vector<Transfer> transfers;                         // empty for a collective
+  std::function<void(Comm&, uint64_t number)> collective;  // null for a send or receive
 };
 thread_local int group_depth = 0;
 thread_local std::vector<Operation> group;
 
-// Sends and receives of a group run side by side, in one job per communicator.
+// Submits the operations of the outermost group. Sends and receives share a job per communicator.
 int end_group() {
   if (--group_depth > 0) return success;
   std::vector<Operation> waiting = std::move(group);
@@ -332,8 +332,8 @@ Header header_of(const char* kind, uint64_t number, size_t size, int type, int h
 
 char* bytes_at(const void* data) { return static_cast<char*>(shadow_of(data)); }
 
-// Each rank sends ``size`` bytes at ``input + stride * peer`` to each peer. ``place(peer)`` is
-// where the peer's message goes.
+// Sends ``header.size`` bytes at ``input + stride * peer`` to each peer, and stores each peer's
+// message at the address that ``place`` returns.
 template <typename F>
 void exchange(Comm& comm, const Header& header, char* input, size_t stride, F place) {
   std::vector<Transfer> transfers;
@@ -344,7 +344,8 @@ void exchange(Comm& comm, const Header& header, char* input, size_t stride, F pl
   run(comm, std::move(transfers));
 }
 
-// Every rank's slice of what all bring, reduced in rank order.
+// Receives a slice of every rank's input and reduces the slices in rank order. With ``stride`` 0 a
+// slice is the whole input.
 void exchange_and_reduce(Comm& comm, const Header& header, char* input, size_t stride, char* out) {
   std::vector<std::vector<char>> rows(comm.size, std::vector<char>(header.size));
   exchange(comm, header, input, stride, [&](int peer) { return rows[peer].data(); });
@@ -374,7 +375,7 @@ int point_to_point(bool is_send, void* data, size_t num, int type, int peer, Com
   size_t size = num * size_of(type);
   Job job{"nccl send and receive", Kind::copy};
   (is_send ? job.reads : job.writes).push_back(range(data, size));
-  Header header = header_of("send", 0, size, type);  // pairs alone know how many there were
+  Header header = header_of("send", 0, size, type);  // 0: ranks differ in how many sends they make
   return enqueue(
       {comm, stream, std::move(job), {{is_send, peer, bytes_at(data), header}}, nullptr});
 }
@@ -433,7 +434,7 @@ int ncclCommAbort(Comm* comm) {
   return success;
 }
 int ncclCommRevoke(Comm* comm, int) { return ncclCommAbort(comm); }
-int ncclCommDestroy(Comm*) { return success; }  // kept: jobs may still use it
+int ncclCommDestroy(Comm*) { return success; }  // not freed: jobs may still use it
 int ncclCommFinalize(Comm*) { return success; }
 int ncclCommGetAsyncError(Comm*, int* error) {
   *error = success;

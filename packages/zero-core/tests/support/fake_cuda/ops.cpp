@@ -1,4 +1,4 @@
-// torch's operators for CUDA tensors: the CPU's kernels, as jobs of streams. See [Note: fake CUDA].
+// Operators for CUDA tensors, which run the CPU's kernels as jobs. See [Note: fake CUDA].
 
 #include "fake.h"
 
@@ -54,8 +54,8 @@ void check(cudaError_t error) {
   TORCH_CHECK(error == cudaSuccess, "CUDA error: ", cudaGetErrorString(error));
 }
 
-// Blocks of the caching allocator turn into NaN when they are free for their stream again: who
-// reads them without record_stream or a wait shows.
+// Traces the caching allocator and overwrites freed blocks with NaN in the order of their stream.
+// Another stream that reads a block without record_stream or a wait may read NaN.
 void watch_allocator() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -65,7 +65,7 @@ void watch_allocator() {
       auto stream = static_cast<cudaStream_t>(entry.stream_);
       auto* data = reinterpret_cast<void*>(entry.addr_);
       std::vector<Range> block{{entry.addr_, entry.addr_ + entry.size_}};
-      // The default stream of a device has no address: the device must be current.
+      // A null stream means the default stream of the current device.
       int old = 0;
       cudaGetDevice(&old);
       if (old != entry.device_) cudaSetDevice(entry.device_);
@@ -77,8 +77,8 @@ void watch_allocator() {
   });
 }
 
-// A CPU tensor over the shadow of a CUDA tensor's memory. Jobs hold addresses, no tensors: memory
-// that is freed too early is seen to be.
+// Returns a CPU tensor over the shadow of a CUDA tensor's memory. The twin does not keep that
+// memory alive, so that a job reads NaN if the memory is freed too early.
 Tensor twin_of(const Tensor& tensor) {
   auto* base = tensor.storage().unsafeGetStorageImpl();
   c10::DataPtr data(shadow_of(base->mutable_data()), Device(at::kCPU));
@@ -105,7 +105,7 @@ void touch(Job& job, const Tensor& tensor, bool is_write) {
   (is_write ? job.writes : job.reads).push_back({base, end});
 }
 
-// Submits work that runs below autograd, with as many threads as the caller has.
+// Submits a job that runs without autograd, on as many CPU threads as the caller uses.
 void launch(c10::DeviceIndex device, Job job, std::function<void()> run) {
   watch_allocator();
   job.run = [run = std::move(run), num_threads = at::get_num_threads()] {
@@ -116,7 +116,7 @@ void launch(c10::DeviceIndex device, Job job, std::function<void()> run) {
   submit(current_stream(device), std::move(job));
 }
 
-// Maps the tensors of one value of a stack, which holds one or a list of them.
+// Returns ``value`` with ``f`` applied to its tensor, or to each tensor of its list.
 template <typename F>
 IValue mapped(const IValue& value, F f) {
   if (value.isTensor()) return f(value.toTensor());
@@ -134,7 +134,7 @@ IValue mapped(const IValue& value, F f) {
   return value;
 }
 
-// A host tensor of zeros with the shape, strides and dtype of a CUDA tensor.
+// Returns a host tensor of zeros like the CUDA tensor. Returns other tensors unchanged.
 Tensor model_of(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cuda()) return tensor;
   auto model =
@@ -145,7 +145,7 @@ Tensor model_of(const Tensor& tensor) {
   return model;
 }
 
-struct Form {  // of a result
+struct Form {  // layout and dtype of a result
   bool is_defined;
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
@@ -155,8 +155,8 @@ std::mutex& forms_mutex = *new std::mutex;
 std::unordered_map<std::string, FormsAndShells>& known_forms =
     *new std::unordered_map<std::string, FormsAndShells>;
 
-// Puts the results in the place of the arguments, to which results in place may refer: torch 2.10
-// drops the arguments first, so they are kept until then.
+// Replaces the arguments on the stack with the results. torch 2.10 drops the arguments before it
+// pushes results that refer to them, so the copy keeps the arguments alive.
 void run_on_cpu(const c10::OperatorHandle& op, Stack& stack) {
   const Stack kept = stack;
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
@@ -169,7 +169,7 @@ struct Call {
   size_t num_args, first;
   std::string name;
   Device device{at::kCUDA, -1};
-  bool is_functional = false;  // has results that are no arguments
+  bool is_functional = false;  // has results that do not alias arguments
 
   Call(const c10::OperatorHandle& op, Stack* stack)
       : op(op),
@@ -198,7 +198,8 @@ struct Call {
     return alias && alias->isWrite();
   }
 
-  // Arguments over the shadow memory; host tensors are read now.
+  // Returns the arguments for the CPU's kernel: twins of CUDA tensors, clones of host tensors. Adds
+  // the CUDA tensors to the job's reads and writes.
   Stack twins(Job& job) {
     Stack found;
     for (size_t i = 0; i < num_args; i++) {
@@ -229,17 +230,17 @@ struct Call {
     return found;
   }
 
-  // Each operator draws from a CPU generator of its own: the numbers do not depend on when it runs.
+  // Returns a new CPU generator, so that a job's random numbers do not depend on when it runs.
   at::Generator next_generator(const IValue& value) const {
     at::Generator given =
         value.isGenerator() ? value.toGenerator() : at::globalContext().defaultGenerator(device);
     std::lock_guard<std::mutex> lock(given.mutex());
     uint64_t offset = given.get_offset();
-    given.set_offset(offset + 4);  // a multiple of 4, as Philox's
+    given.set_offset(offset + 4);  // CUDA's offsets are multiples of 4
     return at::detail::createCPUGenerator(mixed(mixed(given.current_seed()) ^ offset));
   }
 
-  // What the shapes, strides and dtypes of the results depend on.
+  // Returns a text that determines the shapes, strides and dtypes of the results.
   std::string signature() const {
     std::ostringstream text;
     text << op.operator_name();
@@ -262,9 +263,9 @@ struct Call {
     return text.str();
   }
 
-  // The forms of the results, and the results with forms in the place of tensors. The first time,
-  // the CPU's kernel runs on zeros: a meta kernel differs from it in details that later kernels
-  // depend on (a layer norm's statistics in bf16, say).
+  // Returns the forms of the results, and the results with undefined tensors. For a new signature,
+  // runs the CPU's kernel on zeros. A meta kernel would differ in details on which later kernels
+  // depend, such as the dtype of a layer norm's statistics.
   FormsAndShells forms() const {
     std::string key = signature();
     {
@@ -327,13 +328,13 @@ Tensor empty_as(const Form& form, Device device) {
                            at::TensorOptions().dtype(form.dtype).device(device));
 }
 
-// Operators whose result's shape or value the host must know: it waits for the stream.
+// Operators for which the host waits, because it needs the value or shape of their result.
 const std::set<std::string>& data_dependent = *new std::set<std::string>{
     "aten::nonzero", "aten::masked_select",      "aten::_unique2",      "aten::_unique",
     "aten::equal",   "aten::unique_consecutive", "aten::bincount",      "aten::unique_dim",
     "aten::histc",   "aten::repeat_interleave",  "aten::nonzero_static"};
 
-// Indexing by a mask, whose number of elements the host must know.
+// Returns whether the call indexes by a mask, whose set elements the host must count.
 bool has_mask(const Call& call) {
   if (call.name.rfind("aten::index", 0) != 0 && call.name != "aten::_index_put_impl_") return false;
   bool found = false;
@@ -381,7 +382,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView below;
   if (data_dependent.count(call.name) || has_mask(call)) return run_now(call);
   Stack results;
-  std::vector<Tensor> outs;  // where a functional operator's results go, flat
+  std::vector<Tensor> outs;  // results of a functional operator, with its lists flattened
   bool needs_shape = call.is_functional;
   for (size_t i = 0; i < call.num_args; i++) {
     const IValue& value = (*stack)[call.first + i];
@@ -435,7 +436,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   }
 }
 
-// Copies between host and device are torch's own, over cudaMemcpyAsync.
+// Only a copy within a device is a job here. torch's copy_ calls cudaMemcpyAsync for other copies.
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (!self.is_cuda() || !source.is_cuda() || self.device() != source.device()) {
     std::optional<Waiting> waiting;
@@ -471,7 +472,7 @@ void record_stream(Tensor& self, c10::Stream stream) {
   c10::cuda::CUDACachingAllocator::recordStream(self.storage().data_ptr(), user);
 }
 
-// CUDA's dropout is one kernel with a generator of its own: here it is a mask and a product.
+// Computes dropout as a mask and a product, in place of CUDA's fused kernel.
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p,
                                           std::optional<bool> train) {
   if (!train.value_or(true))
@@ -486,7 +487,8 @@ int64_t choose_math_attention(const Tensor&, const Tensor&, const Tensor&,
   return static_cast<int64_t>(sdp::SDPBackend::math);
 }
 
-// Memory, views and what only describes tensors: torch's own kernels do not touch the values.
+// Operators that keep torch's CUDA kernel because it touches no values, and operators for which
+// `replace_kernels` registers a function.
 const std::set<std::string> own_kernels{
     "empty",           "empty_strided",       "resize_",        "set_",
     "_pin_memory",     "is_pinned",           "as_strided",     "view",
@@ -501,7 +503,7 @@ struct Silence : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-// Replaces every kernel of CUDA's for which the CPU has one.
+// Replaces each CUDA kernel with `fallback` if the CPU has a kernel, except views and own_kernels.
 torch::Library* replace_kernels() {
   Silence silence;  // torch warns of each replaced kernel
   c10::WarningUtils::WarningHandlerGuard guard(&silence);

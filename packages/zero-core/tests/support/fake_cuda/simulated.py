@@ -1,7 +1,7 @@
-"""Ranks as threads of one process, each with a fake device, and NCCL's collectives among them.
+"""Ranks as threads of one process, each with a fake device, and the fake NCCL's collectives.
 
-A communicator has a stream of its own on each rank. A collective waits there for the stream that is
-current at its launch; ``wait`` makes the current stream wait for it, never the host.
+Each rank runs a communicator's collectives on a separate stream, which waits for the stream that is
+current at the launch. ``wait`` makes the current stream wait for the collective, not the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zero_core.watch.watch import Watch
 
 _T = TypeVar("_T")
 _UINT8 = 1
-"""NCCL's number of the type as which tensors of any dtype travel."""
+"""NCCL's number of the type uint8. Collectives that do not reduce send all dtypes as uint8."""
 _TYPES = {torch.float64: 8, torch.float32: 7, torch.int64: 4, torch.int32: 2, torch.uint8: _UINT8}
 
 
@@ -46,7 +46,7 @@ def _pointer(tensor: Tensor) -> ctypes.c_void_p:
 
 
 class DeviceNetwork(Network):
-    """Ranks of one simulation, with a device each."""
+    """Connects the ranks of one simulation, each of which has its own fake device."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         super().__init__(world_size, timeout_s)
@@ -56,7 +56,7 @@ class DeviceNetwork(Network):
         self._communicators: list[ctypes.c_void_p] = []
 
     def join(self, name: str, size: int, rank: int) -> ctypes.c_void_p:
-        """Return this rank's handle of the communicator that all its ranks call ``name``."""
+        """Return this rank's handle of the communicator ``name``, after all its ranks joined."""
         with self._lock:
             if name not in self._ids:
                 self._ids[name] = _UniqueId()
@@ -74,7 +74,7 @@ class DeviceNetwork(Network):
         return DeviceRanks(None, rank, size, device, per_node, base=base)
 
     def fail(self, rank: int) -> None:
-        """End every collective that waits or will, because ``rank`` takes part no more."""
+        """Abort the waits of present and later collectives, because ``rank`` has failed."""
         if self.failed is None:
             self.failed = rank
         for communicator in self._communicators:
@@ -92,7 +92,7 @@ class CommunicatorLibrary:
         rank: int,
         device: torch.device,
     ) -> None:
-        """``members`` are ranks of the simulation; ``rank`` is this one's number among them."""
+        """``members`` are the simulation's ranks in this group. ``rank`` is an index into them."""
         self.rank = rank
         self.world_size = len(members)
         self._network = network
@@ -110,7 +110,7 @@ class CommunicatorLibrary:
         return self._start("ncclAlltoAll", parts, out, parts.nbytes // self.world_size, _UINT8)
 
     def all_reduce(self, values: Tensor) -> Work:
-        """See `DeviceLibrary`. The sum is taken in rank order."""
+        """See `DeviceLibrary`. Values are summed in rank order."""
         kind, reduction = _TYPES[values.dtype], 0
         return self._start("ncclAllReduce", values, values, values.numel(), kind, reduction)
 
@@ -173,7 +173,7 @@ class _Started:
 
 @dataclass(frozen=True)
 class DeviceRanks(Ranks):
-    """The ranks of a simulation on devices, seen from one of them."""
+    """One rank's view of the ranks of a simulation on devices."""
 
     base: CommunicatorLibrary = field(kw_only=True)
 
@@ -194,11 +194,11 @@ def simulate_on_devices(
     ranks_per_node: int | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> list[_T]:
-    """Run ``program`` as `simulate` does, on `DeviceRanks`. It needs a process of its own."""
+    """Run ``program`` as `simulate` does, with `DeviceRanks`. Call it in a separate process."""
 
     def run(ranks: DeviceRanks) -> _T:
         result = program(ranks, *args)
-        torch.accelerator.synchronize(ranks.device)  # what its jobs raise is raised here
+        torch.accelerator.synchronize(ranks.device)  # raises the errors of jobs
         return result
 
     network = DeviceNetwork(world_size, timeout_s)
@@ -206,7 +206,7 @@ def simulate_on_devices(
 
 
 def on_device_rank(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test on one simulated rank with a device, which is its first argument."""
+    """Decorate a test to run on one rank with a device. Its first argument is `DeviceRanks`."""
 
     def run(size: int, arguments: dict[str, Any]) -> None:
         simulate_on_devices(functools.partial(test, **arguments), size)
