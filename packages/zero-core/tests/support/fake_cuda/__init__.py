@@ -8,12 +8,12 @@ this torch then sees 8 fake H100 devices. torch's allocator, streams, autograd t
   holds addresses, not tensors. An operator without a CPU kernel raises an error.
 - The host cannot access device memory: it gets SIGSEGV, and stderr names the device.
 - A block freed to torch's allocator is overwritten with NaN in the order of its stream. A missing
-  ``wait_event`` or ``record_stream`` then yields NaN. New device and pinned memory is NaN, too.
+  ``wait_event`` or ``record_stream`` then yields NaN. New memory is NaN, fresh pinned memory too.
 - Copies to and from pinned memory run later. A copy from pageable memory stages its data at once.
   The host waits for a copy to pageable memory.
 - A collective is a job that exchanges data with its peers over shared memory. While a peer is dead
   or in another collective, the job waits until the communicator is aborted.
-- The next call that touches the device raises the error of a failed job.
+- The next synchronization with the device raises the error of a failed job.
 
 Environment: ``FAKE_CUDA_DEVICES`` (how many), ``FAKE_CUDA_CAPACITY`` (bytes per device), and for
 `set_delays` ``FAKE_CUDA_SEED``, ``FAKE_CUDA_KERNEL_US`` and ``FAKE_CUDA_COPY_US`` (microseconds).

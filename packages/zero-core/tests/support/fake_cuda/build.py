@@ -109,6 +109,8 @@ def build(headers: Path) -> None:
     mark = target / "fake_cuda.key"
     if mark.exists() and mark.read_text() == key.hexdigest():
         return
+    if any((torch.parent / "nvidia").glob("**/libcudart.so*")):
+        raise SystemExit("fake CUDA: uninstall NVIDIA's packages, which torch would find first")
     functions = imported_functions(target)
     headers = next(headers.rglob("cuda_runtime_api.h")).parent
     with tempfile.TemporaryDirectory() as folder:

@@ -110,8 +110,8 @@ uint64_t thread_number() {
 
 cudaError_t failed(cudaError_t error) { return last_error = error; }
 
-Waiting::Waiting(const char* kind) { waiting = kind; }
-Waiting::~Waiting() { waiting = nullptr; }
+Waiting::Waiting(const char* kind) : outer(waiting) { waiting = kind; }
+Waiting::~Waiting() { waiting = outer; }
 
 void set_stack_source(std::string (*source)()) { stack_source = source; }
 

@@ -44,6 +44,7 @@ void poison(cudaStream_t stream, void* front, size_t size);
 struct Waiting {
   explicit Waiting(const char* kind);
   ~Waiting();
+  const char* outer;
 };
 void set_stack_source(std::string (*source)());  // source returns the calling thread's Python stack
 

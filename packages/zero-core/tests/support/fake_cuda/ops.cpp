@@ -454,6 +454,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
 }
 
 at::Scalar local_scalar(const Tensor& self) {
+  c10::cuda::CUDAGuard guard(self.device());
   cudaStream_t stream = current_stream(self.device().index());
   if (self.numel() > 0) {
     Job read;
@@ -466,6 +467,7 @@ at::Scalar local_scalar(const Tensor& self) {
 }
 
 void record_stream(Tensor& self, c10::Stream stream) {
+  c10::cuda::CUDAGuard guard(self.device());
   auto data = reinterpret_cast<uintptr_t>(self.storage().data());
   c10::cuda::CUDAStream user(stream);
   note("record_stream", user.stream(), "", {{data, data + self.storage().nbytes()}}, {});
