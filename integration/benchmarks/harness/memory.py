@@ -26,10 +26,10 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """Return the largest resident memory since `restart_peak`.
+    """Return the largest resident memory since `restart_peak`, without other ranks' memory.
 
-    The current size of peers' maps is subtracted. These maps exist from the first optimizer step
-    on, and training peaks in a step. For a peak before the first step the result is too small.
+    The present size of read-only maps of other ranks' memory is subtracted. The maps exist from the
+    first optimizer step on. If memory peaked before that step, the result is too small.
     """
     return _field("self/status", "VmHWM") - _peers_bytes()
 

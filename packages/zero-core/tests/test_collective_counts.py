@@ -190,7 +190,7 @@ def _with_skipped_blocks(ranks, case):
 
 
 def _with_blocks_left_out(ranks, case):
-    # Rank 0 runs all blocks. Every other rank leaves out a block, a different one in each step.
+    # Rank 0 runs all blocks. Every other rank leaves out one block, a new one per micro-batch.
     batches = []
     for number in range(6 * case.accumulation):
         left_out = (number + 3 * ranks.rank) % 6 if ranks.rank else None

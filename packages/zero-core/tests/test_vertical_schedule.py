@@ -318,7 +318,7 @@ def test_memory_has_the_blocks_inputs_of_all_micro_batches_and_the_logits_of_one
         block.register_forward_pre_hook(note_input)
     engine.module.out.register_forward_hook(note_logits)
     engine.train_batch(_batches(0))
-    # The last block and the head process micro-batches one after the other.
+    # Each micro-batch passes through the last block and the head before the next one does.
     assert num_alive == [[3 * (NUM_BLOCKS - 1) + number, 1] for number in (1, 2, 3)]
     assert all(ref.expired() for ref in (*inputs, *logits))
 

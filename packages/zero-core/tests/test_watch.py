@@ -81,7 +81,10 @@ def far(monkeypatch):
 
 
 def healthy(num_steps, size):
-    """Yield steps of different lengths, with compilation, saves, and a slow or evaluating rank."""
+    """Yield stages of healthy training: what each rank does, then waits for, and the seconds.
+
+    The training has compilation, saves that rank 0 writes, and times when rank 1 is slow.
+    """
     chance = random.Random(1)
     for step in range(num_steps):
         for number, doing in enumerate(FORWARD):

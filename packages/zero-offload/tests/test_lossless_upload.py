@@ -62,7 +62,7 @@ class ChangedElements:
 
 
 class WideSpace(Space):
-    """Two shards, long enough for differences, with pieces that some steps skip."""
+    """Two shards, so long that differences are uploaded. `Pair.train` skips piece 1 in step 3."""
 
     numel = 140_000
 

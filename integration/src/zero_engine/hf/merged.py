@@ -207,7 +207,7 @@ def _base_layer(adapted: nn.Module) -> nn.Module | None:
 def _values(
     part: _Part, names: dict[int, str], adapted: frozenset[int], adapter_names: Sequence[str] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of ``part``, which is gathered, in the merged model."""
+    """Yield names and values of the merged parameters and buffers of ``part``, once gathered."""
     if not part.is_adapted:
         is_quantized = any(_can_dequantize(p) for p in part.params)
         module = _dequantized(copy.deepcopy(part.module)) if is_quantized else part.module

@@ -329,11 +329,11 @@ def run_steps(shape: StepShape, units: Sequence[UnitTime], cores: float | None) 
 
 
 class StepProgram:
-    """Program of the engine, step by step. See [Note: one step].
+    """Simulates the engine's program, one step per call of `step`. See [Note: one step].
 
-    ``ends`` are the last work of each step on the computing thread. ``last`` and ``decided`` are
-    the work and the decision of the last step, and ``ahead`` the updates before that decision, by
-    unit.
+    For each step, ``ends`` has the computing thread's final work. Three attributes describe the
+    newest step: ``last`` is all its work, ``decided`` is the all-reduce that decides whether it is
+    taken, and ``ahead`` has the updates before that decision, by unit.
     """
 
     decided: Work

@@ -164,11 +164,12 @@ class Checkpoints(Facts):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole model, in the compute dtype, as one file. Return whether it was written.
+        """Write the whole model as one file, in the compute dtype. Return False if it is refused.
 
-        Every rank must call it. A name in ``.safetensors`` selects that format, other names
-        torch's, which ``torch.load(..., weights_only=True)`` reads. As in DeepSpeed, stage 3 needs
-        ``stage3_gather_16bit_weights_on_model_save``.
+        Every rank must call this method. The file is in safetensors format if its name ends in
+        ``.safetensors``, otherwise in torch's, readable by ``torch.load(..., weights_only=True)``.
+        As in DeepSpeed, stage 3 needs ``stage3_gather_16bit_weights_on_model_save``, else nothing
+        is written.
         """
         path = local_path(save_dir, "a model of DeepSpeed's names") / save_filename
         is_sharded = self.zero_optimization_partition_weights()

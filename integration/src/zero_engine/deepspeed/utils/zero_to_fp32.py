@@ -94,11 +94,12 @@ def convert_zero_checkpoint_to_state_dict(
     exclude_frozen_parameters: bool = False,
     dtype: torch.dtype | str = torch.float32,
 ) -> None:
-    """Write the state dict into ``output_dir``, which is made, under Hugging Face's file names.
+    """Make ``output_dir``, and write the state dict into it under Hugging Face's file names.
 
-    ``max_shard_size`` is the size of the largest file, in bytes or as "5GB"; None writes one file.
-    ``safe_serialization`` writes ``model.safetensors``, else ``pytorch_model.bin``, which holds
-    only tensors. ``dtype`` is that of floating values. Other arguments are those of
+    A file's tensors have at most ``max_shard_size`` bytes, given as a number or as "5GB". A larger
+    tensor gets its own file. If ``max_shard_size`` is None, one file is written.
+    ``safe_serialization`` selects safetensors files instead of torch's. Torch's files hold only
+    tensors. Floating-point values are converted to ``dtype``. Other arguments are those of
     `get_fp32_state_dict_from_zero_checkpoint`.
     """
     chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype

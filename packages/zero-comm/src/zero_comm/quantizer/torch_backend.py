@@ -143,7 +143,7 @@ def read_scales(row: Tensor, numel: int, fmt: BlockFormat) -> Tensor:
 
 
 def _decode_blocks(codes: Tensor, scales: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-    """Decode whole blocks into contiguous fp32 ``out``, one row per block as ``codes``."""
+    """Decode whole blocks into ``out``, contiguous fp32 with a row per block, like ``codes``."""
     _unpack(codes, out, fmt)
     if fmt.is_symmetric:
         out.mul_(_divide(scales.to(torch.float32), fmt.top_level))

@@ -112,7 +112,7 @@ class Choice:
         return found
 
     def apply(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``config``, a configuration before resolution, changed to this choice."""
+        """Return a copy of the user's ``config`` with the settings of this choice."""
         zero = {**config.get("zero_optimization", {}), "stage": self.stage}
         offload = {**zero.get("offload_optimizer", {}), "device": self.device}
         if self.device != "none":

@@ -288,7 +288,7 @@ def _drop_strangers(folder: Path, ranks: set[int]) -> None:
 
 
 class Ring:
-    """Connections of a rank: to ``target``, which stores its copy, and from ``source``."""
+    """Sends this rank's snapshot to rank ``target``, and stores that of rank ``source``."""
 
     def __init__(self, ranks: Ranks, per_node: int) -> None:
         self.target = (ranks.rank + per_node) % ranks.size
