@@ -297,8 +297,12 @@ class DeviceTier(FlatTier):
         self._optimizer = self._make(
             [{**g, "params": m} for g, m in zip(groups, self._members, strict=True)]
         )
+        for part in chain.from_iterable(self._parts):
+            if part.param in self._optimizer.state:  # made at construction, such as Adagrad's sum
+                self._flatten_state(part)
+        self._made.clear()
         if not self._parts or device.type in ("cpu", "meta"):
-            return  # the optimizer creates states in its first step: see [Note: states]
+            return  # the optimizer creates other states in its first step: see [Note: states]
         for dtype, kinds in self._probe().items():
             for name, kind in kinds.items():
                 if name not in self._flat:
