@@ -87,8 +87,6 @@ class HappensBefore:
                 self._readers.setdefault(reads[0], set()).add(record.stream)
             case "free":
                 self._free(host, record.stream, writes[0])
-            case "pinned_free":
-                self._forget(writes[0])
             case "send":  # the receiver is ordered after everything the sender did before
                 handler._handle_event_record(handover, host)
             case "receive":

@@ -40,9 +40,7 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.fake_counters.restype = library.fake_trace.restype = ctypes.c_char_p
     library.fake_contexts.restype = ctypes.c_uint64
-    library.fake_drain.argtypes = [ctypes.c_double]
     library.fake_set_delays.argtypes = [ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64]
-    library.fake_set_capacity.argtypes = [ctypes.c_int64]
     return library
 
 
@@ -65,11 +63,6 @@ def held(kind: Literal["kernels", "copies"]) -> Iterator[None]:
         _library().fake_hold(kind == "copies", 0)
 
 
-def set_capacity(num_bytes: int) -> None:
-    """Limit each device's memory, at first 8 GiB. Exceeding it raises `torch.OutOfMemoryError`."""
-    _library().fake_set_capacity(num_bytes)
-
-
 def contexts() -> list[int]:
     """Return the devices used, or set as a thread's current device, since `forget_contexts`."""
     bits = _library().fake_contexts()
@@ -79,11 +72,6 @@ def contexts() -> list[int]:
 def forget_contexts() -> None:
     """Empty the list that `contexts` returns."""
     _library().fake_forget_contexts()
-
-
-def drain(limit_s: float = 10.0) -> None:
-    """Wait at most ``limit_s`` seconds per stream until it has run its jobs."""
-    _library().fake_drain(limit_s)
 
 
 @dataclass(frozen=True)

@@ -205,11 +205,10 @@ struct Stream {
     return num_done == num_enqueued;
   }
 
-  bool wait(double limit_s = 1e9) {  // for the jobs enqueued so far
+  void wait() {  // for the jobs enqueued so far
     Lock lock(mutex);
     uint64_t target = num_enqueued;
-    return finished.wait_for(lock, std::chrono::duration<double>(limit_s),
-                             [&] { return num_done >= target; });
+    finished.wait(lock, [&] { return num_done >= target; });
   }
 
  private:
@@ -581,7 +580,6 @@ void fake_set_delays(uint64_t seed, int64_t kernel_us, int64_t copy_us) {
   settings.copy_us = copy_us;
 }
 void fake_hold(int is_copy, int is_held) { holds.set(is_copy, is_held); }
-void fake_set_capacity(int64_t bytes) { settings.capacity = bytes; }
 
 void fake_reset_counters(int has_stacks) {
   Lock lock(counters_mutex);
@@ -646,11 +644,6 @@ uint64_t fake_contexts() {  // one bit per device
 }
 void fake_forget_contexts() {
   for (auto& context : has_context) context = false;
-}
-void fake_drain(double limit_s) {  // the limit holds for each stream
-  for (size_t i = 0; i < devices.size(); i++) {
-    for (auto* stream : device_streams[i].list()) stream->wait(limit_s);
-  }
 }
 
 // ---------------------------------------------------------------------------- the runtime: devices
