@@ -24,16 +24,20 @@ class Training(Case):
     """A case with an optimizer and settings for clipping.
 
     ``is_twice`` uses a block twice. ``max_norm`` is passed to ``clip_grad_norm_`` in each step.
+    ``has_patches`` logs the changed weights.
     """
 
     optimizer: str = "AdamW"
     is_twice: bool = False
     max_norm: float = 0.0
+    has_patches: bool = False
 
     def config(self):
         optimizer = {"type": self.optimizer, "params": OPTIMIZERS[self.optimizer]}
         config = {**super().config(), "optimizer": optimizer}
         config["fp16"]["initial_scale_power"] = 17
+        if self.has_patches:
+            config["weight_patches"] = {}
         return config
 
 
@@ -57,6 +61,7 @@ TOGETHER = [
     for stage, numbers in enumerate([(0,), (1,), (0, 2), (1, 3)])
     for dtype, how in [WAYS[number] for number in numbers]
 ]
+TOGETHER += [Training(stage, "bf16", has_patches=True) for stage in (1, 3)]
 
 
 def blocks_of(number, *, is_twice=False):
@@ -91,6 +96,10 @@ def train(ranks, case):
     results += engine.full_state_dict(dtype=torch.float32).values()
     for name, _ in model.named_parameters():
         results += [engine.states.get_full(name, what) for what in STATES[case.optimizer]]
+    if case.has_patches:
+        state = engine.sharded_state
+        for segment in state.layout.segments:
+            results += state.changes.changed(segment.index, 0, segment.shard_numel)
     engine.close()
     return waits, results
 

@@ -363,7 +363,7 @@ def test_marks_are_the_union_of_what_was_added(numel, added, random):
     for mask in added:
         start = random.randrange(numel)
         part = mask[: numel - start]
-        changes.add(start, part, part)
+        changes.add(start, start + part.numel(), [pack_bits(part, start % 8)] * 2)
         expected[start : start + part.numel()] |= part
     assert changes.is_marked == bool(expected.any())
     found = torch.zeros((4, numel), dtype=torch.bool)

@@ -6,6 +6,7 @@ hang.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn, cast
@@ -176,11 +177,20 @@ class Communicator:
             self.control.sum(values)
 
     def close(self) -> None:
-        """Stop the watch on this rank alone."""
-        if self.watch is not None:
-            self.watch.close("its engine was closed")
-        if self.device_waits is not None:
-            self.device_waits.close()
+        """Stop the watch, once this rank's collectives have ended or 10 seconds have passed.
+
+        On a device the groups are aborted next, and NCCL may still be sending to other ranks. So
+        without a failure this also waits, as long at most, until the other ranks have closed.
+        """
+        watch = self.watch
+        if watch is None:
+            return
+        if self.device_waits is None or watch.has_failed or sys.exception() is not None:
+            watch.close("its engine was closed")
+            return
+        self.device_waits.close()
+        watch.close("its engine was closed")
+        watch.await_ends()
 
     def note_failure(self, where: str, error: BaseException) -> None:
         """Publish this rank's error, so that ranks that time out waiting for it name the cause."""

@@ -24,6 +24,9 @@ from zero_core.layout.gradient_plan import GradientCase, GradientPlan
 from zero_core.protocols import EXACT_GRADIENTS, StateTier
 
 _STRIDED = torch.strided
+_MOST_HELD = {"cpu": 1 << 16}
+"""Elements of a gradient that `FullGrad` may hold, by device: `_MOST_ON_DEVICE` elsewhere."""
+_MOST_ON_DEVICE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,10 @@ class FullGrad:
         self._views = views
         self._predivide = plan.predivide
         self._missing = missing
+        self._held: dict[int, Tensor] = {}  # gradients to add, by position
+        self._held_numel = 0
+        device = views.placeholders.slots[0].device
+        self._most_held = _MOST_HELD.get(device.type, _MOST_ON_DEVICE)
         self._slots: list[Tensor] = []  # views of the memory, one per parameter
         self._gaps: list[Tensor] = []  # views of padding between and after parameters
         self._no_grad = [False] * len(segment.slots)
@@ -95,25 +102,43 @@ class FullGrad:
         return self.memory
 
     def add(self, position: int, grad: Tensor) -> None:
+        """Add a gradient. Small gradients are held, and added by one kernel in `flush`."""
         view = self._slots[position]
-        if self._has_grad[position]:
-            view.add_(grad, alpha=self._predivide)
-            return
-        self._has_grad[position] = True
-        # Divide in the wider of the two dtypes, so that only the final cast rounds.
-        same = grad.dtype is view.dtype
+        same, numel = grad.dtype is view.dtype, view.numel()
         wide = grad.dtype if same else torch.promote_types(grad.dtype, view.dtype)
-        if grad.dtype is wide:
-            torch.mul(grad, self._predivide, out=view)
-        elif view.dtype is wide:
-            view.copy_(grad)  # avoids a temporary wide copy of the gradient
+        # Dividing a copy avoids a wide temporary. A large gradient is divided as it is copied,
+        # because a second pass would cost more than its launch.
+        if view.dtype is wide and not (same and numel > self._most_held):
+            if position in self._held:
+                self.flush()
+            self._held[position] = grad
+            self._held_numel += numel
+            if self._held_numel > 8 * self._most_held:
+                self.flush()
+        elif self._has_grad[position]:
+            view.add_(grad, alpha=self._predivide)
+        else:  # divide in the wider of the two dtypes, so that only the final cast rounds
+            self._has_grad[position] = True
+            torch.mul(grad if grad.dtype is wide else grad.to(wide), self._predivide, out=view)
+
+    def flush(self) -> None:
+        """Add the held gradients to the memory."""
+        held, self._held, self._held_numel = self._held, {}, 0
+        added, slots = self._has_grad, self._slots
+        if first := [position for position in held if not added[position]]:
+            views = [slots[position] for position in first]
+            torch._foreach_copy_(views, [held.pop(position) for position in first])
             if self._predivide != 1.0:
-                view.mul_(self._predivide)
-        else:
-            torch.mul(grad.to(wide), self._predivide, out=view)
+                torch._foreach_mul_(views, self._predivide)
+            for position in first:
+                added[position] = True
+        if held:
+            views = [slots[position] for position in held]
+            torch._foreach_add_(views, list(held.values()), alpha=self._predivide)
 
     def added(self, position: int) -> Tensor | None:
         """Return a view of a parameter's gradient since the last reduction, or None."""
+        self.flush()
         is_any = self.memory is not None and self._has_grad[position]
         return self._slots[position] if is_any else None
 
@@ -121,12 +146,13 @@ class FullGrad:
         """Return the memory, ready for reduction. Fills the gradients of unused parameters."""
         full = self.memory
         assert full is not None, "it is open"
+        self.flush()
         if False in self._has_grad:
             for view, has_grad in zip(self._slots, self._has_grad, strict=True):
                 if not has_grad:
                     view.fill_(self._missing)
-        for gap in self._gaps:
-            gap.zero_()
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
         if self._segment.world_size == 1:  # later gradients are added to the memory
             self._has_grad = [True] * len(self._has_grad)
             return full
@@ -155,6 +181,7 @@ class FullGrad:
         self._pools[full.dtype].release(full, readers)
 
     def clear(self) -> None:
+        self._held, self._held_numel = {}, 0
         self._has_grad = self._no_grad.copy()
         self.close()
 

@@ -293,6 +293,8 @@ class BackwardPass:
         self.params_with_grad.add(grads.param_numbers[position])
         if num_missing == 0 and self._is_reducing:
             self._reduce_ready()
+        elif num_missing <= 0:
+            grads.full.flush()
 
     def _gather_skipped(self, skipped: int) -> None:
         """Gather a unit that this backward skips, because other ranks may enter it."""
@@ -329,6 +331,8 @@ class BackwardPass:
             for index in self.order.end_backward():
                 self.reductions.start(index)
             self.reductions.finish()
+        for grads in self.reductions.grads:  # of units whose gradients are not all there
+            grads.full.flush()
         self._units.release_all()
         if self.is_open:
             self._place.enter(OUTSIDE)

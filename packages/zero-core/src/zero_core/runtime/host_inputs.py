@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -91,8 +92,8 @@ class HostCopies:
     def store(self, tensor: Tensor, most: int = MAX_IN_PIECE) -> HostCopy | None:
         """Start to copy ``tensor`` to the host. Return None if elsewhere, sparse or empty.
 
-        The caller keeps the tensor's memory until `wait`, or calls `record`. ``most``: maximal
-        number of buffers of this size that are pinned at a time.
+        The caller keeps the tensor's memory until `wait`. ``most``: maximal number of buffers of
+        this size that are pinned at a time.
         """
         is_moved = tensor.device == self._device and tensor.layout is torch.strided
         if not is_moved or not tensor.numel():
@@ -120,10 +121,6 @@ class HostCopies:
         with self._down:
             values.copy_(given, non_blocking=True)
         return HostCopy(self, buffer, values, self._down.record_event())
-
-    def record(self, tensor: Tensor) -> None:
-        """Keep the memory of a stored tensor until its copy has ended."""
-        tensor.record_stream(self._down)
 
     def wait(self, stored: HostCopy) -> None:
         torch.accelerator.current_stream(self._device).wait_event(stored.last_copy)
@@ -172,6 +169,10 @@ class HostInputs:
         self.copies = HostCopies(device)
         self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
         self._num_calls = 0
+        # Stored tensors of the last two calls, whose copies may be under way. The caching allocator
+        # would free memory with `record_stream` only when it sees the end of the copy, and the host
+        # is several blocks ahead. So the computing stream waits for each copy, two calls later.
+        self._leaving: deque[tuple[int, Tensor, HostCopy]] = deque()
         # Number of micro-batches of a vertical step, and the number of its first call.
         self._num_together, self._first = 1, 0
 
@@ -183,22 +184,29 @@ class HostInputs:
         """Return the context manager for one call of a block."""
         call = self._calls[self._num_calls] = _Call()
         call.number = self._num_calls
+        self._free_stored(before=call.number - 1)
         self._num_calls += 1
 
         def pack(tensor: Tensor) -> tuple[HostCopy, _Call] | Tensor:
             stored = self.copies.store(tensor)
             if stored is None:
                 return tensor
-            self.copies.record(tensor)
+            self._leaving.append((call.number, tensor.detach(), stored))
             call.append(weakref.ref(stored))
             return stored, call
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
+    def _free_stored(self, *, before: int) -> None:
+        """Drop stored tensors of calls ``before`` a number, after their copies on this stream."""
+        while self._leaving and self._leaving[0][0] < before:
+            self.copies.wait(self._leaving.popleft()[2])
+
     def _unpack(self, packed: tuple[HostCopy, _Call] | Tensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         stored, call = packed
+        self._free_stored(before=self._num_calls)
         found = self.copies.take(stored)
         # The call whose inputs backward needs next. -1 stands for none.
         together, following = self._num_together, call.number - 1

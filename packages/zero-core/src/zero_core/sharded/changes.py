@@ -40,8 +40,10 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 
@@ -154,10 +156,11 @@ def decode_gaps(encoded: Tensor) -> Tensor:
     return passed + torch.arange(passed.numel())
 
 
-def pack_bits(mask: Tensor) -> Tensor:
-    """Pack a 1-D bool ``mask`` into bits, uint8."""
-    if mask.numel() % 8 or mask.storage_offset() % 8:  # cannot be viewed as int64
-        mask = torch.nn.functional.pad(mask, (0, -mask.numel() % 8))  # copies the mask
+def pack_bits(mask: Tensor, before: int = 0) -> Tensor:
+    """Pack a 1-D bool ``mask`` into bits, uint8, behind ``before`` zeros."""
+    numel = before + mask.numel()
+    if before or numel % 8 or mask.storage_offset() % 8:  # cannot be viewed as int64
+        mask = torch.nn.functional.pad(mask, (before, -numel % 8))  # copies the mask
     words = mask.view(torch.int64) * _GATHER_BITS
     return (words >> 56).to(torch.uint8)
 
@@ -226,9 +229,11 @@ class ShardChanges:
         """Whether a position changed. Valid before `compact`."""
         return bool(self.ranges) or any(bool(bits.any()) for _, bits in self._sets[:1])
 
-    def add(self, start: int, changed: Tensor, far: Tensor) -> None:
-        """Add the changes of an update: masks on the CPU, for elements from ``start`` on."""
-        stop = start + changed.numel()
+    def add(self, start: int, stop: int, masks: Sequence[Tensor]) -> None:
+        """Add the changes of an update to elements ``[start, stop)``.
+
+        ``masks``: the bits of both sets, on the CPU, from element ``start // 8 * 8`` on.
+        """
         place = bisect_right(self._written, start, key=itemgetter(1))
         is_again = place < len(self._written) and self._written[place][0] < stop
         if is_again or not self._written:  # overlapping writes mean a new update
@@ -238,9 +243,7 @@ class ShardChanges:
         if not self._sets:
             size = -(-self._numel // 8)
             self._sets = [(Kind.BITS, torch.zeros(size, dtype=torch.uint8)) for _ in range(2)]
-        for (_, bits), mask in zip(self._sets, (changed, far), strict=True):
-            before = start % 8
-            packed = pack_bits(torch.nn.functional.pad(mask, (before, 0)) if before else mask)
+        for (_, bits), packed in zip(self._sets, masks, strict=True):
             bits[start // 8 : start // 8 + packed.numel()] |= packed
 
     def compact(self) -> None:
@@ -294,7 +297,9 @@ class ChangeLog:
         self._open: dict[int, ShardChanges] = {}
         self._closed: list[dict[int, ShardChanges]] = []  # one entry per version after `oldest`
         self._seen: dict[int, int] = {}  # by uncompared segment: version of its values
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        # Masks on their way from a device: the copy's end, and what to call then.
+        self._arriving: deque[tuple[torch.Event, Callable[[], None]]] = deque()
 
     # ------------------------------------------------------ called during a step
 
@@ -310,6 +315,9 @@ class ChangeLog:
         is_elsewhere = values.device != target.device and target.device.type != "cpu"
         if is_elsewhere:  # a host thread writes, without ordering by streams
             torch.accelerator.synchronize(target.device)
+        with self._lock:
+            while self._arriving and self._arriving[0][0].query():
+                self._arriving.popleft()[1]()
         length = _CPU_NUMEL if target.is_cpu else _DEVICE_NUMEL
         for begin in range(0, values.numel(), length):
             new = values[begin : begin + length]
@@ -319,15 +327,30 @@ class ChangeLog:
             low, high = max(first, own_start), min(first + old.numel(), own_stop)
             if low < high:  # other ranks record changes outside their slice
                 part = slice(low - first, high - first)
-                masks = compare(old[part], new[part])
+                span = low - own_start, high - own_start
+                masks = [pack_bits(m, span[0] % 8) for m in compare(old[part], new[part])]
+                # From a device, they are copied to pinned memory, and the host does not wait.
+                bits = [mask.to("cpu", non_blocking=True) for mask in masks]
                 with self._lock:
                     changes = self._open.setdefault(segment, ShardChanges(own_stop - own_start))
-                    changes.add(low - own_start, *(mask.cpu() for mask in masks))
+                    add = partial(changes.add, *span, bits)
+                    if target.is_cpu:
+                        add()
+                    else:
+                        stream = torch.accelerator.current_stream(target.device)
+                        self._arriving.append((stream.record_event(), add))
             old.copy_(new)
         if is_elsewhere:
             torch.accelerator.synchronize(target.device)
 
     # --------------------------------------------------- called between two steps
+
+    def _settle(self) -> None:
+        """Wait for the masks of all updates."""
+        with self._lock:
+            while self._arriving:
+                self._arriving[0][0].synchronize()
+                self._arriving.popleft()[1]()
 
     def restart(self, params: Sequence[FlatParams]) -> None:
         """Forget all changes. The current values become those of the newest version."""
@@ -338,6 +361,7 @@ class ChangeLog:
 
     def collect(self, params: Sequence[FlatParams]) -> bool:
         """Record changes made without `write`. Return whether the open version has any changes."""
+        self._settle()
         for flat in params:
             segment = flat.segment
             low, high = segment.shard_range(flat.rank)
@@ -355,6 +379,7 @@ class ChangeLog:
         return any(changes.is_marked for changes in self._open.values())
 
     def close(self) -> None:
+        self._settle()
         with self._lock:
             closed, self._open = self._open, {}
         for changes in closed.values():
@@ -378,6 +403,7 @@ class ChangeLog:
         changed elements, and the number of updates.
         """
         assert since >= self.oldest, "checked by the caller, for all ranks"
+        self._settle()
         with self._lock:
             versions = chain(self._closed[since - self.oldest :], [self._open])
             found = [of[segment] for of in versions if segment in of]

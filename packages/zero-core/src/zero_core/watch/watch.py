@@ -551,6 +551,25 @@ class Watch:
             }
             return join_few([_failure(rank, seen, silence_s) for rank, seen in dead.items()])
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has failed, or has given up waiting for another rank."""
+        return bool(self._cause) or self._has_given_up
+
+    def await_ends(self) -> None:
+        """Wait, for a limited time, until all other ranks have ended, failed or fallen silent."""
+        others, pause_s = [r for r in range(self._world_size) if r != self._rank], 0.01
+        deadline = time.monotonic() + _LAST_WAIT_S
+        while others and not self._board.is_lost and (now := time.monotonic()) < deadline:
+            with self._lock:
+                self._add_answers(now)
+                seen, silence_s = self._wait.seen, self._silence_s
+                others = [r for r in others if r not in seen or not _failure(r, seen[r], silence_s)]
+            if others and self._board.unanswered_s() == 0.0:
+                self._board.request(others[:_WINDOW])
+            time.sleep(pause_s if others else 0.0)
+            pause_s = min(2 * pause_s, 0.5)
+
     def close(self, how: str) -> None:
         """Publish ``how`` the engine ended, and stop publishing."""
         with _lock:
