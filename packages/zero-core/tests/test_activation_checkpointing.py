@@ -156,6 +156,28 @@ def test_inputs_on_the_host_fill_their_memory_and_come_up_one_block_ahead_withou
 
 @pytest.mark.cuda
 @on_device_rank
+def test_inputs_that_leave_late_take_no_more_memory_than_was_planned(ranks):
+    engine, x = _deep(ranks)
+    engine.backward(engine(x))  # allocates what lasts
+    engine.step()
+    config = _config(0, {"cpu_checkpointing": True})
+    memory = zero_core.plan(make_tower(DEPTH, 8), config, 1, example_inputs=[x.cpu()]).memory
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with fake_cuda.held("copies"):
+        loss = engine(x)
+        grown = torch.cuda.max_memory_allocated() - before
+    engine.backward(loss)
+    engine.close()
+    print("GROWN", grown / INPUT_BYTES, memory.device["activations"] / INPUT_BYTES)
+    assert grown <= memory.device["activations"], (
+        grown / INPUT_BYTES,
+        memory.device["activations"] / INPUT_BYTES,
+    )
+
+
+@pytest.mark.cuda
+@on_device_rank
 def test_page_locked_memory_that_was_lent_while_its_size_was_dropped_is_dropped_later(ranks):
     host = HostInputs(ranks.device)
 

@@ -1,6 +1,7 @@
 """Engines on a simulated device with random delays, bit-identical to CPU ranks."""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from support import fake_cuda
 from support.fake_cuda.simulated import simulate_on_devices
 
 import zero_core
+from zero_core.comm.fused_sum import sum_slices
 from zero_core.testing.models import batch, make_model, seeded
 from zero_core.testing.oracle import Case, train_unread
 from zero_core.testing.ranks import alone, run_alone
@@ -101,3 +103,70 @@ def test_buffers_in_16_bits_are_those_of_rank_0():
     assert_same(expected[1], expected[0])
     found = simulate_on_devices(_running_means, 2)
     assert_same(found, expected)
+
+
+class _Scaled(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.scales = torch.nn.ParameterList(torch.ones(width) for _ in range(6))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        for scale, layer in zip(self.scales, [*self.layers, *self.layers], strict=True):
+            x = layer(x * scale)
+        return x
+
+
+class _Blocks(torch.nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(_Scaled(20) for _ in range(depth))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def _launched(device):
+    torch.accelerator.synchronize(device)  # a collective is counted when it begins
+    return Counter(fake_cuda.counters(device.index).by_name)
+
+
+def _launches(device, run, *args):
+    before = _launched(device)
+    return run(*args), _launched(device) - before
+
+
+def _count_in_blocks(ranks, stage):
+    """Return launches per block of forward, backward, and one sum of a reduction."""
+    device, dtype, found = ranks.device, torch.bfloat16, []
+    x = torch.ones(2, 20, device=device, dtype=dtype)
+    for depth in (2, 3):
+        plain = _Blocks(depth).to(device, dtype)
+        engine = Case(stage, "bf16").build(ranks, _Blocks(depth))
+        engine.backward(engine(x))
+        engine.step()
+        counts = []
+        for model, backward in ((plain, torch.Tensor.backward), (engine, engine.backward)):
+            loss, forward = _launches(device, model, x)
+            counts += [forward, _launches(device, backward, loss)[1]]
+        found.append((counts[2] - counts[0], counts[3] - counts[1]))
+        engine.close()
+    slices, norm = torch.ones(2, 4, device=device, dtype=dtype), torch.ones((), device=device)
+    bad = torch.zeros(2, dtype=torch.bool, device=device)
+    _, of_sum = _launches(device, sum_slices, slices, norm.expand(4).clone(), norm, bad)
+    (forward, backward), (more_forward, more_backward) = found
+    return more_forward - forward, more_backward - backward - of_sum
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("stage", [0, 3])
+@alone
+def test_a_block_has_four_launches_of_the_engine_in_a_pass(stage):
+    gather = Counter({"nccl all_gather": int(stage == 3)})
+    backward = {f"aten::_foreach_{name}_": 1 for name in ("copy", "mul", "zero")}
+    reduction = {"aten::zero_": 1, "nccl all_to_all": 1}  # and the sum: two kernels of Triton
+    for found in simulate_on_devices(_count_in_blocks, 2, stage):
+        expected = +gather, gather + Counter({**backward, **reduction})
+        assert found == expected, found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from unittest import TestCase
 
 import pytest
 import torch
@@ -98,6 +99,7 @@ def train(ranks, case):
         results += [engine.states.get_full(name, what) for what in STATES[case.optimizer]]
     if case.has_patches:
         state = engine.sharded_state
+        assert state.changes.collect(state.params)
         for segment in state.layout.segments:
             results += state.changes.changed(segment.index, 0, segment.shard_numel)
     engine.close()
@@ -148,6 +150,21 @@ def test_the_update_is_enqueued_before_the_host_reads_the_decision():
     engine.optimizer.register_step_pre_hook(lambda *_: None)
     assert _order_of_a_step(engine) == ["wait", "aten::_fused_adamw_"]
     engine.close()
+
+
+@pytest.mark.cuda
+@alone
+def test_an_optimizer_without_a_choice_of_kernels_is_advised_to_be_fused():
+    case = TestCase()
+    for chosen in ({}, {"fused": True}, {"fused": False}, {"foreach": True}):
+        model = make().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **chosen)
+        expects = case.assertNoLogs if chosen else case.assertLogs
+        with expects("zero_core.optim.factory", "WARNING"):
+            engine = Training().build(model=model, optimizer=optimizer)
+        # The advice changes no kernel.
+        assert engine.optimizer.param_groups[0]["fused"] is chosen.get("fused")
+        engine.close()
 
 
 class BrokenOff(MadeTier):

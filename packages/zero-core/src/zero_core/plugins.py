@@ -23,6 +23,7 @@ from zero_core.errors import ConfigError
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.optim.factory import (
+    advise_fused,
     check_whole_update,
     has_kernel_rule,
     make_optimizer,
@@ -180,6 +181,8 @@ def make_state_tier(
     }
     if factory is None and offload.device == "none":
         make: Any = DeviceTier
+        if memory.device.type not in ("cpu", "meta") and control.rank == 0:
+            advise_fused(drawn.optimizer)
         own["own_masters"] = config.own_masters
     else:
         key = f"zero_optimization.offload_optimizer.device = {offload.device!r}"

@@ -179,18 +179,19 @@ class Communicator:
     def close(self) -> None:
         """Stop the watch, once this rank's collectives have ended or 10 seconds have passed.
 
-        On a device the groups are aborted next, and NCCL may still be sending to other ranks. So
+        The groups are aborted next. NCCL may still be sending in the background. So on a device and
         without a failure this also waits, as long at most, until the other ranks have closed.
         """
-        watch = self.watch
-        if watch is None:
-            return
-        if self.device_waits is None or watch.has_failed or sys.exception() is not None:
-            watch.close("its engine was closed")
-            return
-        self.device_waits.close()
-        watch.close("its engine was closed")
-        watch.await_ends()
+        watch, how = self.watch, "its engine was closed"
+        is_sound = watch is not None and not watch.has_failed and sys.exception() is None
+        if watch is not None and not is_sound:
+            watch.close(how)  # at once: other ranks may wait for this one
+        if self.device_waits is not None:
+            self.device_waits.close()
+        if watch is not None and is_sound:
+            watch.close(how)
+            if self.device_waits is not None:
+                watch.await_ends()
 
     def note_failure(self, where: str, error: BaseException) -> None:
         """Publish this rank's error, so that ranks that time out waiting for it name the cause."""

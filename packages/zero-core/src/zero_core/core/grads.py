@@ -24,9 +24,7 @@ from zero_core.layout.gradient_plan import GradientCase, GradientPlan
 from zero_core.protocols import EXACT_GRADIENTS, StateTier
 
 _STRIDED = torch.strided
-_MOST_HELD = {"cpu": 1 << 16}
-"""Elements of a gradient that `FullGrad` may hold, by device: `_MOST_ON_DEVICE` elsewhere."""
-_MOST_ON_DEVICE = 1 << 20
+_NUM_HELD = 64  # maximal number of small gradients that are added at once
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,12 @@ class FullGrad:
         self._views = views
         self._predivide = plan.predivide
         self._missing = missing
+        # A small gradient costs less to read twice than to add by a kernel of its own.
+        self._small_numel = 1 << (16 if views.placeholders.slots[0].is_cpu else 20)
         self._held: dict[int, Tensor] = {}  # gradients to add, by position
-        self._held_numel = 0
-        device = views.placeholders.slots[0].device
-        self._most_held = _MOST_HELD.get(device.type, _MOST_ON_DEVICE)
         self._slots: list[Tensor] = []  # views of the memory, one per parameter
         self._gaps: list[Tensor] = []  # views of padding between and after parameters
-        self._no_grad = [False] * len(segment.slots)
-        self._has_grad = self._no_grad.copy()
+        self._added: set[int] = set()  # positions of gradients in the memory
 
     def open(self, dtype: torch.dtype | None = None) -> Tensor:
         """Acquire memory. ``dtype`` defaults to the dtype in which gradients are added."""
@@ -102,44 +98,40 @@ class FullGrad:
         return self.memory
 
     def add(self, position: int, grad: Tensor) -> None:
-        """Add a gradient. Small gradients are held, and added by one kernel in `flush`."""
-        view = self._slots[position]
-        same, numel = grad.dtype is view.dtype, view.numel()
+        """Add a gradient, now or, with other small ones, in `flush`."""
+        view, small = self._slots[position], self._small_numel
+        same = grad.dtype is view.dtype
         wide = grad.dtype if same else torch.promote_types(grad.dtype, view.dtype)
-        # Dividing a copy avoids a wide temporary. A large gradient is divided as it is copied,
-        # because a second pass would cost more than its launch.
-        if view.dtype is wide and not (same and numel > self._most_held):
+        if view.dtype is wide and not (same and view.numel() > small):
             if position in self._held:
                 self.flush()
             self._held[position] = grad
-            self._held_numel += numel
-            if self._held_numel > 8 * self._most_held:
+            if view.numel() > small or len(self._held) == _NUM_HELD:
                 self.flush()
-        elif self._has_grad[position]:
+        elif position in self._added:
             view.add_(grad, alpha=self._predivide)
         else:  # divide in the wider of the two dtypes, so that only the final cast rounds
-            self._has_grad[position] = True
+            self._added.add(position)
             torch.mul(grad if grad.dtype is wide else grad.to(wide), self._predivide, out=view)
 
     def flush(self) -> None:
         """Add the held gradients to the memory."""
-        held, self._held, self._held_numel = self._held, {}, 0
-        added, slots = self._has_grad, self._slots
-        if first := [position for position in held if not added[position]]:
-            views = [slots[position] for position in first]
+        held, self._held = self._held, {}
+        if first := [position for position in held if position not in self._added]:
+            self._added.update(first)
+            views = [self._slots[position] for position in first]
+            # Dividing the copies avoids wide temporaries.
             torch._foreach_copy_(views, [held.pop(position) for position in first])
             if self._predivide != 1.0:
                 torch._foreach_mul_(views, self._predivide)
-            for position in first:
-                added[position] = True
         if held:
-            views = [slots[position] for position in held]
-            torch._foreach_add_(views, list(held.values()), alpha=self._predivide)
+            views = [self._slots[position] for position in held]
+            torch._foreach_add_(views, [*held.values()], alpha=self._predivide)
 
     def added(self, position: int) -> Tensor | None:
         """Return a view of a parameter's gradient since the last reduction, or None."""
         self.flush()
-        is_any = self.memory is not None and self._has_grad[position]
+        is_any = self.memory is not None and position in self._added
         return self._slots[position] if is_any else None
 
     def complete(self) -> Tensor:
@@ -147,16 +139,14 @@ class FullGrad:
         full = self.memory
         assert full is not None, "it is open"
         self.flush()
-        if False in self._has_grad:
-            for view, has_grad in zip(self._slots, self._has_grad, strict=True):
-                if not has_grad:
-                    view.fill_(self._missing)
+        for position in {*range(len(self._slots))} - self._added:
+            self._slots[position].fill_(self._missing)
         if self._gaps:
             torch._foreach_zero_(self._gaps)
         if self._segment.world_size == 1:  # later gradients are added to the memory
-            self._has_grad = [True] * len(self._has_grad)
+            self._added.update(range(len(self._slots)))
             return full
-        self._has_grad = self._no_grad.copy()
+        self._added.clear()
         dtype = self._plan.communicated_sums
         if self.is_wide and full.dtype is not dtype:
             wide, full = full, self.open(dtype).copy_(full)
@@ -167,7 +157,7 @@ class FullGrad:
         """Transfer ownership of a single rank's gradient. Return its pool and its memory."""
         full, self.memory = self.memory, None
         assert full is not None, "it is open"
-        self._has_grad = self._no_grad.copy()
+        self._added.clear()
         return self._pools[full.dtype], full
 
     def close(self) -> None:
@@ -181,8 +171,8 @@ class FullGrad:
         self._pools[full.dtype].release(full, readers)
 
     def clear(self) -> None:
-        self._held, self._held_numel = {}, 0
-        self._has_grad = self._no_grad.copy()
+        self._held.clear()
+        self._added.clear()
         self.close()
 
     def wait_until_read(self) -> None:

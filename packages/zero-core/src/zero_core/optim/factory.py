@@ -127,6 +127,18 @@ def warn_of_unknown(optimizer: torch.optim.Optimizer, stage: int) -> None:
         )
 
 
+def advise_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Advise the fused kernel if torch would choose foreach kernels. Both differ in last bits."""
+    groups = optimizer.param_groups
+    if type(optimizer) in _FUSED and any(g["fused"] is g["foreach"] is None for g in groups):
+        _log.warning(
+            "%s without fused=True runs torch's foreach kernels on this device: more memory and "
+            "more passes over it, and no update before the host has read the step's facts. Pass "
+            "fused=True, whose last bits differ, here and in a DDP run to compare with",
+            type(optimizer).__name__,
+        )
+
+
 def has_kernel_rule(config: Config, given: torch.optim.Optimizer | None) -> bool:
     """Return whether a host kernel can compute the update when the state is offloaded.
 

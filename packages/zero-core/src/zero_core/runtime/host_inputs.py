@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -52,6 +51,7 @@ class HostCopy:
     buffer: Tensor
     values: Tensor  # view of the buffer, in the tensor's shape and dtype
     last_copy: torch.Event  # end of the copy to the host, or of the last copy back
+    given: Tensor | None  # the tensor on the device, until `HostCopies.free`
     fetched: Tensor | None = None  # the values on the device, until used
     is_fetched: bool = False  # whether they have been fetched
 
@@ -92,8 +92,7 @@ class HostCopies:
     def store(self, tensor: Tensor, most: int = MAX_IN_PIECE) -> HostCopy | None:
         """Start to copy ``tensor`` to the host. Return None if elsewhere, sparse or empty.
 
-        The caller keeps the tensor's memory until `wait`. ``most``: maximal number of buffers of
-        this size that are pinned at a time.
+        ``most``: maximal number of buffers of this size that are pinned at a time.
         """
         is_moved = tensor.device == self._device and tensor.layout is torch.strided
         if not is_moved or not tensor.numel():
@@ -120,15 +119,26 @@ class HostCopies:
         self._down.wait_stream(torch.accelerator.current_stream(self._device))
         with self._down:
             values.copy_(given, non_blocking=True)
-        return HostCopy(self, buffer, values, self._down.record_event())
+        return HostCopy(self, buffer, values, self._down.record_event(), given)
 
-    def wait(self, stored: HostCopy) -> None:
+    def free(self, stored: HostCopy) -> None:
+        """Drop the tensor on the device, once the current stream awaits its copy.
+
+        With ``record_stream`` the memory would be free only when torch's allocator sees the copy's
+        end, and the host is several blocks ahead.
+        """
+        if stored.given is not None:
+            self._wait(stored)
+            stored.given = None
+
+    def _wait(self, stored: HostCopy) -> None:
         torch.accelerator.current_stream(self._device).wait_event(stored.last_copy)
 
     def fetch(self, stored: HostCopy) -> None:
         """Start to copy the values back to the device, unless already started."""
         if stored.is_fetched:
             return
+        self.free(stored)
         fetched = torch.empty_like(stored.values, device=self._device)
         self._up.wait_event(stored.last_copy)
         # Earlier work may still use the new memory.
@@ -145,11 +155,13 @@ class HostCopies:
             self.fetch(stored)
         found, stored.fetched = stored.fetched, None
         assert found is not None
-        self.wait(stored)
+        self._wait(stored)
         return found
 
     def release(self, stored: HostCopy) -> None:
         """Return the buffer for reuse after its last copy."""
+        if stored.given is not None:
+            stored.given.record_stream(self._down)
         if stored.fetched is not None:  # fetched but never used
             stored.fetched.record_stream(self._up)
         # The size may have been dropped while the buffer was in use.
@@ -169,10 +181,6 @@ class HostInputs:
         self.copies = HostCopies(device)
         self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
         self._num_calls = 0
-        # Stored tensors of the last two calls, whose copies may be under way. The caching allocator
-        # would free memory with `record_stream` only when it sees the end of the copy, and the host
-        # is several blocks ahead. So the computing stream waits for each copy, two calls later.
-        self._leaving: deque[tuple[int, Tensor, HostCopy]] = deque()
         # Number of micro-batches of a vertical step, and the number of its first call.
         self._num_together, self._first = 1, 0
 
@@ -184,29 +192,24 @@ class HostInputs:
         """Return the context manager for one call of a block."""
         call = self._calls[self._num_calls] = _Call()
         call.number = self._num_calls
-        self._free_stored(before=call.number - 1)
         self._num_calls += 1
+        for ref in self._calls.get(call.number - 2, ()):  # the last call's copy may be under way
+            if (stored := ref()) is not None:
+                self.copies.free(stored)
 
         def pack(tensor: Tensor) -> tuple[HostCopy, _Call] | Tensor:
             stored = self.copies.store(tensor)
             if stored is None:
                 return tensor
-            self._leaving.append((call.number, tensor.detach(), stored))
             call.append(weakref.ref(stored))
             return stored, call
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
-    def _free_stored(self, *, before: int) -> None:
-        """Drop stored tensors of calls ``before`` a number, after their copies on this stream."""
-        while self._leaving and self._leaving[0][0] < before:
-            self.copies.wait(self._leaving.popleft()[2])
-
     def _unpack(self, packed: tuple[HostCopy, _Call] | Tensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         stored, call = packed
-        self._free_stored(before=self._num_calls)
         found = self.copies.take(stored)
         # The call whose inputs backward needs next. -1 stands for none.
         together, following = self._num_together, call.number - 1

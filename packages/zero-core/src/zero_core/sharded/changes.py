@@ -297,8 +297,8 @@ class ChangeLog:
         self._open: dict[int, ShardChanges] = {}
         self._closed: list[dict[int, ShardChanges]] = []  # one entry per version after `oldest`
         self._seen: dict[int, int] = {}  # by uncompared segment: version of its values
-        self._lock = threading.RLock()
-        # Masks on their way from a device: the copy's end, and what to call then.
+        self._lock = threading.Lock()
+        # Bits that a device copies to the host: the copy's end, and a call that adds them.
         self._arriving: deque[tuple[torch.Event, Callable[[], None]]] = deque()
 
     # ------------------------------------------------------ called during a step
@@ -315,9 +315,6 @@ class ChangeLog:
         is_elsewhere = values.device != target.device and target.device.type != "cpu"
         if is_elsewhere:  # a host thread writes, without ordering by streams
             torch.accelerator.synchronize(target.device)
-        with self._lock:
-            while self._arriving and self._arriving[0][0].query():
-                self._arriving.popleft()[1]()
         length = _CPU_NUMEL if target.is_cpu else _DEVICE_NUMEL
         for begin in range(0, values.numel(), length):
             new = values[begin : begin + length]
@@ -333,24 +330,22 @@ class ChangeLog:
                 bits = [mask.to("cpu", non_blocking=True) for mask in masks]
                 with self._lock:
                     changes = self._open.setdefault(segment, ShardChanges(own_stop - own_start))
-                    add = partial(changes.add, *span, bits)
                     if target.is_cpu:
-                        add()
+                        changes.add(*span, bits)
                     else:
-                        stream = torch.accelerator.current_stream(target.device)
-                        self._arriving.append((stream.record_event(), add))
+                        copied = torch.accelerator.current_stream(target.device).record_event()
+                        self._arriving.append((copied, partial(changes.add, *span, bits)))
             old.copy_(new)
         if is_elsewhere:
             torch.accelerator.synchronize(target.device)
+        self._add_arrived()
+
+    def _add_arrived(self) -> None:
+        with self._lock:
+            while self._arriving and self._arriving[0][0].query():
+                self._arriving.popleft()[1]()
 
     # --------------------------------------------------- called between two steps
-
-    def _settle(self) -> None:
-        """Wait for the masks of all updates."""
-        with self._lock:
-            while self._arriving:
-                self._arriving[0][0].synchronize()
-                self._arriving.popleft()[1]()
 
     def restart(self, params: Sequence[FlatParams]) -> None:
         """Forget all changes. The current values become those of the newest version."""
@@ -361,7 +356,9 @@ class ChangeLog:
 
     def collect(self, params: Sequence[FlatParams]) -> bool:
         """Record changes made without `write`. Return whether the open version has any changes."""
-        self._settle()
+        for copied, _ in self._arriving:
+            copied.synchronize()
+        self._add_arrived()
         for flat in params:
             segment = flat.segment
             low, high = segment.shard_range(flat.rank)
@@ -379,7 +376,6 @@ class ChangeLog:
         return any(changes.is_marked for changes in self._open.values())
 
     def close(self) -> None:
-        self._settle()
         with self._lock:
             closed, self._open = self._open, {}
         for changes in closed.values():
@@ -403,7 +399,6 @@ class ChangeLog:
         changed elements, and the number of updates.
         """
         assert since >= self.oldest, "checked by the caller, for all ranks"
-        self._settle()
         with self._lock:
             versions = chain(self._closed[since - self.oldest :], [self._open])
             found = [of[segment] for of in versions if segment in of]

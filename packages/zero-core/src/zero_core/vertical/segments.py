@@ -26,6 +26,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,7 +56,6 @@ class PartialGrads:
     def __init__(self, num_micro_batches: int, copies: HostCopies | None) -> None:
         self._grads: list[dict[int, Tensor | HostCopy]] = [{} for _ in range(num_micro_batches)]
         self._copies = copies
-        self._leaving: list[tuple[Tensor, HostCopy]] = []
 
     def put(self, number: int, param: int, grad: Tensor) -> None:
         self._grads[number][param] = grad
@@ -93,15 +93,13 @@ class PartialGrads:
         for param, grad in grads.items():
             if isinstance(grad, Tensor):
                 stored = self._copies.store(grad, len(self._grads))
-                if stored is not None:
-                    self._leaving.append((grad, stored))
-                    grads[param] = stored
+                grads[param] = grad if stored is None else stored
 
     def settle(self) -> None:
         """Drop gradients being copied to the host, once the current stream awaits the copies."""
-        for _, stored in self._leaving:
-            stored.copies.wait(stored)
-        self._leaving.clear()
+        for stored in chain.from_iterable(grads.values() for grads in self._grads):
+            if isinstance(stored, HostCopy):
+                stored.copies.free(stored)
 
 
 class SegmentCrossing(Exception):

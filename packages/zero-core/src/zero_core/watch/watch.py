@@ -558,17 +558,17 @@ class Watch:
 
     def await_ends(self) -> None:
         """Wait, for a limited time, until all other ranks have ended, failed or fallen silent."""
-        others, pause_s = [r for r in range(self._world_size) if r != self._rank], 0.01
+        others, pause_s = {*range(self._world_size)} - {self._rank}, 0.01
         deadline = time.monotonic() + _LAST_WAIT_S
-        while others and not self._board.is_lost and (now := time.monotonic()) < deadline:
-            with self._lock:
-                self._add_answers(now)
-                seen, silence_s = self._wait.seen, self._silence_s
-                others = [r for r in others if r not in seen or not _failure(r, seen[r], silence_s)]
-            if others and self._board.unanswered_s() == 0.0:
-                self._board.request(others[:_WINDOW])
-            time.sleep(pause_s if others else 0.0)
+        while others and not self._board.is_lost and time.monotonic() < deadline:
+            if self._board.unanswered_s() == 0.0:
+                self._board.request([*others][:_WINDOW])
+            time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.5)
+            with self._lock:
+                self._add_answers(time.monotonic())
+                seen = self._wait.seen.items()
+                others -= {r for r, of in seen if _failure(r, of, self._silence_s)}
 
     def close(self, how: str) -> None:
         """Publish ``how`` the engine ended, and stop publishing."""
