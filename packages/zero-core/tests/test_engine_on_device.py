@@ -165,7 +165,7 @@ def _count_in_blocks(ranks, stage):
 @alone
 def test_a_block_has_four_launches_of_the_engine_in_a_pass(stage):
     gather = Counter({"nccl all_gather": int(stage == 3)})
-    backward = {f"aten::_foreach_{name}_": 1 for name in ("copy", "mul", "zero")}
+    backward = {f"aten::_foreach_{name}_": n for name, n in (("copy", 2), ("mul", 1), ("zero", 1))}
     reduction = {"aten::zero_": 1, "nccl all_to_all": 1}  # and the sum: two kernels of Triton
     for found in simulate_on_devices(_count_in_blocks, 2, stage):
         expected = +gather, gather + Counter({**backward, **reduction})

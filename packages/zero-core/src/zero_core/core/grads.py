@@ -24,7 +24,6 @@ from zero_core.layout.gradient_plan import GradientCase, GradientPlan
 from zero_core.protocols import EXACT_GRADIENTS, StateTier
 
 _STRIDED = torch.strided
-_NUM_HELD = 64  # maximal number of small gradients that are added at once
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,8 @@ class FullGrad:
         # A small gradient costs less to read twice than to add by a kernel of its own.
         self._small_numel = 1 << (16 if views.placeholders.slots[0].is_cpu else 20)
         self._held: dict[int, Tensor] = {}  # gradients to add, by position
+        self._held_numel = 0
+        self._undivided: list[Tensor] = []  # views of gradients that were only copied
         self._slots: list[Tensor] = []  # views of the memory, one per parameter
         self._gaps: list[Tensor] = []  # views of padding between and after parameters
         self._added: set[int] = set()  # positions of gradients in the memory
@@ -106,8 +107,10 @@ class FullGrad:
             if position in self._held:
                 self.flush()
             self._held[position] = grad
-            if view.numel() > small or len(self._held) == _NUM_HELD:
-                self.flush()
+            self._held_numel += view.numel()
+            # Two copies per unit, so that held gradients take half of the unit's memory at most.
+            if view.numel() > small or 2 * self._held_numel >= self._segment.padded_numel:
+                self._add_held()
         elif position in self._added:
             view.add_(grad, alpha=self._predivide)
         else:  # divide in the wider of the two dtypes, so that only the final cast rounds
@@ -115,16 +118,23 @@ class FullGrad:
             torch.mul(grad if grad.dtype is wide else grad.to(wide), self._predivide, out=view)
 
     def flush(self) -> None:
-        """Add the held gradients to the memory."""
-        held, self._held = self._held, {}
+        """Add the held gradients to the memory, by one kernel for all of them."""
+        if self._held:
+            self._add_held()
+        if self._undivided:
+            torch._foreach_mul_(self._undivided, self._predivide)
+            self._undivided = []
+
+    def _add_held(self) -> None:
+        held, self._held, self._held_numel = self._held, {}, 0
         if first := [position for position in held if position not in self._added]:
             self._added.update(first)
             views = [self._slots[position] for position in first]
-            # Dividing the copies avoids wide temporaries.
             torch._foreach_copy_(views, [held.pop(position) for position in first])
             if self._predivide != 1.0:
-                torch._foreach_mul_(views, self._predivide)
+                self._undivided += views  # dividing copies avoids wide temporaries
         if held:
+            self.flush()
             views = [self._slots[position] for position in held]
             torch._foreach_add_(views, [*held.values()], alpha=self._predivide)
 
@@ -171,7 +181,7 @@ class FullGrad:
         self._pools[full.dtype].release(full, readers)
 
     def clear(self) -> None:
-        self._held.clear()
+        self._held, self._held_numel, self._undivided = {}, 0, []
         self._added.clear()
         self.close()
 
