@@ -177,21 +177,21 @@ class Communicator:
             self.control.sum(values)
 
     def close(self) -> None:
-        """Stop the watch, once this rank's collectives have ended or 10 seconds have passed.
+        """Stop the watch on this rank.
 
-        The groups are aborted next. NCCL may still be sending in the background. So on a device and
-        without a failure this also waits, as long at most, until the other ranks have closed.
+        Without a failure a device's collectives end first. NCCL may then still send in the
+        background, and an abort is next. So this waits until the other ranks have closed, too.
+        Both waits take 10 seconds at most.
         """
-        watch, how = self.watch, "its engine was closed"
-        is_sound = watch is not None and not watch.has_failed and sys.exception() is None
-        if watch is not None and not is_sound:
-            watch.close(how)  # at once: other ranks may wait for this one
-        if self.device_waits is not None:
-            self.device_waits.close()
-        if watch is not None and is_sound:
-            watch.close(how)
-            if self.device_waits is not None:
-                watch.await_ends()
+        watch, waits = self.watch, self.device_waits
+        if watch is None:
+            return
+        if waits is None or watch.has_failed or sys.exception() is not None:
+            watch.close("its engine was closed")
+            return
+        waits.close()
+        watch.close("its engine was closed")
+        watch.await_ends()
 
     def note_failure(self, where: str, error: BaseException) -> None:
         """Publish this rank's error, so that ranks that time out waiting for it name the cause."""

@@ -229,12 +229,6 @@ class _Turn:
     sizes: list[list[int]] = field(default_factory=list)  # lengths of parts and gaps, by extent
     places: list[int] = field(default_factory=list)  # each part's index in ``sizes``
 
-    def numel_with(self, part: _Part, offer: int) -> int:
-        """Return the size of the widened gradients if ``part`` of gradient ``offer`` were added."""
-        sizes = {known: stop - start for known, (start, stop) in self.extents.items()}
-        start = self.extents[offer][0] if offer in self.extents else part.start
-        return widened_numel({**sizes, offer: part.stop - start}.values())
-
     def add(self, part: _Part, offer: int) -> None:
         self.parts.append(part)
         self.members[part.group].append(part.param)
@@ -437,7 +431,11 @@ class DeviceTier(FlatTier):
             # New states exist twice until they are moved to the flat buffers. Create the states of
             # one offered gradient at a time to limit the extra memory.
             is_full = not turns or not (has_state or offer in turns[-1].extents)
-            is_full = is_full or turns[-1].numel_with(part, offer) > self.turn_numel
+            if not is_full:  # compare the size of the widened gradients with this part
+                extents = turns[-1].extents
+                sizes = {known: stop - start for known, (start, stop) in extents.items()}
+                sizes[offer] = part.stop - extents.get(offer, (part.start,))[0]
+                is_full = widened_numel(sizes.values()) > self.turn_numel
             # Torch's fused SGD creates states for all parameters of a call or for none.
             if is_full or names != last_names:
                 turns.append(_Turn([[] for _ in self._members]))

@@ -67,12 +67,6 @@ def random_states(device: torch.device) -> tuple[Tensor, ...]:
     return own, torch.get_device_module(device).get_rng_state(device)
 
 
-def set_random_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)
-
-
 def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
     """Return tensors in attributes and containers of modules, except parameters and buffers."""
     found = {}
@@ -342,7 +336,9 @@ class VerticalSchedule(MicroBatches):
         if one.states is None:
             seed_generators(self._device, seed, accumulation.micro_steps)
         else:
-            set_random_states(self._device, one.states)
+            torch.set_rng_state(one.states[0])
+            if self._device.type != "cpu":
+                torch.get_device_module(self._device).set_rng_state(one.states[1], self._device)
         self._running = one
         try:
             one.advance()
