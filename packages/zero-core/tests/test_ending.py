@@ -56,28 +56,23 @@ def test_a_rank_that_closes_waits_for_no_other_and_leaves_no_mixture_of_values(r
     run(_closed, 2)
 
 
-def _close_early(rank: int, world_size: int, folder: str) -> None:
+def _close_early(rank: int, world_size: int, folder: Path) -> None:
     torch.accelerator.set_device_index(rank)
     fake_cuda.set_delays(seed=rank, kernel_s=2e-3, copy_s=2e-2 * rank)
     engine = Case(3).build().eval()
     with torch.no_grad():
-        loss = engine(**batch(0, 0, 0))["loss"]
+        loss = float(engine(**batch(0, 0, 0))["loss"])
     if rank:
-        time.sleep(0.5)  # as evaluations of different length
-        Path(folder, f"{rank}").write_text(str(float(loss)), encoding="ascii")
-    began = time.monotonic()
+        time.sleep(0.5)  # other ranks evaluate for longer
+        (folder / f"{rank} {loss}").touch()
     engine.close()
     # NCCL sends the last parts in the background, and an abort would drop them.
-    assert len(os.listdir(folder)) == world_size - 1
-    assert {Path(folder, name).read_text("ascii") for name in os.listdir(folder)} == {
-        str(float(loss))
-    }
-    assert time.monotonic() - began < 5.0
+    assert sorted(os.listdir(folder)) == [f"{r} {loss}" for r in range(1, world_size)]
 
 
 @pytest.mark.cuda
 def test_a_rank_that_closes_on_a_device_lets_the_others_finish_their_evaluation(tmp_path: Path):
-    spawn(_close_early, 3, str(tmp_path), backend="nccl")
+    spawn(_close_early, 3, tmp_path, backend="nccl")
 
 
 @on_ranks(2)

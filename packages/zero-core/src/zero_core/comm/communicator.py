@@ -6,7 +6,6 @@ hang.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn, cast
@@ -177,21 +176,9 @@ class Communicator:
             self.control.sum(values)
 
     def close(self) -> None:
-        """Stop the watch on this rank.
-
-        Without a failure a device's collectives end first. NCCL may then still send in the
-        background, and an abort is next. So this waits until the other ranks have closed, too.
-        Both waits take 10 seconds at most.
-        """
-        watch, waits = self.watch, self.device_waits
-        if watch is None:
-            return
-        if waits is None or watch.has_failed or sys.exception() is not None:
-            watch.close("its engine was closed")
-            return
-        waits.close()
-        watch.close("its engine was closed")
-        watch.await_ends()
+        """Stop the watch on this rank: see `Watch.leave`."""
+        if self.watch is not None:
+            self.watch.leave()
 
     def note_failure(self, where: str, error: BaseException) -> None:
         """Publish this rank's error, so that ranks that time out waiting for it name the cause."""

@@ -551,14 +551,17 @@ class Watch:
             }
             return join_few([_failure(rank, seen, silence_s) for rank, seen in dead.items()])
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank has failed, or has given up waiting for another rank."""
-        return bool(self._cause) or self._has_given_up
+    def leave(self) -> None:
+        """Close with the engine. On a device the ranks first wait for each other if none failed.
 
-    def await_ends(self) -> None:
-        """Wait, for a limited time, until all other ranks have ended, failed or fallen silent."""
-        others, pause_s = {*range(self._world_size)} - {self._rank}, 0.01
+        This rank's collectives end. NCCL may then still send to other ranks, and an abort would
+        drop what it sends. So all ranks close before. Both waits are limited.
+        """
+        waits, others, pause_s = self.device_waits, set[int](), 0.01
+        if waits is not None and not (self._cause or self._has_given_up or sys.exception()):
+            waits.close()
+            others = {*range(self._world_size)} - {self._rank}
+        self.close("its engine was closed")
         deadline = time.monotonic() + _LAST_WAIT_S
         while others and not self._board.is_lost and time.monotonic() < deadline:
             if self._board.unanswered_s() == 0.0:
