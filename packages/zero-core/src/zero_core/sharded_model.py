@@ -434,10 +434,11 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         return self._device_states.offloaded
 
     def close(self) -> None:
-        """Remove the engine's hooks, on this rank alone, without waiting for other ranks.
+        """Remove the engine's hooks, on this rank alone, without a collective.
 
         Parameters then hold no value if other ranks hold a part of the current value: at stage 3
-        and, after a step, at stages 1 and 2. `unwrap` ends an engine with all values.
+        and, after a step, at stages 1 and 2. `unwrap` ends an engine with all values. A rank with
+        an accelerator waits up to 10 seconds for the other ranks to close, unless one has failed.
         """
         try:
             self._parts.ownership.close()

@@ -331,8 +331,9 @@ class BackwardPass:
             for index in self.order.end_backward():
                 self.reductions.start(index)
             self.reductions.finish()
-        for grads in self.reductions.grads:  # of units whose gradients are not all there
-            grads.full.flush()
+        else:
+            for grads in self.reductions.grads:  # of units whose gradients are not all there
+                grads.full.flush()
         self._units.release_all()
         if self.is_open:
             self._place.enter(OUTSIDE)

@@ -557,7 +557,7 @@ class Watch:
         This rank's collectives end. NCCL may then still send to other ranks, and an abort would
         drop what it sends. So all ranks close before. Both waits are limited.
         """
-        waits, others, pause_s = self.device_waits, set[int](), 0.01
+        waits, others = self.device_waits, set[int]()
         if waits is not None and not (self._cause or self._has_given_up or sys.exception()):
             waits.close()
             others = {*range(self._world_size)} - {self._rank}
@@ -566,8 +566,7 @@ class Watch:
         while others and not self._board.is_lost and time.monotonic() < deadline:
             if self._board.unanswered_s() == 0.0:
                 self._board.request([*others][:_WINDOW])
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.5)
+            time.sleep(0.05)
             with self._lock:
                 self._add_answers(time.monotonic())
                 seen = self._wait.seen.items()
