@@ -75,8 +75,12 @@ class FullGrad:
         self._views = views
         self._predivide = plan.predivide
         self._missing = missing
-        # A small gradient costs less to read twice than to add by a kernel of its own.
-        self._small_numel = 1 << (16 if views.placeholders.slots[0].is_cpu else 20)
+        # A small gradient costs less to read twice than to add by a kernel of its own. On a CPU the
+        # division of copies pays only if it is one pass over the memory, so if all are small.
+        is_cpu = views.placeholders.slots[0].is_cpu
+        self._is_small = [s.stop - s.start <= 1 << (13 if is_cpu else 20) for s in segment.slots]
+        if is_cpu and plan.predivide != 1.0 and not all(self._is_small):
+            self._is_small = [False] * len(self._is_small)
         self._held: dict[int, Tensor] = {}  # gradients to add, by position
         self._held_numel = 0
         self._undivided: list[Tensor] = []  # views of gradients that were only copied
@@ -100,30 +104,32 @@ class FullGrad:
 
     def add(self, position: int, grad: Tensor) -> None:
         """Add a gradient, now or, with other small ones, in `flush`."""
-        view, small = self._slots[position], self._small_numel
-        same = grad.dtype is view.dtype
-        wide = grad.dtype if same else torch.promote_types(grad.dtype, view.dtype)
-        if view.dtype is wide and not (same and view.numel() > small):
+        view, is_small = self._slots[position], self._is_small[position]
+        given, into = grad.dtype, view.dtype
+        wide = given if given is into else torch.promote_types(given, into)
+        if into is wide and (is_small or given is not into):
             if position in self._held:
                 self.flush()
             self._held[position] = grad
             self._held_numel += view.numel()
             # Two copies per unit, so that held gradients take half of the unit's memory at most.
-            if view.numel() > small or 2 * self._held_numel >= self._segment.padded_numel:
+            if not is_small or 2 * self._held_numel >= self._segment.padded_numel:
                 self._add_held()
         elif position in self._added:
             view.add_(grad, alpha=self._predivide)
         else:  # divide in the wider of the two dtypes, so that only the final cast rounds
             self._added.add(position)
-            torch.mul(grad if grad.dtype is wide else grad.to(wide), self._predivide, out=view)
+            torch.mul(grad if given is wide else grad.to(wide), self._predivide, out=view)
 
     def flush(self) -> None:
         """Add the held gradients to the memory, by one kernel for all of them."""
         if self._held:
             self._add_held()
-        if self._undivided:
+        if self.memory is not None and len(self._undivided) == len(self._slots):
+            self.memory.mul_(self._predivide)
+        elif self._undivided:
             torch._foreach_mul_(self._undivided, self._predivide)
-            self._undivided = []
+        self._undivided = []
 
     def _add_held(self) -> None:
         held, self._held, self._held_numel = self._held, {}, 0
