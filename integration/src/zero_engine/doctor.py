@@ -137,8 +137,8 @@ def _backends() -> Iterator[_Row]:
         yield "GPU", f"none found (CUDA {torch.version.cuda})", "note", advice
     count = torch.accelerator.device_count()
     if count > 1:
-        value = f"{count} devices: each rank takes the one of its LOCAL_RANK"
-        advice = "none under torchrun; else set_device_index() or init_process_group(device_id=...)"
+        value = f"{count} devices: each rank takes the one of its number on the node"
+        advice = "none under torchrun, srun or mpirun; else set_device_index() or init_process_group(device_id=...)"
         yield "device of a rank", value, "note", advice
     if count and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         value = "1: all streams share a hardware queue, nothing overlaps"
