@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,6 +53,9 @@ ENTRY_POINTS = {
 }
 GIB = 2**30
 _NODES = Path("/sys/devices/system/node")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_RELEASES = Path(__file__).with_name("torch_releases.json")
+"""Written by ``integration/compat/releases.py``: torch releases, builds and Pythons with results."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ def as_table(findings: list[Finding]) -> Table:
 
 def _packages() -> Iterator[_Row]:
     yield "python", platform.python_version()
+    yield _release()
     for name in (*PACKAGES, *OPTIONAL):
         try:
             version = importlib.metadata.version(name)
@@ -113,6 +119,25 @@ def _packages() -> Iterator[_Row]:
             yield name, f"{version}, but: {type(error).__name__}: {error}", "missing", cure
         else:
             yield name, version
+
+
+def _release() -> _Row:
+    """Describe torch, its build, Python and the driver, and whether they were tested together."""
+    release, _, build = torch.__version__.partition("+")
+    python, minor = ".".join(platform.python_version_tuple()[:2]), release.rpartition(".")[0]
+    shown = f"torch {release}, {build or 'default build'}, Python {python}"
+    if _DRIVER.exists():
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
+        shown += f", driver {found.group() if found else 'unknown'}"
+    if not _RELEASES.exists():
+        return "release", f"{shown}: no table of tested ones here", "note", "install zero-engine anew"
+    table = json.loads(_RELEASES.read_text(encoding="utf-8"))["torch"]
+    builds = next((b for name, b in table.items() if name.startswith(f"{minor}.")), {})
+    run = builds.get(build or builds.get("default"), {}).get(python, {}).get("run")
+    if run is None:
+        return "release", f"{shown}: not tested together", "note", "see docs/torch-releases.md"
+    said = f"{shown}: {run['passed']} tests passed, {run['failed']} failed on {run['date']}"
+    return "release", said, "note" if run["failed"] else "ok"
 
 
 def _entry_points() -> Iterator[_Row]:
