@@ -55,7 +55,7 @@ GIB = 2**30
 _NODES = Path("/sys/devices/system/node")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _RELEASES = Path(__file__).with_name("torch_releases.json")
-"""Written by ``integration/compat/releases.py``: torch releases, builds and Pythons with results."""
+"""Tested torch releases, builds and Pythons, written by ``integration/compat/releases.py``."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,12 @@ def _release() -> _Row:
         found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
         shown += f", driver {found.group() if found else 'unknown'}"
     if not _RELEASES.exists():
-        return "release", f"{shown}: no table of tested ones here", "note", "install zero-engine anew"
+        return (
+            "release",
+            f"{shown}: no table of tested ones here",
+            "note",
+            "install zero-engine anew",
+        )
     table = json.loads(_RELEASES.read_text(encoding="utf-8"))["torch"]
     builds = next((b for name, b in table.items() if name.startswith(f"{minor}.")), {})
     run = builds.get(build or builds.get("default"), {}).get(python, {}).get("run")
@@ -163,7 +168,7 @@ def _backends() -> Iterator[_Row]:
     count = torch.accelerator.device_count()
     if count > 1:
         value = f"{count} devices: each rank takes the one of its number on the node"
-        advice = "none under torchrun, srun or mpirun; else set_device_index() or init_process_group(device_id=...)"
+        advice = "none under torchrun, srun or mpirun; else torch.accelerator.set_device_index()"
         yield "device of a rank", value, "note", advice
     if count and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         value = "1: all streams share a hardware queue, nothing overlaps"

@@ -207,23 +207,23 @@ class Forecast:
         worst = footprints.collectives(config, links, is_worst_case=True)
         messages = {kind: [n] for kind, n in collectives_memory(worst, layout, config).items()}
         self.apart = {EXCHANGED, UPDATED, *messages}  # kinds allocated on streams of their own
-        rounded = [s for s in self.resting if s.dtype != config.master_dtype(s.dtype)]
+        # Rounded by a tier on the device, on their way to the host.
+        rounded = (
+            s.shard_numel * s.dtype.itemsize
+            for s in self.resting
+            if is_accelerated and not is_offloaded and s.dtype != config.master_dtype(s.dtype)
+        )
+        trained = (p.numel * p.dtype.itemsize for p in layout.params if p.is_trainable)
         # bytes of each allocation, by kind
         self._fixed = {
             **memory.expected_blocks(),
             EXCHANGED: self._exchange_blocks(),
             "micro-step gradient": [max(further.values(), default=0)],
             # Made by autograd, before it is copied to the unit's gradient buffer.
-            "parameter gradient": [
-                max((p.numel * p.dtype.itemsize for p in layout.params if p.is_trainable), default=0)
-            ],
+            "parameter gradient": [max(trained, default=0)],
             "gradients of tied weights": self.tied * (2 if are_tied_moved else steps),
             **messages,
-            # Rounded by a tier on the device, on its way to the host.
-            UPDATED: [
-                max((s.shard_numel * s.dtype.itemsize for s in rounded), default=0)
-                * (is_accelerated and not is_offloaded)
-            ],
+            UPDATED: [max(rounded, default=0)],
             "model buffers": [buffer_bytes],
         }
 
