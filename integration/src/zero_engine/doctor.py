@@ -140,7 +140,7 @@ def _release() -> _Row:
     builds = next((b for name, b in table.items() if name.startswith(f"{minor}.")), {})
     run = builds.get(build or builds.get("default"), {}).get(python, {}).get("run")
     if run is None:
-        return "release", f"{shown}: not tested together", "note", "see docs/torch-releases.md"
+        return "release", f"{shown}: not tested together", "note", "see docs/tested-releases.md"
     said = f"{shown}: {run['passed']} tests passed, {run['failed']} failed on {run['date']}"
     return "release", said, "note" if run["failed"] else "ok"
 
