@@ -137,8 +137,9 @@ def _release() -> _Row:
             "install zero-engine anew",
         )
     table = json.loads(_RELEASES.read_text(encoding="utf-8"))["torch"]
-    builds = next((b for name, b in table.items() if name.startswith(f"{minor}.")), {})
-    run = builds.get(build or builds.get("default"), {}).get(python, {}).get("run")
+    alike = [found for name, found in table.items() if name.startswith(f"{minor}.")]
+    builds: dict[str, Any] = alike[0] if alike else {}
+    run = builds.get(build or builds.get("default", ""), {}).get(python, {}).get("run")
     if run is None:
         return "release", f"{shown}: not tested together", "note", "see docs/tested-releases.md"
     said = f"{shown}: {run['passed']} tests passed, {run['failed']} failed on {run['date']}"
