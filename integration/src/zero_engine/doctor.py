@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,6 +53,9 @@ ENTRY_POINTS = {
 }
 GIB = 2**30
 _NODES = Path("/sys/devices/system/node")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_RELEASES = Path(__file__).with_name("torch_releases.json")
+"""Tested torch releases, builds and Pythons, written by ``integration/compat/releases.py``."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ def as_table(findings: list[Finding]) -> Table:
 
 def _packages() -> Iterator[_Row]:
     yield "python", platform.python_version()
+    yield _release()
     for name in (*PACKAGES, *OPTIONAL):
         try:
             version = importlib.metadata.version(name)
@@ -113,6 +119,31 @@ def _packages() -> Iterator[_Row]:
             yield name, f"{version}, but: {type(error).__name__}: {error}", "missing", cure
         else:
             yield name, version
+
+
+def _release() -> _Row:
+    """Describe torch, its build, Python and the driver, and whether they were tested together."""
+    release, _, build = torch.__version__.partition("+")
+    python, minor = ".".join(platform.python_version_tuple()[:2]), release.rpartition(".")[0]
+    shown = f"torch {release}, {build or 'default build'}, Python {python}"
+    if _DRIVER.exists():
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
+        shown += f", driver {found.group() if found else 'unknown'}"
+    if not _RELEASES.exists():
+        return (
+            "release",
+            f"{shown}: no table of tested ones here",
+            "note",
+            "install zero-engine anew",
+        )
+    table = json.loads(_RELEASES.read_text(encoding="utf-8"))["torch"]
+    alike = [found for name, found in table.items() if name.startswith(f"{minor}.")]
+    builds: dict[str, Any] = alike[0] if alike else {}
+    run = builds.get(build or builds.get("default", ""), {}).get(python, {}).get("run")
+    if run is None:
+        return "release", f"{shown}: not tested together", "note", "see docs/tested-releases.md"
+    said = f"{shown}: {run['passed']} tests passed, {run['failed']} failed on {run['date']}"
+    return "release", said, "note" if run["failed"] else "ok"
 
 
 def _entry_points() -> Iterator[_Row]:
@@ -137,8 +168,8 @@ def _backends() -> Iterator[_Row]:
         yield "GPU", f"none found (CUDA {torch.version.cuda})", "note", advice
     count = torch.accelerator.device_count()
     if count > 1:
-        value = f"{count} devices: each rank takes the one of its LOCAL_RANK"
-        advice = "none under torchrun; else set_device_index() or init_process_group(device_id=...)"
+        value = f"{count} devices: each rank takes the one of its number on the node"
+        advice = "none under torchrun, srun or mpirun; else torch.accelerator.set_device_index()"
         yield "device of a rank", value, "note", advice
     if count and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         value = "1: all streams share a hardware queue, nothing overlaps"

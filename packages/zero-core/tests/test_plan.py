@@ -269,6 +269,20 @@ def test_a_choice_takes_the_same_whatever_stage_is_configured():
     assert zero == three
 
 
+def test_memory_outside_of_tensors_grows_with_threads_and_peers(monkeypatch):
+    for workspaces, nbytes in (("", 8 * 2**22), (":16:8:4096:2", 2 * 2**22 + 8 * 2**14)):
+        if workspaces:
+            monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspaces)
+        one, eight, far = (
+            zero_core.plan(wide_blocks(2, 256), make_config(3), *sizes).outside
+            for sizes in ((1,), (8,), (16,))
+        )
+        assert one["cuBLAS"] == eight["cuBLAS"] == 2 * nbytes
+        assert 0 == one["NCCL"] < eight["NCCL"] < far["NCCL"]
+    cpu = zero_core.plan(wide_blocks(2, 256), make_config(3), 2, device_type="cpu")
+    assert not cpu.outside
+
+
 def test_on_a_cpu_everything_counts_as_host_memory():
     use = zero_core.plan(wide_blocks(2, 256), make_config(3), 2, device_type="cpu").memory
     enough = 2 * use.device_bytes
@@ -284,7 +298,10 @@ def test_json_and_tables_hold_the_same_plan():
     assert content["memory"]["device"] == planned.memory.device
     assert content["best"]["stage"] == 3
     memory, traffic, *_, choices = planned.tables()  # zero-comm adds another table
-    assert [row[0] for row in memory.rows][:-2] == list(planned.memory.device)
+    assert list(planned.outside) == ["allocator", "cuBLAS", "NCCL", "CUDA context"]
+    outside = [f"outside of tensors, about: {kind}" for kind in planned.outside]
+    kinds = [*planned.memory.device, "in all", *outside, "during async_save, at most"]
+    assert [row[0] for row in memory.rows] == kinds
     assert len(traffic.rows) == len(content["traffic"]) == len(planned.traffic)
     assert {row[choices.headings.index("fits")] for row in choices.rows} == {"yes"}
     for table in planned.tables():

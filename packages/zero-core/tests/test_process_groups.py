@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
@@ -269,3 +270,17 @@ def _a_backend_without_options_has_the_default_timeout(rank: int, world_size: in
 )
 def test_process_groups_of_engines(what: Callable[[int, int], None], world_size: int) -> None:
     spawn(what, world_size)
+
+
+def _a_limited_engine_trains_where_warnings_are_errors(rank: int, world_size: int) -> None:
+    warnings.simplefilter("error")
+    torch.accelerator.set_device_index(rank)
+    engine = Case(3, top={"collective_timeout_s": 60.0}).build(model=nn.Linear(5, 3))
+    engine.backward(engine(torch.ones(1, 5, device=engine.device)).sum())
+    engine.step()
+    engine.close()
+
+
+@pytest.mark.cuda
+def test_groups_of_nccl_with_a_timeout_are_made_without_a_warning() -> None:
+    spawn(_a_limited_engine_trains_where_warnings_are_errors, 2, backend="nccl")

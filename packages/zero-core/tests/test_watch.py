@@ -108,10 +108,10 @@ def test_no_line_is_logged_in_healthy_steps(caplog):
     assert not caplog.records
 
 
-def _hang(ranks, act):
-    ranks.run(healthy(5, len(ranks.places)))
+def _hang(ranks, act, num_steps=5):
+    ranks.run(healthy(num_steps, len(ranks.places)))
     for place in ranks.places:
-        place.num_steps = 5
+        place.num_steps = num_steps
         place.enter(FORWARD[1])
         place.begin_wait("all_gather of unit 3 (blocks.2)")
     ranks.tick(ranks.now + 1.0)
@@ -161,6 +161,17 @@ def test_each_rank_that_waits_names_the_cause_once_in_time(act, said, caplog):
         assert all(text in record.getMessage() for text in said)
     ranks.tick(ranks.now + 100.0)
     assert len(caplog.records) == len(waiting)
+
+
+@pytest.mark.parametrize(
+    ("act", "level"),
+    [(_stop, logging.ERROR), (_goes(FORWARD[2]), logging.INFO), (_goes(OUTSIDE), logging.WARNING)],
+)
+def test_a_rank_that_compiles_in_the_first_step_is_no_warning(act, level, caplog):
+    caplog.set_level(logging.INFO)
+    ranks = _Ranks(3)
+    _hang(ranks, act, num_steps=0)
+    assert {r.levelno for r in caplog.records} == {level}
 
 
 def test_a_rank_that_gave_up_is_not_the_cause():

@@ -5,10 +5,11 @@
     starter                rank, number of ranks                     local rank
     Open MPI's mpirun      OMPI_COMM_WORLD_RANK, _SIZE               OMPI_COMM_WORLD_LOCAL_RANK
     MPICH, Intel MPI       PMI_RANK, PMI_SIZE                        MPI_LOCALRANKID
+    Cray's mpiexec         PMI_RANK, PMI_SIZE                        PMI_LOCAL_RANK
     SLURM's srun           SLURM_PROCID, SLURM_STEP_NUM_TASKS        SLURM_LOCALID
 
 The script of a batch job has SLURM's variables, too, but srun has not started it. SLURM's plugin
-pmi2 also sets PMI_RANK and PMI_SIZE, without MPI_LOCALRANKID. SLURM's variables are then used if
+pmi2 also sets PMI_RANK and PMI_SIZE, without a local rank. SLURM's variables are then used if
 they have the same rank and number. They differ if an mpirun started its proxies by srun.
 """
 
@@ -22,6 +23,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zero_core.config import LOCAL_RANK_OF
 from zero_core.errors import ConfigError
 
 _INTERVAL_S = 1.0
@@ -47,12 +49,13 @@ MPI = (
         "mpirun",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
+        LOCAL_RANK_OF["Open MPI"],
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Starter("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Starter("mpirun", "PMI_RANK", "PMI_SIZE", LOCAL_RANK_OF["MPICH"], "MPI_LOCALNRANKS"),
+    _Starter("mpiexec", "PMI_RANK", "PMI_SIZE", LOCAL_RANK_OF["Cray PALS"], "PMI_LOCAL_SIZE"),
 )
-SLURM = _Starter("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+SLURM = _Starter("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", LOCAL_RANK_OF["SLURM"], "")
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS")
 """Variables that srun sets, and that the script of a batch job lacks."""
 

@@ -144,7 +144,9 @@ def store_address(store: Any) -> str | None:
 
 
 def set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    # torch 2.14 made it public and deprecated the old name.
+    change: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    change(timedelta(seconds=timeout_s), group)
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:

@@ -246,7 +246,9 @@ class ProcessLibrary:
         }
         if backend == "nccl":
             # At normal priority, NCCL's few thread blocks wait until those of large matmuls finish.
-            options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            nccl._timeout = options["timeout"]  # torch 2.14 warns of another one
+            options["pg_options"] = nccl
 
         def make(part: Sequence[int], **how: Any) -> dist.ProcessGroup:
             ranks = [members[r] for r in part]

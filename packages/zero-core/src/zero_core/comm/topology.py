@@ -11,8 +11,9 @@ as having equally many consecutive ranks: see `fold`.
 [Note: a rank's device]
 A rank uses the device bound to its process group (``init_process_group(device_id=...)``). If none
 is bound, it uses the current device, unless that is device 0, the default. In that case the rank
-uses device ``LOCAL_RANK``, if that exists. With ``CUDA_VISIBLE_DEVICES`` set per rank, only device
-0 exists. ``build`` compares the devices of all ranks (`check_devices`).
+uses the device of its number among the node's ranks (`LOCAL_RANK_OF`: torchrun, mpirun or srun), if
+that exists. With ``CUDA_VISIBLE_DEVICES`` set per rank, only device 0 exists. ``build`` compares
+the devices of all ranks (`check_devices`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.groups import Ranks, backend_on, exchange_once, group_of_mesh, known_group
+from zero_core.config import LOCAL_RANK_OF
 from zero_core.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -55,7 +57,8 @@ def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None)
             device = torch.device("cpu")
         if device.type != "cpu":
             bound = known_group(group).bound_device_id
-            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            found = (os.environ.get(variable) for variable in LOCAL_RANK_OF.values())
+            local_rank = int(next(filter(None, found), "0"))
             if bound is not None:
                 device = torch.device(bound.type, bound.index)
             elif device.index == 0 and local_rank < torch.accelerator.device_count():
@@ -110,9 +113,9 @@ def check_devices(ranks: Ranks) -> None:
     if shared:
         raise ConfigError(
             f"build(): each rank needs a device of its own, found {'; '.join(shared)}. Start the "
-            "ranks by torchrun, which sets LOCAL_RANK, or call torch.accelerator.set_device_index("
-            "local_rank) or init_process_group(device_id=...) before zero_core.build(); start no "
-            "more ranks on a host than it has devices"
+            "ranks by torchrun, srun or mpirun, which number a node's ranks, or call "
+            "torch.accelerator.set_device_index(local_rank) or init_process_group(device_id=...) "
+            "before zero_core.build(); start no more ranks on a host than it has devices"
         )
 
 

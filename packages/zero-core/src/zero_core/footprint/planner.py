@@ -39,6 +39,7 @@ from zero_core.errors import ConfigError, MissingPartError
 from zero_core.footprint.activations import Trace, trace_step
 from zero_core.footprint.footprints import Footprints
 from zero_core.footprint.forecast import Forecast, MemoryUse, step_traffic, traffic_choices
+from zero_core.footprint.outside import outside_of_tensors
 from zero_core.footprint.result import (
     AS_CONFIGURED,
     STAGE_3_KEYS,
@@ -299,13 +300,17 @@ class Planner:
         forecast = self.forecast_of(self.configured)
         link_bytes = forecast.host_link_bytes(self._ratio) if machine.is_accelerated else (0, 0)
         by_key = {choice.key: choice for choice in reversed(choices)}
+        memory = self._memory(forecast, config, self._ratio)
+        blocks = {kind: [nbytes] for kind, nbytes in memory.device.items()}  # of activations
+        blocks |= forecast.device_blocks(self._ratio)
+        outside = outside_of_tensors(blocks, forecast.apart, config, self.links)
         return Plan(
             world_size=machine.world_size,
             ranks_per_node=machine.ranks_per_node,
             num_parameters=sum(p.numel for p in layout.params),
             num_trainable=sum(p.numel for p in layout.params if p.is_trainable),
             configured=self.configured,
-            memory=self._memory(forecast, config, self._ratio),
+            memory=memory,
             traffic=step_traffic(layout, config, self.links, forecast.collectives, link_bytes),
             traffic_choices=traffic_choices(layout, config, self.links),
             choices=tuple(by_key[key] for key in sorted(by_key)),
@@ -314,6 +319,7 @@ class Planner:
             device_memory=machine.device_memory,
             host_memory=machine.host_memory,
             async_save_bytes=forecast.async_save_bytes,
+            outside=outside if machine.is_accelerated else {},
             missing=tuple(self._footprints.missing.values()),
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zero_core.comm.meter import Traffic
@@ -168,6 +168,8 @@ class Plan:
     device_memory: int | None  # bytes of one device, or None if not given
     host_memory: int | None  # bytes of one node's memory, or None if not given
     async_save_bytes: int = 0  # largest host memory of `Engine.async_save`
+    # about how many bytes of the device are in no tensor, by kind: `zero_core.footprint.outside`
+    outside: Mapping[str, int] = field(default_factory=dict)
     # for each missing package, a sentence with the key that needs the package. Bytes of the package
     # are not counted, and choices that need it are left out
     missing: tuple[str, ...] = ()
@@ -182,6 +184,7 @@ class Plan:
         rows: list[tuple[str | int, ...]]
         rows = [(k, device.get(k, 0), host.get(k, 0)) for k in dict.fromkeys((*device, *host))]
         rows.append(("in all", self.memory.device_bytes, self.memory.host_bytes))
+        rows += [(f"outside of tensors, about: {k}", n, 0) for k, n in self.outside.items() if n]
         rows.append(("during async_save, at most", 0, self.async_save_bytes))
         found = [_table("Memory per rank", ("kind", "device", "host"), rows)]
         rows, ways = [], ("within a node", "between nodes")

@@ -224,10 +224,13 @@ class Pools:
         at_once = _num_of_largest_unit(kept) if has_micro_steps and self._has_peers else 0
         return self._make("gradient shards", self._private, nbytes, at_once)
 
-    def add_to(self, report: dict[str, int], *, is_expected: bool) -> None:
+    def add_to(self, report: dict[str, int]) -> None:
+        for kind, pool, _ in self._pools:
+            report[kind] = report.get(kind, 0) + pool.allocated_bytes
+
+    def add_expected(self, blocks: dict[str, list[int]]) -> None:
         for kind, pool, expected in self._pools:
-            nbytes = expected * pool.buffer_bytes if is_expected else pool.allocated_bytes
-            report[kind] = report.get(kind, 0) + nbytes
+            blocks.setdefault(kind, []).extend([pool.buffer_bytes] * expected)
 
     def reserve(self) -> None:
         """Allocate all buffers that steps borrow, because later allocations fragment memory."""
@@ -491,13 +494,16 @@ class Memory:
                 found[s.index] = GradientBuffers(plan_of[s.index], *of_segment, *pools, terms)
         return found
 
-    def report(self, *, is_expected: bool = False) -> dict[str, int]:
-        """Return the bytes of each kind on this rank, without those of the state tier.
+    def expected_blocks(self) -> dict[str, list[int]]:
+        """Return the bytes of each allocation, by kind, for steps in the module tree's order."""
+        found = {kind: [b.nbytes for b in buffers] for kind, buffers in self._arena.buffers.items()}
+        self.pools.add_expected(found)
+        return found
 
-        ``is_expected``: the bytes after steps that use units in the module tree's order.
-        """
+    def report(self) -> dict[str, int]:
+        """Return the bytes of each kind on this rank, without those of the state tier."""
         found = self._arena.report()
-        self.pools.add_to(found, is_expected=is_expected)
+        self.pools.add_to(found)
         if self.changes is not None:
             found["weight patches"] = self.changes.nbytes
         tier = self._offloaded.tier

@@ -381,7 +381,7 @@ class Watch:
                     wait.window += is_due
                     self._request(now)
                 verdict = self._judge() if is_due else None
-                before = logging.INFO if wait.logged is None else wait.logged.level
+                before = logging.NOTSET if wait.logged is None else wait.logged.level
                 if verdict is not None and verdict.level > before:
                     self._log(what, waited_s, verdict)
             self._last_tick = now
@@ -469,9 +469,11 @@ class Watch:
                 is_outside = place.startswith(OUTSIDE)
                 more = " (evaluation, data or a file, if it is healthy)" if is_outside else ""
                 said.append(f"rank {rank} has been in {place} for {seen.still_s:.1f} s{more}")
-            return Verdict(join_few(said), logging.WARNING, False)
+            text = join_few(said)
+            compiles = not self._place.num_steps and OUTSIDE not in text  # kernels, in step 1
+            return Verdict(text, logging.INFO if compiles else logging.WARNING, False)
         if others and not at_work:
-            return Verdict(f"{count_ranks(sorted(others))} gave up before", logging.INFO, True)
+            return Verdict(f"{count_ranks(sorted(others))} gave up before", logging.NOTSET, True)
         waits: dict[str, list[int]] = {}
         for rank, seen in found:
             if seen.beat.waits_for and (rank == self._rank or rank in at_work):

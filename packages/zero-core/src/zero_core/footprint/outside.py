@@ -1,0 +1,69 @@
+"""Estimate of an NVIDIA device's memory outside of tensors: torch's allocator and CUDA's libraries.
+
+[Note: sources]
+Allocator: torch's ``c10/core/AllocatorConfig.h``. Requests up to 1 MiB share segments of 2 MiB,
+those below 10 MiB segments of 20 MiB. Larger ones have their own, rounded up to 2 MiB. Streams
+share none. cuBLAS: torch's ``getChosenWorkspaceSize``, 32 MiB since Hopper and 8 MiB before.
+NCCL: 8 H100 with NVSwitch (NVIDIA/nccl, issue 1685): 1.06 GB with CUDA's context and a
+communicator, 4.34 GB after its first all-to-all, which connects each pair of ranks by 32 channels
+of 12 MiB. Between nodes it has a shared buffer of 512 MiB (issue 2363). Context: 0.4 to 0.6 GB
+with lazy loading (pytorch/pytorch, issue 109888).
+"""
+
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+from zero_core.comm.meter import Links
+from zero_core.config import Config
+from zero_core.layout.arithmetic import round_up
+
+_MIB = 1 << 20
+_CONTEXT = _COMMUNICATOR = 500 * 10**6
+_PEER = 470 * 10**6  # each peer of the node in an all-to-all
+_NETWORK = 512 * _MIB  # an all-to-all's peers on other nodes
+
+
+def outside_of_tensors(
+    blocks: Mapping[str, list[int]], apart: Collection[str], config: Config, links: Links
+) -> dict[str, int]:
+    """Return the bytes by kind, for allocations of ``blocks`` bytes by kind.
+
+    Kinds in ``apart`` are allocated on streams of their own.
+    """
+    streams = [[n for kind, sizes in blocks.items() if kind not in apart for n in sizes]]
+    streams += [sizes for kind, sizes in blocks.items() if kind in apart and any(sizes)]
+    # The forward's thread and autograd's. A vertical schedule pauses a thread per micro-batch.
+    num_threads = 2 + config.is_vertical * config.gradient_accumulation_steps
+    asked = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
+    # The program's group, and one each for gathers and reductions, which are all-to-alls. Sums in
+    # two levels have two more for reductions, and gathers in two phases two.
+    levels, num_groups = links.sums_in_two_levels, 3 * (links.world_size > 1)
+    num_groups += 2 * levels + 2 * (config.zero_optimization.quantized_key is not None and levels)
+    peers = (1 + levels) * (links.ranks_per_node - 1)
+    far = (1 + levels) * (links.num_nodes > 1)
+    return {
+        # Each stream has some small tensors, too.
+        "allocator": sum(reserved_bytes([*sizes, 1]) - sum(sizes) for sizes in streams),
+        "cuBLAS": num_threads * 1024 * sum(int(kib) * int(number) for kib, number in asked),
+        "NCCL": num_groups * _COMMUNICATOR + peers * _PEER + far * _NETWORK,
+        "CUDA context": _CONTEXT,
+    }
+
+
+def reserved_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes of the segments in which torch's allocator puts blocks of ``sizes``."""
+    small = total = 0
+    free: list[int] = []  # bytes left of each segment
+    for size in (round_up(size, 512) for size in sizes):
+        if size <= _MIB:
+            small += size
+            continue
+        place = min((n for n in free if n >= size), default=0)
+        if place:
+            free.remove(place)
+        else:
+            place = 20 * _MIB if size < 10 * _MIB else round_up(size, 2 * _MIB)
+            total += place
+        free.append(place - size)
+    return total + round_up(small, 2 * _MIB)
