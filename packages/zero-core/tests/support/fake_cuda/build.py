@@ -145,12 +145,18 @@ def _compile_library(
     folder: Path, soname: str, names: Iterable[str], headers: Path, torch: Path
 ) -> None:
     own = {"libcudart": "cudart.cpp", "libnccl": "nccl.cpp"}.get(soname.split(".so")[0])
-    sources = [str(HERE / own)] if own else []
-    defined = set(re.findall(r"\b(\w+)\(", (HERE / own).read_text())) if own else set()
+    objects = []
+    if own:
+        objects.append(str(folder / f"{own}.o"))
+        includes = (f"-I{headers}", f"-I{torch / 'include'}")
+        _run(*_FLAGS, *includes, "-c", str(HERE / own), "-o", objects[0])
+    # From the object, because CUDA's headers rename functions: cudaGetDeviceProperties_v2.
+    listed = _output("nm", "--defined-only", *objects).splitlines() if objects else []
+    missing = sorted(set(names).difference(line.split()[-1] for line in listed))
     stubs = folder / "stubs.c"
-    stubs.write_text(_STUB + "".join(map(_stub, sorted(set(names) - defined))))
-    made = folder / "stubs.o"
-    _run("gcc", "-w", "-O0", "-fPIC", "-c", str(stubs), "-o", str(made))
+    stubs.write_text(_STUB + "".join(map(_stub, missing)))
+    objects.append(str(folder / "stubs.o"))
+    _run("gcc", "-w", "-O0", "-fPIC", "-c", str(stubs), "-o", objects[-1])
     version = "NVSHMEM" if soname.startswith("libnvshmem") else soname
     script = folder / "version"
     script.write_text(f"{version} {{ global: *; }};")
@@ -159,9 +165,7 @@ def _compile_library(
         links = [f"-L{folder}", f"-l:{next(p.name for p in folder.glob('libcudart.so.*'))}"]
     _run(
         *_FLAGS,
-        *(f"-I{headers}", f"-I{torch / 'include'}"),
-        *sources,
-        str(made),
+        *objects,
         *("-o", str(folder / soname), f"-Wl,-soname,{soname}"),
         *((f"-Wl,--version-script={script}",) if own != "nccl.cpp" else ()),
         *links,
