@@ -54,6 +54,7 @@ def requirements(torch: str, build: str) -> tuple[list[str], list[str]]:
     """Return the requirements for ``build`` of the release ``torch``, and uv's options for them."""
     table = read_table()
     release = table["torch"].get(torch, {})
+    # Triton's interpreter of old releases needs an array conversion that NumPy 2.4 removed.
     further = release.get("with", [])
     if build == release.get("default"):
         return [f"torch==={torch}", *further], []  # "==" would admit 2.13.0+cpu
