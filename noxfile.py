@@ -19,6 +19,9 @@ from typing import Any
 
 import nox
 
+sys.path.insert(0, str(Path(__file__).parent / "integration/compat"))
+import releases
+
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
@@ -50,19 +53,8 @@ IN_PARALLEL = (
 )
 GATE = ("-m", "not slow and not cuda", "--ignore=tests/slow")  # for every change (decision 228)
 
-# Torch releases, and the CUDA versions of their wheels on the package index.
-TORCH_CUDA = {
-    "2.10.0": "12.8",
-    "2.11.0": "13.0",
-    "2.12.0": "13.0",
-    "2.13.0": "13.0",
-    "2.14.0": "13.0",
-    "2.15.0": "13.2",
-}
-# Triton's interpreter of these releases needs an array conversion that NumPy 2.4 removed.
-OLD_NUMPY = {"2.10.0": ("numpy<2.4",), "2.11.0": ("numpy<2.4",)}
 HUGGING_FACE_TESTS = "hf_ or hugging_face or libraries or lightning or trainer or gathered"
-PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+FAKE_CUDA = "packages/zero-core/tests/support/fake_cuda"
 
 
 def parts(*names: str) -> Callable[..., Any]:
@@ -108,13 +100,15 @@ def test_alone(session: nox.Session, part: str) -> None:
     session.install(*CONSTRAINTS, *own(session, package + f"[{torch}]" * bool(torch)), *tools)
     # Siblings must be absent, so that an accidental import fails.
     strange = {*(name.replace("-", "_") for name in PACKAGES), "torch" * (part == "cpu-adam")}
-    refuse(session, *sorted(strange - {package.replace("-", "_"), ""}))
+    strange -= {package.replace("-", "_"), ""}
+    found = f"[m for m in {strange} if importlib.util.find_spec(m)]"
+    session.run("python", "-c", f"import importlib.util, sys; sys.exit({found} or None)", log=False)
     files = sorted(Path(FOLDERS[package], "tests").glob("test_*.py")) if torch else []
     with_torch = [f"tests/{f.name}" for f in files if "torch" in f.read_text(encoding="utf-8")]
     run_tests(session, package, *(GATE if package != "cpu-adam" else ()), *with_torch)
 
 
-def test_slow(session: nox.Session) -> None:
+def slow(session: nox.Session) -> None:
     """Test programs around the packages, and run tests outside the gate (decision 228)."""
     tested = ("zero-core", "zero-comm", "integration")
     install_everything(session, extras=",ray", tests_of=tested)
@@ -124,46 +118,44 @@ def test_slow(session: nox.Session) -> None:
         run_tests(session, package, "-m", "slow and not cuda", "--ignore=tests/slow", "--dist=load")
 
 
-def run_examples(session: nox.Session) -> None:
+def examples(session: nox.Session) -> None:
     """Run every example by the command in its docstring. Each asserts that its loss falls."""
     install_everything(session, "accelerate>=1.13", extras=",lightning,ray")
-    environment = {"OMP_NUM_THREADS": "1"}  # two ranks on CI's few cores
     found = sorted(Path("integration", "examples").rglob("*.py"))
     for path in (p for p in found if p.stem not in ("lesson", "wide_products")):
         description = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         command = description.split("\n\n")[1]
-        session.run(*shlex.split(command), env=environment)
+        session.run(*shlex.split(command), env={"OMP_NUM_THREADS": "1"})  # two ranks on few cores
 
 
-def start_experiments(session: nox.Session) -> None:
+def experiments(session: nox.Session) -> None:
     """Import every benchmark and every experiment of the lab, and print their help."""
     install_everything(session, extras=",bench")
     for folder in ("benchmarks", "lab"):
         session.run("python", f"integration/{folder}/run.py", "--dry-run", silent=True)
 
 
-def check_clusters(session: nox.Session) -> None:
+def clusters(session: nox.Session) -> None:
     """Check the cluster files against the schemas of Kubernetes, Kubeflow and SkyPilot."""
     readers = ("kubeflow-trainer-api>=2.2", "skypilot>=0.14", "pyyaml>=6")
     session.install(*CONSTRAINTS, "pytest", *readers)
-    home = {"HOME": session.create_tmp()}  # SkyPilot keeps files there
-    session.run(*PYTEST, "integration/clusters", env=home)
+    session.run(*PYTEST, "integration/clusters", env={"HOME": session.create_tmp()})  # SkyPilot's
 
 
-def look_at_report(session: nox.Session) -> None:
+def report(session: nox.Session) -> None:
     """Follow a new user's path, and view a report page in Debian's chromium or CHROMIUM."""
     install_everything(session, extras=",hf", tests_of=("integration",))
     session.run(*PYTEST, "integration/browser")
 
 
-def run_kernels(session: nox.Session) -> None:
+def kernels(session: nox.Session) -> None:
     """Build and run the test program of cpu-adam's kernels, which takes minutes."""
     session.install(*CONSTRAINTS, *own(session, "cpu-adam"), *group("test", "cpu-adam"))
     with session.chdir("packages/cpu-adam"):
         session.run(*PYTEST, "-m", "program")
 
 
-def test_sanitized(session: nox.Session) -> None:
+def sanitize(session: nox.Session) -> None:
     """Run cpu-adam's kernels and tests with AddressSanitizer and UBSan (Linux, GCC)."""
     build = Path(session.create_tmp()).resolve()
     defined = (f"-Ccmake.define.CPU_ADAM_{name}=ON" for name in ("SANITIZE", "CHECK"))
@@ -172,31 +164,26 @@ def test_sanitized(session: nox.Session) -> None:
     session.run(str(build / "kernel_check"), external=True)
     find = (("g++", f"-print-file-name={name}.so") for name in ("libasan", "libstdc++"))
     found = [str(session.run(*each, external=True, silent=True)).strip() for each in find]
-    environment = {
-        "LD_PRELOAD": ":".join(found),
-        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter does not free all memory at exit
-        "PYTHONMALLOC": "malloc",
-    }
+    environment = {"LD_PRELOAD": ":".join(found), "PYTHONMALLOC": "malloc"}
+    environment["ASAN_OPTIONS"] = "detect_leaks=0"  # the interpreter does not free all memory
     with session.chdir("packages/cpu-adam"):
         session.run(*PYTEST, env=environment)
 
 
-NIGHTLY = {
-    "slow": test_slow,
-    "examples": run_examples,
-    "experiments": start_experiments,
-    "clusters": check_clusters,
-    "report": look_at_report,
-    "kernels": run_kernels,
-    "sanitize": test_sanitized,
-}
+def resolve(session: nox.Session) -> None:
+    """Resolve the requirements of all packages with each build of torch and each Python."""
+    session.install("--quiet", "uv")
+    session.run("python", "integration/compat/releases.py", "resolve", *session.posargs)
+
+
+NIGHTLY = (slow, examples, experiments, clusters, report, kernels, sanitize, resolve)
 
 
 @nox.session
-@parts(*NIGHTLY)
+@parts(*(each.__name__ for each in NIGHTLY))
 def nightly(session: nox.Session, part: str) -> None:
     """Run checks and tests outside the gate (decision 228)."""
-    NIGHTLY[part](session)
+    {each.__name__: each for each in NIGHTLY}[part](session)
 
 
 @nox.session
@@ -206,13 +193,12 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", *CHECKED)
     session.run("ruff", "format", "--check", *CHECKED)
     native = (p for p in Path("packages").rglob("*") if p.suffix in {".cpp", ".h", ".inl"})
-    found = sorted(str(path) for path in native)
-    session.run("clang-format", "--dry-run", "-Werror", *found)
+    session.run("clang-format", "--dry-run", "-Werror", *sorted(map(str, native)))
     sources = os.pathsep.join((*SOURCES, "integration"))
     session.run("lint-imports", "--no-cache", ".ci/imports.toml", env={"PYTHONPATH": sources})
     session.run("python", ".ci/structure.py")
     session.run("python", ".ci/docstrings.py")
-    workflows = sorted(str(path) for path in Path(".github", "workflows").glob("*.yml"))
+    workflows = map(str, Path(".github", "workflows").glob("*.yml"))
     session.run("check-jsonschema", "--builtin-schema=vendor.github-workflows", *workflows)
 
 
@@ -319,35 +305,55 @@ def wheels(session: nox.Session) -> None:
 @nox.session(venv_backend="uv")
 def cuda(session: nox.Session) -> None:
     """Run tests on torch's CUDA build over a fake CUDA. ``-- all`` adds those outside the gate."""
-    fake = Path("packages/zero-core/tests/support/fake_cuda")
-    tested = ("zero-core", "integration")
-    tools = [*(tool for name in tested for tool in group("test", name)), *group("runners")]
-    torch = ("--quiet", "--override", str(fake / "overrides.txt"))
-    session.install(*torch, *own(session, "cpu-adam[torch]", *PACKAGES[1:], COMMANDS), *tools)
-    headers = str(Path(session.create_tmp()).resolve())
-    session.install("--quiet", "--target", headers, "--no-deps", "-r", str(fake / "headers.txt"))
-    session.run("python", str(fake / "build.py"), headers)
+    install_build(session, "2.14.1", "cu130", "zero-core", "integration")
     is_all = session.posargs == ["all"]
     session.posargs[:] = () if is_all else session.posargs
-    for package in tested:
+    test_on_fake_cuda(session, is_all=is_all)
+
+
+@nox.session(venv_backend="uv")
+@nox.parametrize("python", releases.PYTHONS)
+@nox.parametrize(
+    "torch,build", [nox.param(*b, id=f"torch-{b[0]}, {b[1]}") for b in releases.builds()]
+)
+def matrix(session: nox.Session, torch: str, build: str) -> None:
+    """Test all packages with a build of torch, on the CPU and over the fake CUDA."""
+    releases.record(torch, build, str(session.python), is_passed=False)  # unless all is
+    install_build(session, torch, build, *FOLDERS)
+    session.env["CUDA_VISIBLE_DEVICES"] = ""
+    for package in FOLDERS:
+        run_tests(session, package)
+    del session.env["CUDA_VISIBLE_DEVICES"]
+    if build != "cpu":
+        test_on_fake_cuda(session, is_all=True)
+    releases.record(torch, build, str(session.python), is_passed=True)
+
+
+def install_build(session: nox.Session, torch: str, build: str, *tested: str) -> None:
+    """Install all packages and test tools with a build of torch, and the fake CUDA below it."""
+    tools = [*(tool for name in tested for tool in group("test", name)), *group("runners")]
+    packages = own(session, "cpu-adam[torch]", *PACKAGES[1:], COMMANDS)
+    required, options = releases.requirements(torch, build)
+    options += ["--override", f"{FAKE_CUDA}/overrides.txt"] if build != "cpu" else []
+    session.install("--quiet", *packages, *tools, *required, *options)
+    if build != "cpu":
+        headers = str(Path(session.create_tmp(), "headers").resolve())
+        listed = f"{FAKE_CUDA}/headers-{build[:4]}.txt"
+        session.install("--quiet", "--target", headers, "--no-deps", "-r", listed)
+        session.run("python", f"{FAKE_CUDA}/build.py", headers, build)
+
+
+def test_on_fake_cuda(session: nox.Session, *, is_all: bool) -> None:
+    """Run the tests of CUDA devices over the fake CUDA."""
+    # The engine uses Triton's kernels on a CUDA device if it is installed. They do not run there.
+    session.run("uv", "pip", "uninstall", "--quiet", "triton", external=True)
+    rows = ("--dist=load", "tests/test_equalities.py", *(() if is_all else GATE))
+    for package in ("zero-core", "integration"):
         run_tests(session, package, "-m", "cuda" if is_all else "cuda and not slow")
-        rows = ("--dist=load", "tests/test_equalities.py", *(() if is_all else GATE))
         run_tests(session, package, *rows)
 
 
-@nox.session
-@nox.parametrize("python", PYTHONS)
-@nox.parametrize("torch", [nox.param(v, id=f"torch-{v}-cuda-{c}") for v, c in TORCH_CUDA.items()])
-def matrix(session: nox.Session, torch: str) -> None:
-    """Test all packages with another torch or Python, on the CPU where there is no GPU."""
-    tools = [*(tool for package in FOLDERS for tool in group("test", package)), *group("runners")]
-    pinned = (f"torch=={torch}", *OLD_NUMPY.get(torch, ()))
-    session.install("--quiet", *own(session, *PACKAGES, COMMANDS), *pinned, *tools)
-    for package in FOLDERS:
-        run_tests(session, package)
-
-
-@nox.session(python=PYTHONS[0], venv_backend="uv")
+@nox.session(python=releases.PYTHONS[0], venv_backend="uv")
 @parts(*FOLDERS)
 def minimum(session: nox.Session, part: str) -> None:
     """Test a package with the lowest versions that its pyproject.toml declares."""
@@ -391,10 +397,3 @@ def group(name: str, package: str = "") -> tuple[str, ...]:
     """Return a dependency group of ``package``, or of the repository."""
     project = nox.project.load_toml(Path(FOLDERS.get(package, ""), "pyproject.toml"))
     return nox.project.dependency_groups(project, name)
-
-
-def refuse(session: nox.Session, *modules: str) -> None:
-    """Fail if one of ``modules`` is installed, because no package here declares it."""
-    found = f"[m for m in {modules!r} if importlib.util.find_spec(m)]"
-    program = f"import importlib.util, sys; sys.exit({found} or None)"
-    session.run("python", "-c", program, silent=True, log=False)

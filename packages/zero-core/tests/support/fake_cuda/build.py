@@ -1,6 +1,7 @@
-"""Builds the fake CUDA libraries into torch's folder: ``python build.py HEADERS``.
+"""Builds the fake CUDA libraries into torch's folder: ``python build.py HEADERS BUILD``.
 
-torch's CUDA wheel needs NVIDIA's libraries to be imported. This program creates in ``torch/lib``
+torch's CUDA wheel needs NVIDIA's libraries to be imported. This program creates in ``torch/lib`` of
+the wheel for CUDA ``BUILD``, such as ``cu130``,
 
 - ``libcudart``, ``libnccl`` and ``libfake_cuda_ops``, compiled from the sources in this folder;
 - stub libraries with every other function that torch imports. Most stubs print their name and fail.
@@ -49,6 +50,10 @@ _CAPTURE = "void* stream, int* status) { *status = 0; return 0; }"
 _WRITTEN = {  # arguments and bodies of stubs that return values
     "cudaStreamGetCaptureInfo": _CAPTURE,
     "cudaStreamGetCaptureInfo_v2": _CAPTURE,
+    # torch 2.15 registers its allocator's memory with each communicator.
+    "ncclCommRegister": "void* comm, void* memory, unsigned long size, void** handle) {\n"
+    "  *handle = memory; return 0; }",
+    "ncclCommDeregister": "void* comm, void* handle) { return 0; }",
     "cublasCreate_v2": """void** handle) {
         static long next;
         *handle = (void*)(next += 64);
@@ -96,13 +101,16 @@ def imported_functions(folder: Path) -> dict[str, set[str]]:
     return dict(functions)
 
 
-def build(headers: Path) -> None:
+def build(headers: Path, expected: str) -> None:
     """Compile the libraries into torch's folder, unless an earlier build had the same sources.
 
     Args:
-        headers: folder that contains the CUDA runtime's headers, at any depth.
+        headers: folder that contains NVIDIA's packages of headers.
+        expected: the CUDA version of torch's wheel, as in ``cu130``.
     """
     torch = torch_folder()
+    if f"+{expected}'" not in (torch / "version.py").read_text():
+        raise SystemExit(f"fake CUDA: the torch in {torch} is not a build for {expected}")
     target = torch / "lib"
     parts = [p.read_text() for p in sorted(HERE.glob("*.*")) if p.suffix in {".cpp", ".h", ".py"}]
     key = hashlib.sha256("\n".join([*parts, (torch / "version.py").read_text()]).encode())
@@ -112,15 +120,14 @@ def build(headers: Path) -> None:
     if any((torch.parent / "nvidia").glob("**/libcudart.so*")):
         raise SystemExit("fake CUDA: uninstall NVIDIA's packages, which torch would find first")
     functions = imported_functions(target)
-    headers = next(headers.rglob("cuda_runtime_api.h")).parent
+    includes = [f"-I{path}" for path in sorted(headers.glob("nvidia/*/include"))]
+    includes += [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
     with tempfile.TemporaryDirectory() as folder:
         for soname, names in sorted(functions.items()):  # libnccl links the earlier libcudart
-            _compile_library(Path(folder), soname, names, headers, torch)
+            _compile_library(Path(folder), soname, names, includes)
         _run(
             *_FLAGS,
-            f"-I{headers}",
-            f"-I{torch / 'include'}",
-            f"-I{torch / 'include' / 'torch' / 'csrc' / 'api' / 'include'}",
+            *includes,
             str(HERE / "ops.cpp"),
             *("-o", f"{folder}/libfake_cuda_ops.so"),
             *(
@@ -142,15 +149,20 @@ def build(headers: Path) -> None:
 
 
 def _compile_library(
-    folder: Path, soname: str, names: Iterable[str], headers: Path, torch: Path
+    folder: Path, soname: str, names: Iterable[str], includes: Iterable[str]
 ) -> None:
     own = {"libcudart": "cudart.cpp", "libnccl": "nccl.cpp"}.get(soname.split(".so")[0])
-    sources = [str(HERE / own)] if own else []
-    defined = set(re.findall(r"\b(\w+)\(", (HERE / own).read_text())) if own else set()
+    objects = []
+    if own:
+        objects.append(str(folder / f"{own}.o"))
+        _run(*_FLAGS, *includes, "-c", str(HERE / own), "-o", objects[0])
+    # From the object, because CUDA's headers rename functions: cudaGetDeviceProperties_v2.
+    listed = _output("nm", "--defined-only", *objects).splitlines() if objects else []
+    missing = sorted(set(names).difference(line.split()[-1] for line in listed))
     stubs = folder / "stubs.c"
-    stubs.write_text(_STUB + "".join(map(_stub, sorted(set(names) - defined))))
-    made = folder / "stubs.o"
-    _run("gcc", "-w", "-O0", "-fPIC", "-c", str(stubs), "-o", str(made))
+    stubs.write_text(_STUB + "".join(map(_stub, missing)))
+    objects.append(str(folder / "stubs.o"))
+    _run("gcc", "-w", "-O0", "-fPIC", "-c", str(stubs), "-o", objects[-1])
     version = "NVSHMEM" if soname.startswith("libnvshmem") else soname
     script = folder / "version"
     script.write_text(f"{version} {{ global: *; }};")
@@ -159,9 +171,7 @@ def _compile_library(
         links = [f"-L{folder}", f"-l:{next(p.name for p in folder.glob('libcudart.so.*'))}"]
     _run(
         *_FLAGS,
-        *(f"-I{headers}", f"-I{torch / 'include'}"),
-        *sources,
-        str(made),
+        *objects,
         *("-o", str(folder / soname), f"-Wl,-soname,{soname}"),
         *((f"-Wl,--version-script={script}",) if own != "nccl.cpp" else ()),
         *links,
@@ -185,4 +195,4 @@ def _run(*command: str) -> None:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]))
+    build(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,153 @@
+"""Torch's releases and their builds: requirements, resolution, and what was tested.
+
+    python integration/compat/releases.py resolve [RELEASE ...]
+    python integration/compat/releases.py cells [RELEASE]
+
+A **cell** is a release of torch, a build of it (``cpu`` or a CUDA version) and a Python. `TABLE`
+has the builds of releases and the results of cells, and `PAGE` shows it. The first command resolves
+the requirements of all packages in cells. The second prints the cells that CI tests.
+
+The package index has one build of a release, its default. torch's own index, ``TORCH_INDEX``, has
+all builds. Where that is out of reach, a cell is resolved with the default, and the result says so.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "integration/src/zero_engine/torch_releases.json"
+PAGE = ROOT / "docs/tested-releases.md"
+INDEX = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+PACKAGES = {
+    "cpu-adam[torch]": "packages/cpu-adam",
+    **{name: f"packages/{name}" for name in ("zero-core", "zero-comm", "zero-offload")},
+    "zero-engine[all]": "integration",
+}
+
+
+def read_table() -> dict[str, Any]:
+    """Return the table."""
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table
+
+
+def builds() -> list[tuple[str, str]]:
+    """Return each release with each of its builds, torch's nightly builds included."""
+    table = read_table()
+    releases = {**table["torch"], "nightly": table["nightly"]["builds"]}
+    found = [(release, name) for release, names in releases.items() for name in names]
+    return [(release, name) for release, name in found if name not in ("default", "with")]
+
+
+def requirements(torch: str, build: str) -> tuple[list[str], list[str]]:
+    """Return the requirements for ``build`` of the release ``torch``, and uv's options for them."""
+    table = read_table()
+    release = table["torch"].get(torch, {})
+    # Triton's interpreter of old releases needs an array conversion that NumPy 2.4 removed.
+    further = release.get("with", [])
+    if build == release.get("default"):
+        return [f"torch==={torch}", *further], []  # "==" would admit 2.13.0+cpu
+    is_nightly = torch == "nightly"
+    pin = table["nightly"]["requirement"] if is_nightly else f"torch=={torch}+{build}"
+    index = f"{INDEX}/nightly/{build}" if is_nightly else f"{INDEX}/{build}"
+    # By default uv takes a package from the first index that has it, and this one has old NumPys.
+    return [pin, *further], ["--index", index, "--index-strategy", "unsafe-best-match"]
+
+
+@functools.cache
+def is_reachable(index: str) -> bool:
+    """Whether ``index`` answers. If it answers that it has no torch, uv's error will say so."""
+    try:
+        urllib.request.urlopen(f"{index}/torch/", timeout=30).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+@functools.cache
+def is_resolved(python: str, torch: str, build: str) -> bool:
+    """Whether uv resolves the requirements of all packages in a cell. uv prints a conflict."""
+    required, options = requirements(torch, build)
+    own = [f"{name} @ {(ROOT / path).as_uri()}" for name, path in PACKAGES.items()]
+    target = (f"--python-version={python}", "--python-platform=x86_64-manylinux_2_28")
+    # Name an interpreter: uv would search the machine for a Python of the target's version.
+    running = ("--python", sys.executable)
+    command = ("uv", "pip", "compile", "--quiet", "-", *running, *target, *options)
+    given = "\n".join([*own, *required])
+    run = subprocess.run(command, input=given, text=True, stdout=subprocess.DEVNULL, check=False)
+    return run.returncode == 0
+
+
+def resolve(*chosen: str) -> int:
+    """Resolve all cells, or those of ``chosen`` releases. Returns 1 if one has a conflict."""
+    table = read_table()
+    results = []
+    today = datetime.date.today().isoformat()
+    for torch, build in builds():
+        for python in PYTHONS if torch in (chosen or table["torch"]) else ():
+            _, options = requirements(torch, build)
+            is_default = bool(options) and not is_reachable(options[1])
+            used = table["torch"][torch]["default"] if is_default else build
+            result = {"resolved" if is_resolved(python, torch, used) else "conflict": today}
+            result |= {"by": "default build"} if is_default else {}
+            cell = table["torch"][torch][build].get(python, {})
+            table["torch"][torch][build][python] = result | {k: cell[k] for k in cell if k == "run"}
+            print(f"torch {torch}, {build}, Python {python}: {show(result)}", flush=True)
+            results.append(result)
+    write(table)
+    return int(any("conflict" in result for result in results))
+
+
+def record(torch: str, build: str, python: str, *, is_passed: bool) -> None:
+    """Record a run of all packages' tests in a cell."""
+    table = read_table()
+    if torch == "nightly":
+        return  # another build tomorrow
+    run = {"date": datetime.date.today().isoformat(), "passed": is_passed}
+    table["torch"][torch][build].setdefault(python, {})["run"] = run
+    write(table)
+
+
+def show(cell: dict[str, Any]) -> str:
+    """Return the page's text for a cell of the table."""
+    if "run" in cell:
+        return f"{'passed' if cell['run']['passed'] else '**failed**'} {cell['run']['date']}"
+    return next(iter(cell), "-") + "*" * ("by" in cell)
+
+
+def write(table: dict[str, Any]) -> None:
+    """Write the table, and its rows into the page."""
+    TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    rows = [f"| torch | build | {' | '.join(PYTHONS)} |", "|---" * (2 + len(PYTHONS)) + "|"]
+    for torch, release in table["torch"].items():
+        for build in sorted({name for _, name in builds()}):
+            name = f"**{build}**" if build == release["default"] else build
+            cells = [show(release.get(build, {}).get(python, {})) for python in PYTHONS]
+            cells = cells if build in release else ["absent"] * len(PYTHONS)
+            rows.append(f"| {torch} | {name} | {' | '.join(cells)} |")
+    text, _, _ = PAGE.read_text(encoding="utf-8").partition("| torch |")
+    PAGE.write_text(text + "\n".join(rows) + "\n", encoding="utf-8")
+
+
+def print_cells(torch: str = "") -> int:
+    """Print all builds on the lowest and the highest Python as JSON, or those of one release."""
+    ends = [(t, b, python) for t, b in builds() for python in (PYTHONS[0], PYTHONS[-1])]
+    print(json.dumps([f"torch-{t}, {b}, python='{p}'" for t, b, p in ends if t == (torch or t)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit({"resolve": resolve, "cells": print_cells}[sys.argv[1]](*sys.argv[2:]))
