@@ -43,6 +43,7 @@ from zero_core.protocols import (
     ParamTier,
     ParamTierFactory,
     PartitionedParam,
+    PreparedCollectives,
     ReservingTier,
     SliceCodec,
     SnapshotTier,
@@ -102,6 +103,7 @@ def prove_instances(
     transports: list[TransportCollectives] = [host, device]
     collectives: list[Collectives] = [*transports, quantized]
     stateful: StatefulCollectives = quantized
+    prepared: PreparedCollectives = quantized
     adding: list[AddingCollectives] = [host, device, exact]
     codec: SliceCodec = messages
     tiers: list[StateTier] = [device_tier, whole_tier, twin_tier, auto_tier]
@@ -114,7 +116,7 @@ def prove_instances(
     param_tier: ParamTier = offloaded_params
     store: ParamStore = local_store
     param: PartitionedParam = partitioned
-    del transports, collectives, stateful, tiers, accumulating, reserving, memory, adding
+    del transports, collectives, stateful, prepared, tiers, accumulating, reserving, memory, adding
     del param_tier, store, param, snapshots, timed, codec, speculative
 
 

@@ -126,7 +126,7 @@ def time_exchanges(watch: Stopwatch) -> None:
         out = zeros(numel * ranks.size, torch.float32, watch.device)
         full = zeros(numel * ranks.size, torch.float32, watch.device)
         total = zeros(numel, torch.float32, watch.device)
-        transport.prepare_reductions([(full.numel(), full.dtype, full.dtype)], watch.device)
+        transport.prepare([], [(full.numel(), full.dtype, full.dtype)], watch.device)
         version = 0
 
         def gather(shard: Tensor = shard, out: Tensor = out) -> None:

@@ -58,6 +58,7 @@ from zero_core.protocols import (
     Collectives,
     CollectivesFactory,
     ParamTierFactory,
+    PreparedCollectives,
     ReservingTier,
     StateTierFactory,
 )
@@ -184,7 +185,12 @@ def build(
         with under_way("zero_core.build", rank=ranks.rank):
             held = _lay_out(joined, drawn, collectives, state_tier, param_tier)
             former.ownership = held.ownership
-            _take_values(joined, drawn, held, initial)
+            initial.take(drawn.found.params)
+            dtype, buffers = joined.config.buffer_dtype, held.state.common_buffers
+            adopt_buffers(drawn.module, dtype, ranks.device, joined.control, initial)
+            buffers.describe()  # describe them again after the move and cast
+            buffers.confirm()
+            initial.give_attributes()
             engine, units, followers = _make_engine(
                 joined, drawn, held, lr_scheduler, extensions, is_training=is_training
             )
@@ -302,21 +308,12 @@ def _lay_out(
         quantized=drawn.found.quantized,
         changes=memory.changes,
     )
-    if used is transport and ranks.size > 1:
+    if isinstance(used, PreparedCollectives) and ranks.size > 1:
+        gathered = [(s.index, s.shard_numel, s.dtype) for s in layout.segments]
         grads = [(g.segment.padded_numel, g.plan) for unit in units for g in unit.grads]
         reduced = [(numel, plan.communicated, plan.accumulated) for numel, plan in grads]
-        transport.prepare_reductions(reduced, ranks.device)
+        used.prepare(gathered, reduced, ranks.device)
     return _Held(communicator, memory, units, state, Ownership(state))
-
-
-def _take_values(joined: _Joined, drawn: Blueprint, held: _Held, initial: InitialValues) -> None:
-    """Prepare the initial values of parameters, and move the buffers to the engine's device."""
-    initial.take(drawn.found.params)
-    dtype, buffers = joined.config.buffer_dtype, held.state.common_buffers
-    adopt_buffers(drawn.module, dtype, joined.ranks.device, joined.control, initial)
-    buffers.describe()  # describe them again after the move and cast
-    buffers.confirm()
-    initial.give_attributes()
 
 
 def _begin(

@@ -33,6 +33,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+Gathered = Sequence[tuple[int, int, torch.dtype]]  # segment, elements of a shard, dtype
+Reduced = Sequence[tuple[int, torch.dtype, torch.dtype]]  # elements, dtype, dtype of the sum
 EXACT_GRADIENTS, EXACT_PARAMETERS = -1, -2
 """Values of ``version`` in `Collectives.all_gather` that require exact values."""
 
@@ -169,6 +171,14 @@ class InPlaceCollectives(Collectives, Protocol):
         """
 
 
+@runtime_checkable
+class PreparedCollectives(Collectives, Protocol):
+    """Collectives that allocate buffers or compile kernels before the first step."""
+
+    def prepare(self, gathered: Gathered, reduced: Reduced, device: torch.device) -> None:
+        """Prepare the exchanges of these segments and gradients. `build` calls it on all ranks."""
+
+
 class SliceCodec(Protocol):
     """Lossless codec of gradient slices, which are 1-D, contiguous and on one device."""
 
@@ -193,7 +203,7 @@ class SliceCodec(Protocol):
         """
 
 
-class TransportCollectives(InPlaceCollectives, Protocol):
+class TransportCollectives(InPlaceCollectives, PreparedCollectives, Protocol):
     """The engine's own collectives, over which a plug-in sends its bytes.
 
     Ranks are numbered within this instance's group. Any thread may call methods. The calls of each

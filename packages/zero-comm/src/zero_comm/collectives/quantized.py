@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
@@ -32,19 +33,23 @@ from zero_comm.collectives.weight_gathers import (
     WeightGather,
 )
 from zero_comm.lossless.message import GradientMessages, is_worthwhile
+from zero_comm.quantizer.backend import backend
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import (
     AddingCollectives,
     CodingCollectives,
+    Gathered,
     InPlaceCollectives,
+    Reduced,
     TransportCollectives,
     Work,
 )
 from zero_comm.transport.scratch import Scratch
-from zero_comm.transport.torch_collectives import DoneWork
+from zero_comm.transport.torch_collectives import DoneWork, Rehearsal
 
 _log = logging.getLogger(__name__)
 _PUBLISHED = "published"  # key of a `PublishedGather`; other keys are formats
+_REHEARSED = 4096  # at most so many elements of a shard are sent to compile kernels
 
 
 def create_collectives(
@@ -125,6 +130,7 @@ class QuantizedCollectives:
         self._transport = transport
         self._settings = settings
         self._frozen = frozen
+        self._ranks_per_node = ranks_per_node
         self._scratch = Scratch()
         formats = {settings.weights, settings.frozen_weights}
         self._packings = {kind: settings.weight_packing(kind) for kind in formats if kind}
@@ -180,6 +186,32 @@ class QuantizedCollectives:
             return self._transport.reduce_scatter(out, full, unit=unit)
         job = partial(reduction.reduce, out, full, unit=unit)
         return _Exchange(self._transport.launch(job, is_reduction=True), reduction.packings)
+
+    def prepare(self, gathered: Gathered, reduced: Reduced, device: torch.device) -> None:
+        """Compile the Triton kernels of later exchanges, by exchanging zeros with no other rank.
+
+        Other backends have nothing to compile.
+        """
+        rank, size, reduction = self._transport.rank, self._transport.world_size, self._reduction
+        coded = [r for r in reduced if reduction and reduction.shortens(r[1], r[0] // size)]
+        if isinstance(self._transport, CodingCollectives):
+            self._transport.prepare(gathered, [r for r in reduced if r not in coded], device)
+        if backend(device) != "triton":
+            return
+        alone = Rehearsal(size, rank)
+        used = QuantizedCollectives(
+            alone, self._settings, ranks_per_node=self._ranks_per_node, frozen=self._frozen
+        )
+        for unit, numel, dtype in gathered:
+            out = torch.zeros(size, min(numel, _REHEARSED), dtype=dtype, device=device)
+            shards = [torch.zeros_like(out[0])]
+            if self._settings.is_lossless and unit not in self._frozen:
+                shards.append(out[rank])
+            for version, shard in enumerate(shards * 2):  # the first version may be sent exactly
+                used.all_gather(out.view(-1), shard, unit=unit, version=version, backward=False)
+        for numel, dtype, _ in coded:
+            full = torch.zeros(size, min(numel // size, _REHEARSED), dtype=dtype, device=device)
+            used.reduce_scatter(full[0].float(), full.view(-1), unit=0)
 
     @property
     def reduces_in_place(self) -> bool:
@@ -318,40 +350,26 @@ def _check(out: Tensor, shard: Tensor, world_size: int) -> None:
 
 def _log_limits(settings: CommSettings, world_size: int, ranks_per_node: int) -> None:
     """Log settings that have less effect in this group than their names promise."""
-    size = settings.partition_size
-    if size > 1 and size == world_size:
-        _log.warning(
-            "zero_optimization.zero_hpz_partition_size = %d has no effect: it is all ranks, and "
-            "their shards are gathered within the partition anyway",
-            size,
+    size, group = settings.partition_size, settings.group_size(ranks_per_node)
+    partition = f"zero_optimization.zero_hpz_partition_size = {size}"
+    useless = {
+        f"{partition} has no effect: it is all ranks, and their shards are gathered within the "
+        "partition anyway": size == world_size > 1,
+        f"{partition} does not divide the {ranks_per_node} ranks of a node: backward's gathers "
+        "leave the node": ranks_per_node % size and size != world_size,
+        "zero_optimization.zero_lossless_weights has no effect with one group of ranks: whole "
+        "weights travel within it": settings.is_lossless and group == world_size,
+        "zero_optimization.zero_lossless_gradients has no effect on one node: gradients travel as "
+        "they are within it": settings.codes_gradients and ranks_per_node == world_size,
+        f"zero_optimization.zero_quantized_weights_format = {DIFFERENCE!r} has no effect with one "
+        "group of ranks: weights travel exactly within it": settings.weights == DIFFERENCE
+        and group == world_size,
+    }
+    for text, applies in useless.items():
+        if applies:
+            _log.warning(text)
+    if settings.weights == DIFFERENCE and size == 1 and group != world_size:
+        _log.info(
+            "differences need a published copy of the weights: 1/%d of the model on each rank",
+            group,
         )
-    elif ranks_per_node % size:
-        _log.warning(
-            "zero_optimization.zero_hpz_partition_size = %d does not divide the %d ranks of a "
-            "node: backward's gathers leave the node",
-            size,
-            ranks_per_node,
-        )
-    if settings.is_lossless and settings.group_size(ranks_per_node) == world_size:
-        _log.warning(
-            "zero_optimization.zero_lossless_weights has no effect with one group of ranks: whole "
-            "weights travel within it"
-        )
-    if settings.codes_gradients and ranks_per_node == world_size:
-        _log.warning(
-            "zero_optimization.zero_lossless_gradients has no effect on one node: gradients travel "
-            "as they are within it"
-        )
-    if settings.weights == DIFFERENCE:
-        group = settings.group_size(ranks_per_node)
-        if group == world_size:
-            _log.warning(
-                "zero_optimization.zero_quantized_weights_format = %r has no effect with one group "
-                "of ranks: weights travel exactly within it",
-                DIFFERENCE,
-            )
-        elif size == 1:
-            _log.info(
-                "differences need a published copy of the weights: 1/%d of the model on each rank",
-                group,
-            )

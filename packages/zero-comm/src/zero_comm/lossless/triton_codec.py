@@ -10,15 +10,12 @@ from types import ModuleType
 from typing import Any, Final
 
 import torch
-import triton
 from torch import Tensor
 
 from zero_comm.lossless import triton_differences, triton_values
 from zero_comm.lossless.block_frame import MODE_SHIFT, descriptors_nbytes, num_blocks
 from zero_comm.lossless.torch_codec import INTEGERS
 from zero_comm.quantizer.triton_backend import on_device
-
-_TILE_BLOCKS: Final = 8  # 16 elements per thread with 4 warps
 
 
 class TritonCodec:
@@ -35,11 +32,9 @@ class TritonCodec:
             return torch.zeros((), dtype=torch.int64, device=out.device)
         descriptors, codes = out[:start].view(torch.int16), out[start:]
         given = [x.view(INTEGERS[x.element_size()]) for x in operands]
-        _launch_tiles(self._kernels.choose_kernel, given[0], *given, descriptors, numel)
+        _launch(self._kernels.choose_kernel, given[0], *given, descriptors, numel)
         ends = _block_ends(descriptors)
-        _launch_tiles(
-            self._kernels.encode_kernel, given[0], *given, descriptors, ends, codes, numel
-        )
+        _launch(self._kernels.encode_kernel, given[0], *given, descriptors, ends, codes, numel)
         return ends[-1] + start
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
@@ -51,19 +46,18 @@ class TritonCodec:
         elements = values.view(INTEGERS[values.element_size()])
         places = descriptors, _block_ends(descriptors), codes
         sizes = numel, codes.numel()
-        _launch_tiles(self._kernels.decode_kernel, elements, *places, elements, is_bad, *sizes)
+        _launch(self._kernels.decode_kernel, elements, *places, elements, is_bad, *sizes)
         return is_bad == 0
 
 
 def constants_of(itemsize: int) -> dict[str, Any]:
     """Return the compile-time arguments of all kernels for elements of ``itemsize`` bytes."""
-    return {"BITS": 8 * itemsize, "BLOCKS": _TILE_BLOCKS, "num_warps": 4}
+    return {"BITS": 8 * itemsize, "num_warps": 1}
 
 
-def _launch_tiles(kernel: Any, elements: Tensor, *arguments: Any) -> None:
-    num_tiles = triton.cdiv(num_blocks(elements.numel()), _TILE_BLOCKS)
+def _launch(kernel: Any, elements: Tensor, *arguments: Any) -> None:
     with on_device(elements.device):
-        kernel[(num_tiles,)](*arguments, **constants_of(elements.element_size()))
+        kernel[(num_blocks(elements.numel()),)](*arguments, **constants_of(elements.element_size()))
 
 
 def _block_ends(descriptors: Tensor) -> Tensor:

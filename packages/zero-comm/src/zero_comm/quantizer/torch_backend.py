@@ -144,7 +144,22 @@ def read_scales(row: Tensor, numel: int, fmt: BlockFormat) -> Tensor:
 
 def _decode_blocks(codes: Tensor, scales: Tensor, out: Tensor, fmt: BlockFormat) -> None:
     """Decode whole blocks into ``out``, contiguous fp32 with a row per block, like ``codes``."""
-    _unpack(codes, out, fmt)
+    half = fmt.block_size // 2
+    if fmt.is_float:
+        out.copy_(codes.view(_FLOAT8[fmt.kind][2]))
+    elif not fmt.is_symmetric:
+        unsigned = codes.view(torch.uint8)
+        if fmt.bits == 8:
+            out.copy_(unsigned)
+        else:
+            out[:, :half].copy_(unsigned.bitwise_and(15))
+            out[:, half:].copy_(unsigned.bitwise_right_shift(4))
+    elif fmt.bits == 4:
+        hi = codes.add(8).bitwise_right_shift_(4)
+        out[:, :half].copy_(codes.sub(hi, alpha=16))
+        out[:, half:].copy_(hi)
+    else:
+        out.copy_(codes)
     if fmt.is_symmetric:
         out.mul_(_divide(scales.to(torch.float32), fmt.top_level))
     else:
@@ -286,25 +301,6 @@ def _pack(levels: Tensor, codes: Tensor, fmt: BlockFormat) -> None:
         codes.copy_(levels)  # torch vectorizes the conversion to int8, not to uint8
     else:
         codes.view(torch.uint8).copy_(levels)
-
-
-def _unpack(codes: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-    half = fmt.block_size // 2
-    if fmt.is_float:
-        out.copy_(codes.view(_FLOAT8[fmt.kind][2]))
-    elif not fmt.is_symmetric:
-        unsigned = codes.view(torch.uint8)
-        if fmt.bits == 8:
-            out.copy_(unsigned)
-        else:
-            out[:, :half].copy_(unsigned.bitwise_and(15))
-            out[:, half:].copy_(unsigned.bitwise_right_shift(4))
-    elif fmt.bits == 4:
-        hi = codes.add(8).bitwise_right_shift_(4)
-        out[:, :half].copy_(codes.sub(hi, alpha=16))
-        out[:, half:].copy_(hi)
-    else:
-        out.copy_(codes)
 
 
 def in_groups(rows: Tensor) -> Tensor:

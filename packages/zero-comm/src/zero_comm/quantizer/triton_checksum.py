@@ -18,7 +18,9 @@ MIX = tl.constexpr(checksum.MIX)
 LOW_HALF = tl.constexpr(checksum.LOW_HALF)
 
 
-@triton.jit(do_not_specialize=["num_words"])
+@triton.jit(
+    do_not_specialize=["num_words", "row_stride"], do_not_specialize_on_alignment=["words_ptr"]
+)
 def sum_kernel(
     words_ptr: tl.tensor,
     sums_ptr: tl.tensor,
@@ -26,8 +28,11 @@ def sum_kernel(
     row_stride: tl.tensor,
     TURNS: tl.constexpr,
 ) -> None:
-    program = tl.program_id(0).to(tl.int64)
-    words_ptr += tl.program_id(1).to(tl.int64) * row_stride
+    # All programs of all rows are along one axis, because CUDA limits the others to 65,535.
+    per_row = tl.cdiv(num_words.to(tl.int64), TURNS * WORDS).to(tl.int32)
+    row = tl.program_id(0) // per_row
+    program = (tl.program_id(0) - row * per_row).to(tl.int64)
+    words_ptr += row.to(tl.int64) * row_stride
     place = tl.arange(0, WORDS).to(tl.int64)
     total = tl.zeros([WORDS], tl.int64)
     first = program * (TURNS * WORDS)
@@ -41,8 +46,7 @@ def sum_kernel(
         for turn in tl.static_range(TURNS):
             words = tl.load(words_ptr + first + turn * WORDS + place)
             total += _mixed(words) * (2 * (program * TURNS + turn) + 1)
-    sum_at = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + program
-    tl.store(sums_ptr + sum_at, tl.sum(total * ((place * ODD) | 1)))
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(total * ((place * ODD) | 1)))
 
 
 @triton.jit
@@ -58,7 +62,7 @@ def sum_words(words: Tensor) -> Tensor:
     sums = torch.empty(num_rows, num_programs, dtype=torch.int64, device=words.device)
     if sums.numel():
         with on_device(words.device):
-            sum_kernel[(num_programs, num_rows)](
+            sum_kernel[(num_rows * num_programs,)](
                 words, sums, num_words, words.stride(0), TURNS=TURNS, num_warps=4
             )
     return sums.sum(1)

@@ -227,7 +227,13 @@ def _decode_tile(
     is_second = column >= BLOCK_NBYTES
     if IS_SYMMETRIC:
         step = arithmetic.symmetric_step(_load_bytes(scales_ptr + block * 2, is_block, 2), KIND)
-        values = _levels(byte, is_second, KIND) * step[:, None]
+        if KIND == "int8":
+            levels = ((byte << 24) >> 24).to(tl.float32)
+        elif IS_INT4:
+            levels = (tl.where(is_second, byte + 8, byte << 4) << 24 >> 28).to(tl.float32)
+        else:
+            levels = arithmetic.float8_value(byte, KIND)
+        values = levels * step[:, None]
     else:
         lo = _load_bytes(scales_ptr + block * 8, is_block, 4).to(tl.float32, bitcast=True)
         hi = _load_bytes(scales_ptr + block * 8 + 4, is_block, 4).to(tl.float32, bitcast=True)
@@ -237,17 +243,6 @@ def _decode_tile(
     if HAS_ROTATION:
         values = arithmetic.rotate(values, BLOCKS, COLUMNS)
     return values
-
-
-@triton.jit
-def _levels(byte: tl.tensor, is_second: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Return symmetric codes as fp32 numbers of steps, from the bytes that hold them."""
-    if KIND == "int8":
-        return ((byte << 24) >> 24).to(tl.float32)
-    elif KIND == "int4":
-        return (tl.where(is_second, byte + 8, byte << 4) << 24 >> 28).to(tl.float32)
-    else:
-        return arithmetic.float8_value(byte, KIND)
 
 
 @triton.jit

@@ -12,6 +12,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+Gathered = Sequence[tuple[int, int, torch.dtype]]  # unit, elements of a shard, dtype
+Reduced = Sequence[tuple[int, torch.dtype, torch.dtype]]  # elements, dtype, dtype of the sum
+
 
 @runtime_checkable
 class Work(Protocol):
@@ -97,6 +100,9 @@ class CodingCollectives(TransportCollectives, Protocol):
 
     def coded(self, codec: SliceCodec) -> TransportCollectives:
         """Return the same collectives, but with reductions that send messages of ``codec``."""
+
+    def prepare(self, gathered: Gathered, reduced: Reduced, device: torch.device) -> None:
+        """Prepare exchanges, as `zero_comm.collectives.quantized.QuantizedCollectives` does."""
 
 
 @runtime_checkable

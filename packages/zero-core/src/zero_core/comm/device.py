@@ -43,7 +43,7 @@ from zero_core.comm.host import HostCollectives, Transport, check_announced
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Meter
 from zero_core.comm.queues import CommQueues, HostQueues, StreamQueues
 from zero_core.comm.shared_memory import SharedMemory
-from zero_core.protocols import EXACT_GRADIENTS, TransportCollectives, Work
+from zero_core.protocols import EXACT_GRADIENTS, Gathered, Reduced, TransportCollectives, Work
 
 _log = logging.getLogger(__name__)
 
@@ -234,23 +234,25 @@ class DeviceCollectives(Transport):
         sum_slices(received.view(num_nodes, numel), out, norm)
         return coded_nbytes
 
-    def prepare_reductions(
-        self, wanted: Sequence[tuple[int, torch.dtype, torch.dtype]], device: torch.device
-    ) -> None:
+    def prepare(self, gathered: Gathered, reduced: Reduced, device: torch.device) -> None:
         def job() -> None:
-            for numel, dtype, _ in wanted:
+            codec = self._codec if self._links.codes_slices else None
+            for numel, dtype, _ in reduced:
                 self._scratch("received", numel, dtype, device)
-            # Compile the kernels by summing a few zeros.
-            for dtype, out_dtype in {(dtype, out_dtype) for _, dtype, out_dtype in wanted}:
+            # Compile the kernels by summing and coding a few zeros.
+            for dtype, out_dtype in {(dtype, out_dtype) for _, dtype, out_dtype in reduced}:
                 norm = torch.empty((), dtype=sum_dtype(out_dtype), device=device)
                 nonfinite = torch.zeros(1, dtype=torch.bool, device=device)
                 zeros, out = (torch.zeros(64, dtype=d, device=device) for d in (dtype, out_dtype))
                 if self._nodes is None:
                     sum_slices(zeros.view(1, -1), out, norm, nonfinite)
                 else:
-                    partial = torch.empty(64, dtype=sum_dtype(dtype), device=device)
-                    sum_slices(zeros.view(1, -1), partial, nonfinite=nonfinite)
-                    sum_slices(partial.view(1, -1), out, norm)
+                    given, zeros = zeros, torch.empty(64, dtype=sum_dtype(dtype), device=device)
+                    sum_slices(given.view(1, -1), zeros, nonfinite=nonfinite)
+                    sum_slices(zeros.view(1, -1), out, norm)
+                if codec is not None and codec.serves(zeros.dtype, 1 << 20):
+                    message = zeros.new_empty(codec.max_nbytes(zeros.dtype, 64), dtype=torch.uint8)
+                    codec.unpack(message[: codec.pack(zeros, message)], zeros, sender=self.rank)
 
         self.launch(job, is_reduction=True).wait()
 

@@ -55,7 +55,7 @@ from zero_core.comm.p2p import CONTROL_CHANNEL, Kind, Messages, tag_of, wait_all
 from zero_core.comm.queues import CommQueues, Pending
 from zero_core.comm.shared_memory import Letter, SharedMemory
 from zero_core.errors import CollectiveError
-from zero_core.protocols import EXACT_GRADIENTS, SliceCodec, Work
+from zero_core.protocols import EXACT_GRADIENTS, Gathered, Reduced, SliceCodec, Work
 
 _ALIGNMENT = 64
 """Alignment of encoded messages in bytes, and size of the length field in front of each."""
@@ -105,13 +105,8 @@ class Transport:
     def close(self) -> None:
         """Release resources that belong to these collectives alone, on this rank alone."""
 
-    def prepare_reductions(
-        self, wanted: Sequence[tuple[int, torch.dtype, torch.dtype]], device: torch.device
-    ) -> None:
-        """Allocate buffers and compile kernels for reductions before the first backward.
-
-        ``wanted`` has an entry per gradient: its elements, its dtype and the dtype of its sum.
-        """
+    def prepare(self, gathered: Gathered, reduced: Reduced, device: torch.device) -> None:
+        """Allocate buffers and compile kernels for reductions before the first backward."""
 
     def _chosen(self, ranks: Sequence[int]) -> list[int]:
         is_sound = len(set(ranks)) == len(ranks) and all(0 <= r < self.world_size for r in ranks)

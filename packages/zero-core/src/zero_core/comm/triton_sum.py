@@ -81,7 +81,11 @@ def sum_kernel(
         row_ptr += numel
         total += _load(row_ptr + offsets, is_inside, DTYPE)
     if OUT_DTYPE == "bf16":
-        bits = _bfloat16_bits(total.to(tl.float32))
+        bits = total.to(tl.float32).to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # ties to even
+        bits = tl.where(
+            total == total, bits, 0x7FC0
+        )  # rounding could overflow a NaN's bits to zero
         tl.store(out_ptr + offsets, bits.to(tl.int16), mask=is_inside)
         stored = (bits << 16).to(tl.float32, bitcast=True)
     else:
@@ -133,14 +137,6 @@ def _has_nonfinite(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     else:
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         return tl.max(bits, axis=0) >= 0x7F800000
-
-
-@triton.jit
-def _bfloat16_bits(x: tl.tensor) -> tl.tensor:
-    """Round fp32 ``x`` to bfloat16, ties to even, and return its 16 bits in an int32."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(x == x, rounded, 0x7FC0)  # rounding could overflow a NaN's bits to zero
 
 
 def _typed(x: Tensor) -> Tensor:
