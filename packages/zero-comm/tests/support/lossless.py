@@ -238,7 +238,7 @@ def decoded(codec: Any, buffer: Tensor, old: Tensor, around: int = 7) -> tuple[b
     integers = integers_of(old)
     values = torch.full((GAP + numel + GAP,), 77, dtype=integers.dtype, device=old.device)
     own = values[GAP : GAP + numel].copy_(integers)
-    is_good = bool(codec.decode(placed[GAP : GAP + nbytes], own.view(old.dtype)))
+    is_good = int(codec.decode(placed[GAP : GAP + nbytes], own.view(old.dtype))) == nbytes
     assert (values[:GAP] == 77).all()
     assert (values[GAP + numel :] == 77).all()
     return is_good, own

@@ -47,7 +47,7 @@ class NativeCodec:
             values.numel(),
             torch.get_num_threads(),
         )
-        return torch.tensor(is_good)
+        return torch.tensor(buffer.numel() if is_good else -1)
 
 
 # The numbers are those of the enumeration in native/kernels.h.
