@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
 from zero_comm.collectives.two_hop import TwoHopReduce
 from zero_comm.collectives.weight_gathers import (
+    Differences,
     Grid,
     LosslessSecondaryGather,
     MessageGather,
@@ -31,7 +32,7 @@ from zero_comm.collectives.weight_gathers import (
     SecondaryGather,
     WeightGather,
 )
-from zero_comm.lossless.message import GradientMessages, is_worthwhile
+from zero_comm.lossless.message import Checks, GradientMessages, is_worthwhile
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import (
     AddingCollectives,
@@ -91,21 +92,24 @@ def create_collectives(
         )
     if rank == 0:
         _log_limits(settings, world_size, ranks_per_node)
+    checks = Checks()
     if settings.codes_gradients and world_size > ranks_per_node:
         if not isinstance(native, CodingCollectives):
             raise ValueError(
                 "zero_optimization.zero_lossless_gradients needs collectives that have coded(), "
                 f"got {type(native).__name__}: leave the key out"
             )
-        native = native.coded(GradientMessages())
+        native = native.coded(GradientMessages(checks))
     if settings == CommSettings(
         has_checksum=settings.has_checksum, codes_gradients=settings.codes_gradients
     ):
         return native
     never = frozenset(frozen)
     if settings.gradients is None and isinstance(native, AddingCollectives):
-        return ExactGradients(native, settings, ranks_per_node=ranks_per_node, frozen=never)
-    return QuantizedCollectives(native, settings, ranks_per_node=ranks_per_node, frozen=never)
+        return ExactGradients(native, settings, checks, ranks_per_node=ranks_per_node, frozen=never)
+    return QuantizedCollectives(
+        native, settings, checks, ranks_per_node=ranks_per_node, frozen=never
+    )
 
 
 class QuantizedCollectives:
@@ -118,14 +122,17 @@ class QuantizedCollectives:
         self,
         transport: TransportCollectives,
         settings: CommSettings,
+        checks: Checks,
         *,
         ranks_per_node: int,
         frozen: Collection[int],
     ) -> None:
+        self.checks = checks
         self._transport = transport
         self._settings = settings
         self._frozen = frozen
         self._scratch = Scratch()
+        self._differences = Differences(self._scratch, checks)
         formats = {settings.weights, settings.frozen_weights}
         self._packings = {kind: settings.weight_packing(kind) for kind in formats if kind}
         self._gathers = self._make_gathers(ranks_per_node)
@@ -170,6 +177,28 @@ class QuantizedCollectives:
         job = partial(gather.gather, out, shard, unit=unit, version=current, backward=backward)
         return _Exchange(self._transport.launch(job, is_reduction=False), self._packings.values())
 
+    def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
+        """Start to exchange the sizes of the next gathers' messages. A collective.
+
+        The host then need not wait for them when it launches these gathers. ``shards``: unit,
+        version, ``out`` if it overlaps the shard, and shard of each gather. Shards must not change
+        until the gathers, or all ranks call it again. It replaces earlier announcements.
+        """
+
+        def job() -> None:
+            numbers = {}
+            for unit, version, out, shard in shards:
+                gather = self._gather_for(shard, unit, is_kept=out is not None)
+                if isinstance(gather, LosslessSecondaryGather | PublishedGather):
+                    numbers[unit, version] = gather.numbers(out, shard, unit)
+            self._differences.announce(numbers, self._transport.world_size, gather_numbers)
+
+        def gather_numbers(found: Tensor, own: Tensor) -> None:
+            origin = {"unit": -1, "version": -1, "backward": False}
+            self._transport.all_gather(found, own, **origin).wait()
+
+        return self._transport.launch(job, is_reduction=False)
+
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``. A collective.
 
@@ -205,6 +234,7 @@ class QuantizedCollectives:
             self._transport.launch(feedback.forget, is_reduction=True).wait()
 
     def _forget_weights(self) -> None:
+        self._differences.forget()
         for gather in self._gathers.values():
             gather.forget()
 
@@ -248,8 +278,8 @@ class QuantizedCollectives:
         has_secondary = self._settings.partition_size > 1 and not is_one_group
         gathers: dict[str | None, WeightGather] = {}
         if self._settings.is_lossless and not is_one_group:
-            gathers[LOSSLESS] = LosslessSecondaryGather(*shared)
-            gathers[_PUBLISHED] = PublishedGather(*shared)
+            gathers[LOSSLESS] = LosslessSecondaryGather(*shared, self._differences)
+            gathers[_PUBLISHED] = PublishedGather(*shared, self._differences)
         for kind, packing in self._packings.items():
             if kind != DIFFERENCE and not has_secondary:
                 gathers[kind] = MessageGather(*shared, packing)

@@ -36,6 +36,9 @@ class Codec(Protocol):
         ``num_threads`` limits the threads of the compiled kernel, None: torch's thread count.
         """
 
+    def measure(self, *operands: Tensor) -> Tensor:
+        """Return the bytes that `encode` would write, as `encode` does."""
+
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
         """Decode ``buffer`` into ``values``, and return the number of bytes of the coded elements.
 

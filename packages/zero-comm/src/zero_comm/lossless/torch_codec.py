@@ -7,6 +7,7 @@ elements alone, so that the host never waits for a device: what a block does not
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -77,30 +78,40 @@ class TorchCodec(ABC):
         ``old`` has the old bits.
         """
 
+    def measure(self, *operands: Tensor) -> Tensor:
+        end = _full(frame.descriptors_nbytes(operands[0].numel()), operands[0])
+        for _, chunk in _chunks(operands[0].numel()):
+            end = end + self._choose([operand[chunk] for operand in operands])[2].sum()
+        return end
+
     def encode(self, *operands: Tensor, out: Tensor, num_threads: int | None = None) -> Tensor:
         numel, itemsize = operands[0].numel(), operands[0].element_size()
         start = frame.descriptors_nbytes(numel)
         descriptors, end = out.zero_()[:start].view(torch.int16), _full(start, out)
-        for first in range(0, frame.num_blocks(numel), _CHUNK_BLOCKS):
-            chunk = slice(first * BLOCK_NUMEL, (first + _CHUNK_BLOCKS) * BLOCK_NUMEL)
-            bits = [_bits(operand[chunk]) for operand in operands]
-            lane, present = _places(len(bits[0]), operands[0][chunk])
-            coded, is_empty, candidates = self._measure(bits, present, itemsize)
-            # The mode is in the lowest 4 bits, so the minimum prefers the lowest mode of equal size.
-            best = present * itemsize * 16 + frame.RAW
-            for further_mode, found in candidates.items():
-                best = torch.minimum(best, found * 16 + further_mode)
-            best = torch.where(is_empty, frame.EMPTY, best)
-            mode, nbytes = best % 16, best // 16
+        for of_blocks, chunk in _chunks(numel):
+            bits, mode, nbytes, coded = self._choose([operand[chunk] for operand in operands])
             found = mode * (1 << frame.MODE_SHIFT) + nbytes
-            descriptors[first : first + _CHUNK_BLOCKS] = found.view(-1).to(torch.int32)
+            descriptors[of_blocks] = found.view(-1).to(torch.int32)
             ends = end + nbytes.cumsum(0)
+            lane, present = _places(len(mode), operands[0][chunk])
             blocks = _Blocks(out, mode, nbytes, ends - nbytes, present, lane, itemsize)
             is_raw = (mode == frame.RAW) & (lane < present)
-            blocks.store(blocks.begin + lane * itemsize, bits[-1], is_raw, itemsize)
+            blocks.store(blocks.begin + lane * itemsize, bits, is_raw, itemsize)
             self._write(coded, blocks)
             end = ends[-1, 0]
         return end
+
+    def _choose(self, operands: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the new bits, each block's mode and bytes, and the integers to code."""
+        itemsize, bits = operands[0].element_size(), [_bits(operand) for operand in operands]
+        _, present = _places(len(bits[0]), operands[0])
+        coded, is_empty, candidates = self._measure(bits, present, itemsize)
+        # The mode is in the lowest 4 bits, so the minimum prefers the lowest mode of equal size.
+        best = present * itemsize * 16 + frame.RAW
+        for further_mode, found in candidates.items():
+            best = torch.minimum(best, found * 16 + further_mode)
+        best = torch.where(is_empty, frame.EMPTY, best)
+        return bits[-1], best % 16, best // 16, coded
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
         numel, itemsize = values.numel(), values.element_size()
@@ -110,10 +121,9 @@ class TorchCodec(ABC):
         descriptors = buffer[:start].view(torch.int16).to(torch.int64)[:, None] & 0xFFFF
         modes, sizes = descriptors >> frame.MODE_SHIFT, descriptors & frame.NBYTES_MASK
         begins = sizes.cumsum(0) - sizes + start
-        for first in range(0, frame.num_blocks(numel), _CHUNK_BLOCKS):
-            chunk = slice(first, first + _CHUNK_BLOCKS)
-            elements = values[first * BLOCK_NUMEL : (first + _CHUNK_BLOCKS) * BLOCK_NUMEL]
-            mode, nbytes, begin = modes[chunk], sizes[chunk], begins[chunk]
+        for of_blocks, chunk in _chunks(numel):
+            elements = values[chunk]
+            mode, nbytes, begin = modes[of_blocks], sizes[of_blocks], begins[of_blocks]
             lane, present = _places(len(mode), elements)
             blocks = _Blocks(buffer, mode, nbytes, begin, present, lane, itemsize)
             new, is_sound = self._read(_bits(elements), blocks)
@@ -127,6 +137,13 @@ class TorchCodec(ABC):
             is_empty = mode == frame.EMPTY
             is_good = is_good & torch.where(is_empty, nbytes == 0, is_sound).all()
         return torch.where(is_good, sizes.sum() + start, -1)
+
+
+def _chunks(numel: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the ranges of blocks, and of their elements, that are coded at once."""
+    for first in range(0, frame.num_blocks(numel), _CHUNK_BLOCKS):
+        last = first + _CHUNK_BLOCKS
+        yield slice(first, last), slice(first * BLOCK_NUMEL, last * BLOCK_NUMEL)
 
 
 def _full(number: int, like: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def decode_kernel(
     """Change the elements of a tile in place.
 
     A block that no encoder can have written is left unchanged and sets ``is_bad``, int32. All
-    blocks count as such if their total size is not ``codes_nbytes``. A block reads only its own
+    blocks count as such if their total size exceeds ``codes_nbytes``. A block reads only its own
     bytes, even if they are damaged.
     """
     NUM_STARTS: tl.constexpr = 3 if BITS == 16 else 4
@@ -125,7 +125,7 @@ def decode_kernel(
     begin_ptr = codes_ptr + (end - nbytes)
     row_ptr = begin_ptr[:, None]
 
-    is_good = (frame.total_of(ends_ptr, numel, present) == codes_nbytes) & (
+    is_good = (frame.total_of(ends_ptr, numel, present) <= codes_nbytes) & (
         has_levels | is_raw | ((mode == EMPTY) & (nbytes == 0))
     )
     is_good = is_good & ((is_raw == 0) | (nbytes == present * (BITS // 8)))

@@ -103,7 +103,7 @@ def decode_kernel(
     is_coded = (mode >= CODED) & (mode <= CODED + MAX_WIDTH) & (present == BLOCK)
     is_coded = is_coded & (num_escapes >= 0)
     is_good = is_raw | is_coded | ((mode == EMPTY) & (nbytes == 0))
-    is_good = is_good & (frame.total_of(ends_ptr, numel, present) == codes_nbytes)
+    is_good = is_good & (frame.total_of(ends_ptr, numel, present) <= codes_nbytes)
     is_coded = is_coded & is_good
     is_raw = is_raw & is_good
 
