@@ -169,8 +169,47 @@ class InPlaceCollectives(Collectives, Protocol):
         """
 
 
+class MessageChecks(Protocol):
+    """Checks of received messages, whose results stay on an accelerator until the step's end."""
+
+    def num_damaged(self) -> Tensor | None:
+        """Return the number of damaged messages since `clear`: 0-dim. None without messages."""
+
+    def take(self) -> Sequence[tuple[int, str]]:
+        """Return unit and description of each damaged message, and clear. The host waits."""
+
+    def clear(self) -> None:
+        """Forget all messages."""
+
+
+@runtime_checkable
+class CheckedCollectives(Collectives, Protocol):
+    """Collectives that decode messages before the host knows that they are sound."""
+
+    @property
+    def checks(self) -> MessageChecks | None:
+        """Checks that the engine reads with each step's statistics, before it updates."""
+
+
+@runtime_checkable
+class AnnouncingCollectives(Collectives, Protocol):
+    """Collectives whose gathers send messages of a length that depends on the values."""
+
+    def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
+        """Start to agree on the lengths of the next gathers, for which they need not wait then.
+
+        All ranks call it after an update, on an accelerator. ``shards``: unit, version, ``out`` if
+        the shard is a part of it, and shard of each gather. A later call replaces it, and
+        `StatefulCollectives.forget_values` withdraws it.
+        """
+
+
 class SliceCodec(Protocol):
     """Lossless codec of gradient slices, which are 1-D, contiguous and on one device."""
+
+    @property
+    def checks(self) -> MessageChecks:
+        """Checks of messages that `unpack` has decoded on an accelerator."""
 
     def serves(self, dtype: torch.dtype, numel: int) -> bool:
         """Whether slices of ``numel`` elements are encoded. All ranks return the same."""
@@ -178,18 +217,18 @@ class SliceCodec(Protocol):
     def max_nbytes(self, dtype: torch.dtype, numel: int) -> int:
         """Return the largest size in bytes of a message with ``numel`` elements."""
 
-    def pack(self, values: Tensor, message: Tensor) -> int:
+    def pack(self, values: Tensor, message: Tensor) -> Tensor:
         """Encode ``values`` into ``message``, and return the bytes written, a multiple of 16.
 
-        ``message`` is uint8, has `max_nbytes` bytes and a 16-byte-aligned address. On an
-        accelerator the host waits for the result.
+        ``message`` is uint8, has `max_nbytes` bytes and a 16-byte-aligned address. The result is
+        0-dim, int64, on its device. On an accelerator zeros follow the bytes.
         """
 
-    def unpack(self, message: Tensor, values: Tensor, *, sender: int) -> None:
+    def unpack(self, message: Tensor, values: Tensor, *, sender: int, unit: int) -> None:
         """Decode ``message`` (uint8, 16-byte-aligned address) into ``values``.
 
         Raises:
-            RuntimeError: the message is damaged. The text names rank ``sender``.
+            RuntimeError: on a host, if the message is damaged. The text names rank ``sender``.
         """
 
 

@@ -32,13 +32,14 @@ from zero_core.config import Config
 from zero_core.core.extension import Extensions
 from zero_core.core.facts import NUM_WORDS, Facts
 from zero_core.core.grads import Arithmetic, FlatGrads
+from zero_core.core.params import DeviceShard
 from zero_core.core.passes import BackwardPass, Passes
 from zero_core.errors import RankMismatchError
 from zero_core.optim.train_state import TrainState, describe_groups
 from zero_core.protocols import AccumulatingTier
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.param_grads import SHARDED, UPDATED_IN_BACKWARD, ParamGrads
-from zero_core.step.update import choose_policy
+from zero_core.step.update import AheadPolicy, choose_policy
 
 CLIP_EPSILON = 1e-6
 """Epsilon that `torch.nn.utils.clip_grad_norm_` adds to the norm."""
@@ -74,6 +75,7 @@ class StepGradient:
         self._facts = facts
         self._hashed: tuple[Sequence[Any], list[float]] = (), []  # settings and their hash
         self._is_agreed = False  # whether the facts cover the current gradient
+        self._is_announced = False  # whether gathers of the step's values are announced
         self._changed_square_sum: Tensor | None = None  # set if param.grad was changed
         self._clipped = 1.0  # product of all clip factors of this step
         # Numbers and tensors of trained parameters that this rank holds in full.
@@ -260,13 +262,7 @@ class StepGradient:
     def clear(self) -> None:
         if self.policy.ahead:  # the step was aborted after `update_ahead`
             _, is_taken, _ = self._decide_by(self._square_sum)
-            is_void = (
-                self._facts.is_any("unreduced")
-                or self._facts.is_any("written")
-                or not self._facts.is_hash_agreed
-                or not is_taken
-            )
-            self.policy.settle(is_void=is_void)
+            self.policy.settle(is_void=self._facts.is_void or not is_taken)
         self.reopen()
         self.param_grads.clear()
         self.params_with_grad.clear()
@@ -274,6 +270,7 @@ class StepGradient:
         self._train.num_drops += 1
         self._norms.clear()
         self.policy.clear()
+        self._is_announced = False
         self._clipped = 1.0
 
     def clip(self, max_norm: float, p: float) -> float:
@@ -295,8 +292,13 @@ class StepGradient:
             return
         pieces = enumerate(self._state.pieces)
         active = [i for i, piece in pieces if piece.param in self.params_with_grad]
-        if not active:
-            return
+        if active:
+            self._step_ahead(active)
+        self._announce()
+        self._facts.follow()
+        self._is_announced = True
+
+    def _step_ahead(self, active: Sequence[int]) -> None:
         square_sum, is_void = self._changed_square_sum, self._facts.device_is_void
         if square_sum is None:
             square_sum = self._facts.device_square_sum
@@ -318,6 +320,24 @@ class StepGradient:
             grad_scale = torch.where(is_void, 1.0, factor / scale)
         self.policy.step_ahead(active, grad_scale=grad_scale, found_inf=found_inf)
 
+    def _announce(self) -> None:
+        """Announce the next gathers of updated shards that are on an accelerator."""
+        flats = [flat for flat in self._state.params if flat.is_exchanged]
+        flats = [flat for flat in flats if flat.segment.is_trainable]
+        is_ahead = isinstance(self.policy, AheadPolicy) and self._state.device.type != "cpu"
+        if is_ahead and all(isinstance(flat.source, DeviceShard) for flat in flats):
+            self._communicator.announce(
+                [
+                    (
+                        flat.segment.index,
+                        flat.version + 1,
+                        flat.full if flat.is_kept else None,
+                        flat.source.read(),
+                    )
+                    for flat in flats
+                ]
+            )
+
     def _decide_by(self, square_sum: float) -> tuple[float, bool, float]:
         """Return the unscaled norm before clipping, whether to update, and the gradient scale."""
         scale = self._train.scaler.scale
@@ -332,6 +352,10 @@ class StepGradient:
             RankMismatchError: settings that must be equal differ between ranks. Nothing was
                 updated, except in backward.
         """
+        is_damaged = self._facts.is_any("damaged")
+        if is_damaged:
+            self.policy.settle(is_void=True)
+        self._communicator.end_checks(is_damaged=is_damaged)
         if not self._facts.is_hash_agreed:
             self.policy.settle(is_void=True)
             self.reopen()  # ranks may correct the settings and call step() again
@@ -385,6 +409,9 @@ class StepGradient:
     def apply(self) -> None:
         active, grad_scale = self._decided
         self.policy.step(active, grad_scale=grad_scale)
+        # Parameters that some ranks have not used were updated after the announcement.
+        if not (self._is_announced and self._facts.is_unanimous("used")):
+            self._announce()
         if self._whole_params:
             # Like an in-place optimizer update, this makes torch refuse a backward of an earlier
             # forward.
