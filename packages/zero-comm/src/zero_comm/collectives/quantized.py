@@ -26,6 +26,7 @@ from zero_comm.collectives.two_hop import TwoHopReduce
 from zero_comm.collectives.weight_gathers import (
     Differences,
     Grid,
+    LosslessGather,
     LosslessSecondaryGather,
     MessageGather,
     PublishedGather,
@@ -178,24 +179,23 @@ class QuantizedCollectives:
         return _Exchange(self._transport.launch(job, is_reduction=False), self._packings.values())
 
     def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
-        """Start to exchange the sizes of the next gathers' messages. A collective.
+        """Start to exchange the lengths of the next gathers' messages. A collective.
 
-        The host then need not wait for them when it launches these gathers. ``shards``: unit,
-        version, ``out`` if it overlaps the shard, and shard of each gather. Shards must not change
-        until the gathers, or all ranks call it again. It replaces earlier announcements.
+        The host then does not wait for a device when it launches these gathers. ``shards``: unit,
+        version, ``out`` if it overlaps the shard, and shard of each. After a change of shards all
+        ranks must call it again, which replaces earlier announcements.
         """
 
         def job() -> None:
             numbers = {}
             for unit, version, out, shard in shards:
                 gather = self._gather_for(shard, unit, is_kept=out is not None)
-                if isinstance(gather, LosslessSecondaryGather | PublishedGather):
+                if isinstance(gather, LosslessGather):
                     numbers[unit, version] = gather.numbers(out, shard, unit)
             self._differences.announce(numbers, self._transport.world_size, gather_numbers)
 
-        def gather_numbers(found: Tensor, own: Tensor) -> None:
-            origin = {"unit": -1, "version": -1, "backward": False}
-            self._transport.all_gather(found, own, **origin).wait()
+        def gather_numbers(out: Tensor, own: Tensor) -> None:
+            self._transport.all_gather(out, own, unit=-1, version=-1, backward=False).wait()
 
         return self._transport.launch(job, is_reduction=False)
 

@@ -46,7 +46,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypedDict, Unpack
+from typing import Final, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -255,42 +255,27 @@ class SecondaryGather(WeightGather):
 class Differences:
     """Lossless differences of an engine's weights. See [Note: lossless differences].
 
-    Before a rank sends a difference, all ranks exchange three numbers: bytes of their messages,
-    versions of their kept values, and checksums of all values that they keep. Jobs of one queue
-    call the methods.
+    Ranks exchange three **numbers** per unit: bytes of the message, version of the kept values, and
+    a checksum of all values that the rank holds. Jobs of one queue call the methods.
     """
 
     def __init__(self, scratch: Scratch, checks: Checks) -> None:
         self._scratch = scratch
-        self._checks = checks
+        self.checks = checks
         self._announced: dict[tuple[int, int], Callable[[], Tensor]] = {}  # by unit and version
-
-    def numbers(
-        self,
-        old: Tensor,
-        new: Tensor,
-        before: int | None,
-        held: Sequence[Tensor] = (),
-        nbytes: Tensor | None = None,
-    ) -> Tensor:
-        """Return this rank's numbers on its device. ``held``: all values that it keeps."""
-        zero = torch.zeros((), dtype=torch.int64, device=new.device)
-        if before is None:
-            return torch.stack([zero, zero + _NONE, zero])
-        total = zero
-        if held:
-            total = checksums(torch.stack([*map(checksum_of, held)]).view(torch.uint8))
-        return torch.stack([measure(old, new) if nbytes is None else nbytes, zero + before, total])
 
     def announce(
         self, numbers: Mapping[tuple[int, int], Tensor], num_ranks: int, gather: _Gather
     ) -> None:
-        """Exchange the numbers of the next versions of several units, without waiting."""
-        read = _exchanged([*numbers.values()], num_ranks, gather) if numbers else None
+        """Exchange the numbers of several units and versions, without waiting for them."""
+        self.forget()
+        if numbers:
+            read = _exchanged([*numbers.values()], num_ranks, gather)
+            for place, key in enumerate(numbers):
+                self._announced[key] = lambda place=place: read()[:, place]
+
+    def forget(self) -> None:
         self._announced.clear()
-        for place, key in enumerate(numbers):
-            assert read is not None
-            self._announced[key] = lambda place=place: read()[:, place]
 
     def message(
         self,
@@ -315,7 +300,7 @@ class Differences:
         else:
             if before is not None:
                 nbytes = pack("differences", old, new, message=message, versions=(before, now))
-            own = self.numbers(old, new, before, held, nbytes)
+            own = numbers_of(old, new, before, held, nbytes)
             found = _exchanged([own], len(ranks), gather)()[:, 0]
         lengths, kept, sums = zip(*found.tolist(), strict=True)
         length = max(lengths)
@@ -325,16 +310,26 @@ class Differences:
             pack("differences", old, new, message=message, versions=(before, now))
         return message[:length]
 
-    def apply(self, rows: Tensor, values: Sequence[Tensor], versions: _Versions, **of: Any) -> None:
-        """Apply the messages in ``rows`` to ``values``. ``of``: see `unpack`."""
-        unpack("differences", rows, values, versions=versions, checks=self._checks, **of)
 
-    def forget(self) -> None:
-        self._announced.clear()
+def numbers_of(
+    old: Tensor,
+    new: Tensor,
+    before: int | None,
+    held: Sequence[Tensor] = (),
+    nbytes: Tensor | None = None,
+) -> Tensor:
+    """Return this rank's numbers for `Differences`: int64, [3]."""
+    zero = torch.zeros((), dtype=torch.int64, device=new.device)
+    if before is None:
+        return torch.stack([zero, zero + _NONE, zero])
+    total = zero
+    if held:
+        total = checksums(torch.stack([*map(checksum_of, held)]).view(torch.uint8))
+    return torch.stack([measure(old, new) if nbytes is None else nbytes, zero + before, total])
 
 
 def _exchanged(numbers: list[Tensor], num_ranks: int, gather: _Gather) -> Callable[[], Tensor]:
-    """Exchange numbers, and return a function that waits for them: on the host, [ranks, units, 3].
+    """Exchange numbers. The result waits for them and returns them on the host: [ranks, units, 3].
 
     ``gather`` fills its first argument with the second one of every rank.
     """
@@ -355,8 +350,8 @@ def _exchanged(numbers: list[Tensor], num_ranks: int, gather: _Gather) -> Callab
     return read
 
 
-class LosslessSecondaryGather(SecondaryGather):
-    """`SecondaryGather` that refreshes its secondary shards by lossless differences."""
+class LosslessGather(WeightGather):
+    """Gathers weights as lossless differences, if every rank has the earlier values."""
 
     def __init__(
         self,
@@ -368,12 +363,25 @@ class LosslessSecondaryGather(SecondaryGather):
         super().__init__(transport, grid, scratch)
         self._differences = differences
 
+    @abstractmethod
     def numbers(self, out: Tensor | None, shard: Tensor, unit: int) -> Tensor:
         """Return this rank's numbers for `Differences.announce`."""
+
+    def _apply(
+        self, rows: Tensor, values: list[Tensor], unit: int, versions: _Versions, senders: list[int]
+    ) -> None:
+        of = {"senders": senders, "unit": unit, "own": self._transport.rank}
+        checks = self._differences.checks
+        unpack("differences", rows, values, checks=checks, versions=versions, **of)
+
+
+class LosslessSecondaryGather(LosslessGather, SecondaryGather):
+    """`SecondaryGather` that refreshes its secondary shards by lossless differences."""
+
+    def numbers(self, out: Tensor | None, shard: Tensor, unit: int) -> Tensor:
         grid = self._grid
         entry = self._entry(unit, grid.num_groups * shard.numel(), shard.dtype, shard.device)
-        own = entry.values.view(grid.num_groups, -1)[grid.group]
-        return self._differences.numbers(own, shard, entry.version)
+        return numbers_of(entry.values.view(grid.num_groups, -1)[grid.group], shard, entry.version)
 
     def _refresh(
         self, secondary: Tensor, shard: Tensor, versions: _Versions, **origin: Unpack[Origin]
@@ -382,16 +390,15 @@ class LosslessSecondaryGather(SecondaryGather):
         gather = partial(grid.gather_inter_group, **origin)
         message = self._differences.message(own, shard, unit, versions, grid.peers, gather)
         if message is None:
-            grid.gather_inter_group(secondary, shard, **origin)
+            gather(secondary, shard)
             return
         rows = self.take_bytes("messages", (grid.num_groups, len(message)), shard.device)
-        grid.gather_inter_group(rows, message, **origin)
-        of = {"senders": grid.peers, "unit": unit, "own": self._transport.rank}
-        self._differences.apply(rows, [*secondary], versions, **of)
+        gather(rows, message)
+        self._apply(rows, [*secondary], unit, versions, grid.peers)
         own.copy_(shard)
 
 
-class PublishedGather(WeightGather):
+class PublishedGather(LosslessGather):
     """Gathers weights into buffers that still hold the values of the previous gather.
 
     It keeps this rank's slice of each unit as published, because the slice in the buffer is the
@@ -400,41 +407,36 @@ class PublishedGather(WeightGather):
 
     kept_kind = "published weights"
 
-    def __init__(
-        self,
-        transport: TransportCollectives,
-        grid: Grid,
-        scratch: Scratch,
-        differences: Differences,
-    ) -> None:
-        super().__init__(transport, grid, scratch)
-        self._differences = differences
-
     def numbers(self, out: Tensor | None, shard: Tensor, unit: int) -> Tensor:
-        """Return this rank's numbers for `Differences.announce`."""
         assert out is not None, "the shard is a part of it"
         entry = self._entry(unit, shard.numel(), shard.dtype, shard.device)
-        held = self._held(out, entry.values)
-        return self._differences.numbers(entry.values, shard, entry.version, held)
+        return numbers_of(entry.values, shard, entry.version, self._held(out, entry.values))
 
     def gather(self, out: Tensor, shard: Tensor, *, version: int, **origin: Unpack[Origin]) -> None:
-        unit, ranks = origin["unit"], range(self._transport.world_size)
-        entry = self._entry(unit, shard.numel(), shard.dtype, shard.device)
+        grid, unit, device = self._grid, origin["unit"], shard.device
+        groups, size, ranks = grid.num_groups, grid.group_size, self._transport.world_size
+        entry = self._entry(unit, shard.numel(), shard.dtype, device)
         versions, entry.version = (entry.version, version), None
-        gather = partial(self._gather, version=version, **origin)
-        held = self._held(out, entry.values)
+
+        def gather(out: Tensor, shard: Tensor) -> None:
+            self._transport.all_gather(out, shard, version=version, **origin).wait()
+
+        slices, held = [*out.view(ranks, -1)], self._held(out, entry.values)
         message = self._differences.message(
-            entry.values, shard, unit, versions, ranks, gather, held
+            entry.values, shard, unit, versions, range(ranks), gather, held
         )
         if message is None:
             gather(out, shard)
         else:
-            self._take_differences(out, message, versions, **origin)
+            rows = self.take_bytes("messages", (groups, len(message)), device)
+            grid.gather_inter_group(rows, message, **origin)
+            arrived = self.take_bytes("all messages", (size, groups, len(message)), device)
+            grid.gather_intra_group(arrived, rows, **origin)
+            senders = [g * size + i for i in range(size) for g in range(groups)]
+            values = [slices[sender] for sender in senders]
+            self._apply(arrived.view(ranks, -1), values, unit, versions, senders)
         entry.values.copy_(shard)
         entry.version = version
-
-    def _gather(self, out: Tensor, shard: Tensor, **origin: Any) -> None:
-        self._transport.all_gather(out, shard, **origin).wait()
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Ordinary memory is enough, because the slice itself is never sent.
@@ -442,24 +444,7 @@ class PublishedGather(WeightGather):
             return torch.zeros(numel, dtype=dtype, device=device)
 
     def _held(self, out: Tensor, kept: Tensor) -> list[Tensor]:
-        """Return the values of the last version of every rank."""
+        """Return every rank's values of the last version, as this rank holds them."""
         slices = [*out.view(self._transport.world_size, -1)]
         slices[self._transport.rank] = kept
         return slices
-
-    def _take_differences(
-        self, out: Tensor, message: Tensor, versions: _Versions, **origin: Unpack[Origin]
-    ) -> None:
-        """Update the other ranks' slices of ``out``."""
-        grid, nbytes, device = self._grid, len(message), out.device
-        groups, size = grid.num_groups, grid.group_size
-        rows = self.take_bytes("messages", (groups, nbytes), device)
-        grid.gather_inter_group(rows, message, **origin)
-        arrived = self.take_bytes("all messages", (size, groups, nbytes), device)
-        grid.gather_intra_group(arrived, rows, **origin)
-        # ``arrived`` has the ranks of a position in their groups one after another.
-        senders = [g * size + i for i in range(size) for g in range(groups)]
-        slices = out.view(len(senders), -1)
-        of = {"senders": senders, "unit": origin["unit"], "own": self._transport.rank}
-        each = [slices[sender] for sender in senders]
-        self._differences.apply(arrived.view(len(senders), -1), each, versions, **of)

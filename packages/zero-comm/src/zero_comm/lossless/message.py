@@ -36,7 +36,7 @@ from zero_comm.lossless import block_frame as frame
 from zero_comm.lossless.block_frame import Coding
 from zero_comm.lossless.codec import find_codec
 from zero_comm.quantizer.checksum import checksums
-from zero_comm.quantizer.message import CorruptMessageError
+from zero_comm.quantizer.message import CorruptMessageError, fill_words
 
 HEADER_NBYTES: Final = 48
 _ALIGNMENT: Final = 16
@@ -97,10 +97,9 @@ def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
     return dtype.itemsize in frame.ITEMSIZES and numel * dtype.itemsize >= _SHORTEST_NBYTES
 
 
-def measure(*operands: Tensor) -> Tensor:
-    """Return the bytes of a message of differences that `pack` would write, as `pack` does."""
-    nbytes = find_codec("differences", operands[0].device).measure(*operands)
-    return _padded(nbytes)
+def measure(old: Tensor, new: Tensor) -> Tensor:
+    """Return the bytes of a message of differences, as `pack` does."""
+    return _padded(find_codec("differences", new.device).measure(old, new))
 
 
 def pack(
@@ -211,11 +210,7 @@ def _fixed_words(coding: Coding, values: Tensor, versions: tuple[int, int]) -> T
     fixed = bytearray(_fixed_part(coding, values, versions))
     if values.is_cpu:
         return torch.frombuffer(fixed, dtype=torch.int64)
-    # Filled word by word: a copy from host memory would wait for the device.
-    found = torch.empty(4, dtype=torch.int64, device=values.device)
-    for place, word in zip(found, struct.unpack("=4q", fixed), strict=True):
-        place.fill_(word)
-    return found
+    return fill_words(fixed, values.device)
 
 
 class GradientMessages:

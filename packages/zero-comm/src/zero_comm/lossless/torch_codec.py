@@ -43,7 +43,7 @@ class _Blocks:
             self.buffer.index_add_(0, (at + byte).flatten(), part.flatten())
 
     def load(self, at: Tensor, is_loaded: Tensor, nbytes: int = 1) -> Tensor:
-        """Return int64 values of ``nbytes`` bytes, 0 where masked out. Damage may mislead ``at``."""
+        """Return int64 values of ``nbytes`` bytes, 0 where masked out. ``at`` may be damaged."""
         at, last, values = torch.where(is_loaded, at, 0), len(self.buffer) - 1, 0
         for byte in range(nbytes):
             values = values + (self.buffer[(at + byte).clamp(max=last)].long() << 8 * byte)
@@ -130,7 +130,7 @@ class TorchCodec(ABC):
             is_raw = mode == frame.RAW
             raw = blocks.load(begin + lane * itemsize, is_raw & (lane < present), itemsize)
             new = torch.where(is_raw, raw, new).flatten()[: len(elements)]
-            # Bits above the largest signed integer become negative, or the conversion would overflow.
+            # Bits above the largest signed integer become negative: the conversion must not overflow.
             signed = new - ((new >> (8 * itemsize - 1)) << 8 * itemsize)
             elements.view(INTEGERS[itemsize]).copy_(signed)
             is_sound = torch.where(is_raw, nbytes == present * itemsize, is_sound)

@@ -47,7 +47,13 @@ from zero_core.comm.host import HostCollectives, Transport, check_announced
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Meter
 from zero_core.comm.queues import CommQueues, HostQueues, StreamQueues
 from zero_core.comm.shared_memory import SharedMemory
-from zero_core.protocols import EXACT_GRADIENTS, MessageChecks, SliceCodec, TransportCollectives, Work
+from zero_core.protocols import (
+    EXACT_GRADIENTS,
+    MessageChecks,
+    SliceCodec,
+    TransportCollectives,
+    Work,
+)
 
 _log = logging.getLogger(__name__)
 
