@@ -170,7 +170,7 @@ class InPlaceCollectives(Collectives, Protocol):
 
 
 class MessageChecks(Protocol):
-    """Checks of received messages, whose results stay on an accelerator until the step's end."""
+    """Checks of messages that were decoded before the host knows whether they are sound."""
 
     def num_damaged(self) -> Tensor | None:
         """Return the number of damaged messages since `clear`: 0-dim. None without messages."""
@@ -184,23 +184,21 @@ class MessageChecks(Protocol):
 
 @runtime_checkable
 class CheckedCollectives(Collectives, Protocol):
-    """Collectives that decode messages before the host knows that they are sound."""
+    """Collectives whose checks the engine reads with a step's statistics, before it updates."""
 
     @property
     def checks(self) -> MessageChecks | None:
-        """Checks that the engine reads with each step's statistics, before it updates."""
+        """Checks of all messages received on an accelerator."""
 
 
 @runtime_checkable
 class AnnouncingCollectives(Collectives, Protocol):
-    """Collectives whose gathers send messages of a length that depends on the values."""
+    """Collectives that can agree on the lengths of gathers' messages in advance."""
 
     def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
-        """Start to agree on the lengths of the next gathers, for which they need not wait then.
+        """Start to agree, so that the gathers need not wait for an accelerator.
 
-        All ranks call it after an update, on an accelerator. ``shards``: unit, version, ``out`` if
-        the shard is a part of it, and shard of each gather. A later call replaces it, and
-        `StatefulCollectives.forget_values` withdraws it.
+        ``shards``: unit, version, ``out`` if the shard is a part of it, and shard of each gather.
         """
 
 

@@ -35,8 +35,9 @@ only gathers write to them. A buffer that the engine keeps, as in stages 1 and 2
 earlier values, but user code may have edited them. Each rank therefore computes checksums of its
 buffer, with its own slice as published. The ranks compare the checksums, message lengths and
 versions. If any differ, if nothing was published before, or if a difference is not shorter, all
-ranks send whole values. This exchange is part of every gather, so a rank that lost its kept values
-still enters the same collectives as the other ranks.
+ranks send whole values. A rank that lost its kept values thus enters the same collectives as the
+others. The exchange is part of the gather, for which a host waits. An engine on accelerators
+announces the gathers of all units after its update instead: one exchange, without a wait.
 """
 
 from __future__ import annotations
@@ -338,7 +339,7 @@ def _exchanged(numbers: list[Tensor], num_ranks: int, gather: _Gather) -> Callab
     gather(found.view(-1), own.view(-1))
     if found.is_cpu:
         return lambda: found
-    copied = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+    copied = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
     copied.copy_(found, non_blocking=True)
     event = torch.accelerator.current_stream(found.device).record_event()
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from zero_comm.lossless.codec import find_codec
 from zero_comm.quantizer.checksum import checksums
 from zero_comm.quantizer.message import CorruptMessageError, fill_words
 
+_Count = TypeVar("_Count", int, Tensor)
 HEADER_NBYTES: Final = 48
 _ALIGNMENT: Final = 16
 _SHORTEST_NBYTES: Final = 4096
@@ -80,7 +81,7 @@ class Checks:
         self._found.clear()
 
 
-def message_nbytes(buffer_nbytes: int) -> int:
+def message_nbytes(buffer_nbytes: _Count) -> _Count:
     """Return the bytes of a message with a buffer of ``buffer_nbytes``, a multiple of 16."""
     return HEADER_NBYTES + -(-buffer_nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -99,7 +100,7 @@ def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
 
 def measure(old: Tensor, new: Tensor) -> Tensor:
     """Return the bytes of a message of differences, as `pack` does."""
-    return _padded(find_codec("differences", new.device).measure(old, new))
+    return message_nbytes(find_codec("differences", new.device).measure(old, new))
 
 
 def pack(
@@ -114,13 +115,12 @@ def pack(
     values, buffer = operands[-1], message[HEADER_NBYTES:]
     nbytes = find_codec(coding, values.device).encode(*operands, out=buffer)
     if message.is_cpu:
-        length = int(nbytes)
-        buffer = buffer[: message_nbytes(length) - HEADER_NBYTES]
-        buffer[length:] = 0
+        buffer = message[HEADER_NBYTES : message_nbytes(int(nbytes))]
+        buffer[int(nbytes) :] = 0
     words = message[:HEADER_NBYTES].view(torch.int64)
     words[:4] = _fixed_words(coding, values, versions)
     words[4], words[5] = nbytes, checksums(buffer)
-    return _padded(nbytes)
+    return message_nbytes(nbytes)
 
 
 def unpack(
@@ -170,10 +170,6 @@ def _damaged(coding: Coding, sender: int, why: object) -> str:
         f"the message of {name} of rank {sender} is damaged or {others}: {why}. If all ranks "
         f"have the same {differing} and settings, suspect memory or the network"
     )
-
-
-def _padded(nbytes: Tensor) -> Tensor:
-    return (nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT + HEADER_NBYTES
 
 
 def _checked_buffer(

@@ -130,7 +130,7 @@ class TorchCodec(ABC):
             is_raw = mode == frame.RAW
             raw = blocks.load(begin + lane * itemsize, is_raw & (lane < present), itemsize)
             new = torch.where(is_raw, raw, new).flatten()[: len(elements)]
-            # Bits above the largest signed integer become negative: the conversion must not overflow.
+            # Bits above the largest signed integer become negative, so that none overflows.
             signed = new - ((new >> (8 * itemsize - 1)) << 8 * itemsize)
             elements.view(INTEGERS[itemsize]).copy_(signed)
             is_sound = torch.where(is_raw, nbytes == present * itemsize, is_sound)

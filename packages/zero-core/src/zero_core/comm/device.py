@@ -171,7 +171,6 @@ class DeviceCollectives(Transport):
 
         if self._open is not None:  # its slices are in the scratch buffers
             self._open.wait()
-            self._open = None
         sent = full.dtype if nodes is None else sum_dtype(full.dtype)
         codec = self._codec if self._links.codes_slices else None
         if codec is not None and not codec.serves(sent, out.numel()):
@@ -226,15 +225,12 @@ class DeviceCollectives(Transport):
         sizes = torch.stack([codec.pack(rows[peer], messages[peer]) for peer in peers])
         found = sizes.new_empty(size)
         library.all_gather(found, sizes.amax(0, keepdim=True)).wait()
-        lengths = torch.empty(size, dtype=torch.int64, pin_memory=device.type != "cpu")
+        lengths = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
         lengths.copy_(found, non_blocking=True)
-        event = None
-        if device.type != "cpu":
-            event = torch.accelerator.current_stream(device).record_event()
+        event = torch.accelerator.current_stream(device).record_event()
 
         def exchange() -> int:
-            if event is not None:
-                event.synchronize()
+            event.synchronize()
             for sender, nbytes in zip(senders, lengths.tolist(), strict=True):
                 check_announced(nbytes, most, senders[own], sender, multiple=_MESSAGE_ALIGNMENT)
             nbytes = int(lengths.max())

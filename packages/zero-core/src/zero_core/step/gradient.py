@@ -39,7 +39,7 @@ from zero_core.optim.train_state import TrainState, describe_groups
 from zero_core.protocols import AccumulatingTier
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.param_grads import SHARDED, UPDATED_IN_BACKWARD, ParamGrads
-from zero_core.step.update import AheadPolicy, choose_policy
+from zero_core.step.update import choose_policy
 
 CLIP_EPSILON = 1e-6
 """Epsilon that `torch.nn.utils.clip_grad_norm_` adds to the norm."""
@@ -321,22 +321,11 @@ class StepGradient:
         self.policy.step_ahead(active, grad_scale=grad_scale, found_inf=found_inf)
 
     def _announce(self) -> None:
-        """Announce the next gathers of updated shards that are on an accelerator."""
-        flats = [flat for flat in self._state.params if flat.is_exchanged]
-        flats = [flat for flat in flats if flat.segment.is_trainable]
-        is_ahead = isinstance(self.policy, AheadPolicy) and self._state.device.type != "cpu"
-        if is_ahead and all(isinstance(flat.source, DeviceShard) for flat in flats):
-            self._communicator.announce(
-                [
-                    (
-                        flat.segment.index,
-                        flat.version + 1,
-                        flat.full if flat.is_kept else None,
-                        flat.source.read(),
-                    )
-                    for flat in flats
-                ]
-            )
+        """Announce the next gathers of updated shards, if they are on an accelerator."""
+        flats = [f for f in self._state.params if f.is_exchanged and f.segment.is_trainable]
+        is_here = all(isinstance(flat.source, DeviceShard) for flat in flats)
+        if is_here and self.policy.is_on_device and self._state.device.type != "cpu":
+            self._communicator.announce([flat.announcement() for flat in flats])
 
     def _decide_by(self, square_sum: float) -> tuple[float, bool, float]:
         """Return the unscaled norm before clipping, whether to update, and the gradient scale."""
@@ -352,18 +341,14 @@ class StepGradient:
             RankMismatchError: settings that must be equal differ between ranks. Nothing was
                 updated, except in backward.
         """
-        is_damaged = self._facts.is_any("damaged")
-        if is_damaged:
+        if self._facts.is_void:
             self.policy.settle(is_void=True)
-        self._communicator.end_checks(is_damaged=is_damaged)
+        self._communicator.end_checks(is_damaged=self._facts.is_any("damaged"))
         if not self._facts.is_hash_agreed:
-            self.policy.settle(is_void=True)
             self.reopen()  # ranks may correct the settings and call step() again
             self.param_grads.forget_last_changes()
             self._refuse_step()
         self._state.common_buffers.confirm()
-        if self._facts.is_any("written"):
-            self.policy.settle(is_void=True)
         for follow in self._extensions.before_decision:
             follow(self._train.global_steps + 1)
         self.param_grads.decided()
