@@ -223,8 +223,8 @@ class DeviceCollectives(Transport):
         messages = self._scratch("messages", size * most, torch.uint8, device).view(size, most)
         peers = [peer for peer in range(size) if peer != own]
         sizes = torch.stack([codec.pack(rows[peer], messages[peer]) for peer in peers])
-        found = sizes.new_empty(size)
-        library.all_gather(found, sizes.amax(0, keepdim=True)).wait()
+        found, longest = sizes.new_empty(size), sizes.amax(0, keepdim=True)
+        library.all_gather(found, longest).wait()
         lengths = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
         lengths.copy_(found, non_blocking=True)
         event = torch.accelerator.current_stream(device).record_event()
