@@ -194,10 +194,15 @@ class Communicator:
         if self._checks is not None:
             self._checks.clear()
 
-    def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> None:
-        """Do `zero_core.protocols.AnnouncingCollectives.announce`, if the collectives can."""
-        if self._announcing is not None:
-            self._announcing.announce(shards).wait()
+    def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> bool:
+        """Do `zero_core.protocols.AnnouncingCollectives.announce`, if the collectives can.
+
+        Only on an accelerator: a host's gathers may wait. Returns whether it was done.
+        """
+        if self._announcing is None or shards[0][3].is_cpu:
+            return False
+        self._announcing.announce(shards).wait()
+        return True
 
     def close(self) -> None:
         """Stop the watch on this rank alone."""

@@ -25,7 +25,7 @@ _HASH, _SQUARED_HASH, _SUMS, _DAMAGED = "hash", "squares of the hash", "sums", "
 
 
 def _sizes(num_params: int, num_units: int, arithmetic: Arithmetic) -> dict[str, int]:
-    numbers = dict.fromkeys(("unreduced", "with gradient", "written", _DAMAGED), 1)
+    numbers = dict.fromkeys(("unreduced", "with gradient", "written", "late", _DAMAGED), 1)
     hashed = {_HASH: NUM_WORDS, _SQUARED_HASH: NUM_WORDS}
     marks = {"used": num_params, "left out": num_units}
     return {**numbers, **hashed, **marks, _SUMS: arithmetic.num_sums}

@@ -76,6 +76,7 @@ class StepGradient:
         self._hashed: tuple[Sequence[Any], list[float]] = (), []  # settings and their hash
         self._is_agreed = False  # whether the facts cover the current gradient
         self._is_announced = False  # whether gathers of the step's values are announced
+        self.has_hooks = False  # whether the optimizer has hooks that run before the update
         self._changed_square_sum: Tensor | None = None  # set if param.grad was changed
         self._clipped = 1.0  # product of all clip factors of this step
         # Numbers and tensors of trained parameters that this rank holds in full.
@@ -204,6 +205,7 @@ class StepGradient:
 
     def fill(self, facts: Facts) -> None:
         facts.put("with gradient", bool(self.params_with_grad))
+        facts.put("late", self._is_late)
         facts.mark("used", self.params_with_grad)
         changed = self.param_grads.begin_agreement(self._communicator)
         alike = (
@@ -287,16 +289,22 @@ class StepGradient:
 
     def update_ahead(self) -> None:
         """Enqueue the update before the host reads the facts, if the policy can."""
-        self.param_grads.close()
-        if self._facts.is_known or not self.policy.can_step_ahead:
+        if not self.has_hooks:
+            self.param_grads.close()
+        if self._facts.is_known:
             return
         pieces = enumerate(self._state.pieces)
         active = [i for i, piece in pieces if piece.param in self.params_with_grad]
-        if active:
+        if active and not self._is_late:
             self._step_ahead(active)
-        self._announce()
-        self._facts.follow()
-        self._is_announced = True
+        # All ranks announce, even if this one updates later: see `apply`.
+        if self._announce():
+            self._facts.follow()
+            self._is_announced = True
+
+    @property
+    def _is_late(self) -> bool:
+        return self.has_hooks or not self.policy.can_step_ahead
 
     def _step_ahead(self, active: Sequence[int]) -> None:
         square_sum, is_void = self._changed_square_sum, self._facts.device_is_void
@@ -320,12 +328,13 @@ class StepGradient:
             grad_scale = torch.where(is_void, 1.0, factor / scale)
         self.policy.step_ahead(active, grad_scale=grad_scale, found_inf=found_inf)
 
-    def _announce(self) -> None:
+    def _announce(self) -> bool:
         """Announce the next gathers of updated shards, if they are on an accelerator."""
         flats = [f for f in self._state.params if f.is_exchanged and f.segment.is_trainable]
         is_here = all(isinstance(flat.source, DeviceShard) for flat in flats)
-        if is_here and self.policy.is_on_device and self._state.device.type != "cpu":
-            self._communicator.announce([flat.announcement() for flat in flats])
+        if not (flats and is_here and self.policy.is_on_device):
+            return False
+        return self._communicator.announce([flat.announcement() for flat in flats])
 
     def _decide_by(self, square_sum: float) -> tuple[float, bool, float]:
         """Return the unscaled norm before clipping, whether to update, and the gradient scale."""
@@ -394,8 +403,10 @@ class StepGradient:
     def apply(self) -> None:
         active, grad_scale = self._decided
         self.policy.step(active, grad_scale=grad_scale)
-        # Parameters that some ranks have not used were updated after the announcement.
-        if not (self._is_announced and self._facts.is_unanimous("used")):
+        # Some ranks may have updated after the announcement: with hooks, or parameters that only
+        # other ranks have used. The condition is equal on all ranks.
+        is_early = self._is_announced and not self._facts.is_any("late")
+        if not (is_early and self._facts.is_unanimous("used")):
             self._announce()
         if self._whole_params:
             # Like an in-place optimizer update, this makes torch refuse a backward of an earlier
