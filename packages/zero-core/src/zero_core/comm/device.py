@@ -27,7 +27,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -187,13 +186,13 @@ class DeviceCollectives(Transport):
                 senders = range(near_ranks.rank, self.world_size, near_ranks.world_size)
             if codec is None:
                 library.all_to_all(received, parts).wait()
-                finish(received, lambda: far)
+                finish(received, far)
             else:
                 exchange = self._encoded(codec, library, received, parts, senders, unit)
-                reduction.second_job = partial(finish, received, exchange)
+                reduction.second_job = lambda: finish(received, exchange())
 
-        def finish(received: Tensor, exchange: Callable[[], int]) -> None:
-            far_nbytes, slices = exchange(), received.view(-1, out.numel())
+        def finish(received: Tensor, far_nbytes: int) -> None:
+            slices = received.view(-1, out.numel())
             if is_added:
                 add_in_rank_order(out, slices.unbind())
                 find_nonfinite(slices, nonfinite)
