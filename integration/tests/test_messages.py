@@ -267,7 +267,7 @@ def test_no_rank_updates_after_a_message_was_damaged_on_a_device() -> None:
 def _counts_waits(ranks: SimulatedRanks, case: Case) -> Any:
     engine = case.build(ranks, make_model(CODED))
     losses, waits = [], []
-    for step in range(4):
+    for step in range(3):
         inputs, counters = _batch(ranks, step), fake_cuda.counters
         before = Counter(counters(ranks.device.index).syncs)
         losses.append(engine(**inputs)["loss"])

@@ -115,10 +115,15 @@ def pack(
     values, buffer = operands[-1], message[HEADER_NBYTES:]
     nbytes = find_codec(coding, values.device).encode(*operands, out=buffer)
     if message.is_cpu:
-        buffer = message[HEADER_NBYTES : message_nbytes(int(nbytes))]
-        buffer[int(nbytes) :] = 0
+        length = int(nbytes)
+        total = message_nbytes(length)
+        message[HEADER_NBYTES + length : total] = 0
+        lengths = struct.pack(_LENGTHS, length, int(checksums(message[HEADER_NBYTES:total])))
+        header = bytearray(_fixed_part(coding, values, versions) + lengths)
+        message[:HEADER_NBYTES] = torch.frombuffer(header, dtype=torch.uint8)
+        return torch.tensor(total)
     words = message[:HEADER_NBYTES].view(torch.int64)
-    words[:4] = _fixed_words(coding, values, versions)
+    words[:4] = fill_words(_fixed_part(coding, values, versions), message.device)
     words[4], words[5] = nbytes, checksums(buffer)
     return message_nbytes(nbytes)
 
@@ -154,7 +159,8 @@ def unpack(
                 raise CorruptMessageError(_damaged(coding, sender, error)) from error
         return
     words = rows.view(torch.int64)
-    is_good = (words[:, :4] == _fixed_words(coding, values[0], versions)).all(1)
+    expected = fill_words(_fixed_part(coding, values[0], versions), rows.device)
+    is_good = (words[:, :4] == expected).all(1)
     is_good &= checksums(rows[:, HEADER_NBYTES:]) == words[:, 5]
     lengths = [
         word if sender == own else codec.decode(message[HEADER_NBYTES:], into)
@@ -199,14 +205,6 @@ def _fixed_part(coding: Coding, values: Tensor, versions: tuple[int, int]) -> by
     """Return the part of the header that sender and receiver must agree on."""
     facts = 1, values.element_size(), frame.BLOCK_NUMEL, values.numel()
     return struct.pack(_FIXED, _LETTERS[coding], *facts, *versions)
-
-
-def _fixed_words(coding: Coding, values: Tensor, versions: tuple[int, int]) -> Tensor:
-    """Return `_fixed_part` as int64 words on the device of ``values``."""
-    fixed = bytearray(_fixed_part(coding, values, versions))
-    if values.is_cpu:
-        return torch.frombuffer(fixed, dtype=torch.int64)
-    return fill_words(fixed, values.device)
 
 
 class GradientMessages:
