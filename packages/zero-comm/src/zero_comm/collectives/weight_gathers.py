@@ -263,7 +263,8 @@ class Differences:
     def __init__(self, scratch: Scratch, checks: Checks) -> None:
         self._scratch = scratch
         self.checks = checks
-        self._announced: dict[tuple[int, int], Callable[[], Tensor]] = {}  # by unit and version
+        # By unit and version: a function that returns numbers of units, and the unit's place.
+        self._announced: dict[tuple[int, int], tuple[Callable[[], Tensor], int]] = {}
 
     def announce(
         self, numbers: Mapping[tuple[int, int], Tensor], num_ranks: int, gather: _Gather
@@ -272,8 +273,7 @@ class Differences:
         self.forget()
         if numbers:
             read = _exchanged([*numbers.values()], num_ranks, gather)
-            for place, key in enumerate(numbers):
-                self._announced[key] = lambda place=place: read()[:, place]
+            self._announced = {key: (read, place) for place, key in enumerate(numbers)}
 
     def forget(self) -> None:
         self._announced.clear()
@@ -295,9 +295,10 @@ class Differences:
         before, now = versions
         most = max_message_nbytes(new.numel(), new.element_size())
         message = self._scratch.take("message", most, torch.uint8, new.device)
-        read, nbytes = self._announced.pop((unit, now), None), None
-        if read is not None:
-            found = read()[[*ranks]]
+        announced, nbytes = self._announced.pop((unit, now), None), None
+        if announced is not None:
+            read, place = announced
+            found = read()[[*ranks], place]
         else:
             if before is not None:
                 nbytes = pack("differences", old, new, message=message, versions=(before, now))
@@ -371,9 +372,18 @@ class LosslessGather(WeightGather):
     def _apply(
         self, rows: Tensor, values: list[Tensor], unit: int, versions: _Versions, senders: list[int]
     ) -> None:
-        of = {"senders": senders, "unit": unit, "own": self._transport.rank}
-        checks = self._differences.checks
-        unpack("differences", rows, values, checks=checks, versions=versions, **of)
+        before, now = versions
+        assert before is not None, "the ranks have agreed on it"
+        unpack(
+            "differences",
+            rows,
+            values,
+            senders=senders,
+            unit=unit,
+            checks=self._differences.checks,
+            versions=(before, now),
+            own=self._transport.rank,
+        )
 
 
 class LosslessSecondaryGather(LosslessGather, SecondaryGather):

@@ -226,5 +226,5 @@ class GradientMessages:
         return pack("values", values, message=message)
 
     def unpack(self, message: Tensor, values: Tensor, *, sender: int, unit: int) -> None:
-        rows, of = message.view(1, -1), {"senders": [sender], "unit": unit}
-        unpack("values", rows, [values], **of, checks=self.checks)
+        rows, checks = message.view(1, -1), self.checks
+        unpack("values", rows, [values], senders=[sender], unit=unit, checks=checks)

@@ -36,7 +36,8 @@ class _Blocks:
 
     def store(self, at: Tensor, values: Tensor, is_stored: Tensor, nbytes: int = 1) -> None:
         """Add the bytes of ``values`` at offsets ``at`` of the zeroed buffer, lowest byte first."""
-        at, values, is_stored = torch.broadcast_tensors(at, values, is_stored)
+        whole = torch.broadcast_tensors(at, values, is_stored)  # type: ignore[no-untyped-call]
+        at, values, is_stored = whole
         at, values = torch.where(is_stored, at, 0), torch.where(is_stored, values, 0)
         for byte in range(nbytes):
             part = (values >> 8 * byte & 0xFF).to(torch.uint8)
@@ -44,7 +45,8 @@ class _Blocks:
 
     def load(self, at: Tensor, is_loaded: Tensor, nbytes: int = 1) -> Tensor:
         """Return int64 values of ``nbytes`` bytes, 0 where masked out. ``at`` may be damaged."""
-        at, last, values = torch.where(is_loaded, at, 0), len(self.buffer) - 1, 0
+        at, last = torch.where(is_loaded, at, 0), len(self.buffer) - 1
+        values = torch.zeros_like(at)
         for byte in range(nbytes):
             values = values + (self.buffer[(at + byte).clamp(max=last)].long() << 8 * byte)
         return torch.where(is_loaded, values, 0)
@@ -246,12 +248,11 @@ class TorchDifferences(TorchCodec):
 
 def _layout(blocks: _Blocks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return which blocks are lists, bitmaps and dense ones, and each block's ``s``."""
-    number = frame.num_starts(blocks.itemsize)
-    of = [
-        (blocks.mode >= first) & (blocks.mode < first + number)
-        for first in (frame.LIST, frame.BITMAP, frame.DENSE)
-    ]
-    return *of, (blocks.mode - frame.LIST) & 3
+    mode, number = blocks.mode, frame.num_starts(blocks.itemsize)
+    is_list = (mode >= frame.LIST) & (mode < frame.LIST + number)
+    is_bitmap = (mode >= frame.BITMAP) & (mode < frame.BITMAP + number)
+    is_dense = (mode >= frame.DENSE) & (mode < frame.DENSE + number)
+    return is_list, is_bitmap, is_dense, (mode - frame.LIST) & 3
 
 
 def _header_nbytes(is_list: Tensor, is_bitmap: Tensor, count: Tensor | int) -> Tensor:
@@ -302,12 +303,9 @@ class TorchValues(TorchCodec):
         codes = tops.amax(1, keepdim=True) - tops
         is_whole, candidates = present == BLOCK_NUMEL, {}
         for width in range(frame.MAX_WIDTH + 1):
-            largest = (1 << width) - 1
-            is_allowed, nbytes = is_whole, frame.fixed_nbytes(width, itemsize)
-            if width:
-                nbytes = nbytes + (codes >= largest).sum(1, keepdim=True)
-            else:
-                is_allowed = is_whole & (codes == 0).all(1, keepdim=True)
+            num_escapes = (codes >= (1 << width) - 1).sum(1, keepdim=True) * (width > 0)
+            is_allowed = is_whole if width else is_whole & (codes == 0).all(1, keepdim=True)
+            nbytes = frame.fixed_nbytes(width, itemsize) + num_escapes
             candidates[frame.CODED + width] = torch.where(is_allowed, nbytes, _IMPOSSIBLE)
         return rotated, (values == 0).all(1, keepdim=True), candidates
 
