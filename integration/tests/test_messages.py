@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import fake_cuda
+from support.fake_cuda.simulated import simulate_on_devices
 from torch import nn
 
 import zero_core
 from tests.support.delayed import build
-from zero_comm.lossless.message import GradientMessages
+from zero_comm.lossless.message import Checks, GradientMessages
 from zero_core.testing import (
     Case,
     SimulatedRanks,
     Trace,
+    alone,
     batch,
     make_model,
     make_tower,
@@ -26,7 +31,6 @@ from zero_core.testing import (
     simulate,
     train,
 )
-from zero_core.testing.equal import micro_step
 
 WIDTH = 33  # makes each shard a few quantization blocks and a partial one
 QWZ = {"zero_quantized_weights": True}
@@ -130,6 +134,8 @@ CODED = 98
 WEIGHTS = {"zero_lossless_weights": True}
 GRADIENTS = {"zero_lossless_gradients": True}
 BOTH = {**WEIGHTS, **GRADIENTS}
+NUM_CODED = 3
+"""Units of this model whose gradients are coded."""
 SMALL_STEPS = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
 
 
@@ -209,29 +215,87 @@ def test_exact_messages_keep_the_bits_of_one_rank(zero: dict[str, Any]) -> None:
 
 
 class _Damaging(GradientMessages):
-    def pack(self, values: torch.Tensor, message: torch.Tensor) -> int:
+    def pack(self, values: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
         nbytes = super().pack(values, message)
         message[100] ^= 1
         return nbytes
 
 
 def _reads_damaged_messages(ranks: SimulatedRanks) -> str:
-    config = Case(stage=3, dtype="bf16").config()
+    codec = _Damaging(Checks())
     engine = zero_core.build(
         make_model(CODED),
-        config,
-        collectives=lambda native, **_: native.coded(_Damaging()),
+        Case(stage=3, dtype="bf16").config(),
+        collectives=lambda native, **_: native.coded(codec),
         process_group=ranks,
     )
-    with pytest.raises(RuntimeError) as caught:
-        micro_step(engine, 0)
-    return str(caught.value)
+
+    def ends(act: Callable[[], None]) -> str:
+        with pytest.raises(RuntimeError) as caught:
+            act()
+        return str(caught.value)
+
+    loss = engine(**_batch(ranks, 0))["loss"]
+    if ranks.device.type == "cpu":
+        return ends(lambda: engine.backward(loss))
+    engine.backward(loss)
+    return ends(engine.step)
+
+
+def _batch(ranks: SimulatedRanks, step: int) -> dict[str, Any]:
+    inputs = batch(step, 0, ranks.rank)
+    return {**inputs, "ids": inputs["ids"].to(ranks.device)}
 
 
 def test_a_damaged_message_is_refused_with_its_sender() -> None:
     for rank, text in enumerate(simulate(_reads_damaged_messages, 2, ranks_per_node=1)):
         assert f"message of gradients of rank {1 - rank} is damaged" in text
         assert "checksum does not match" in text
+
+
+@pytest.mark.cuda
+@alone
+def test_no_rank_updates_after_a_message_was_damaged_on_a_device() -> None:
+    for text in simulate_on_devices(_reads_damaged_messages, 2, ranks_per_node=1):
+        for rank in range(2):
+            named = (
+                rf"on rank {rank}, unit \d.*: the message of gradients of rank {1 - rank} is dam"
+            )
+            assert re.search(named, text), text
+
+
+def _counts_waits(ranks: SimulatedRanks, case: Case) -> Any:
+    engine = case.build(ranks, make_model(CODED))
+    losses, waits = [], []
+    for step in range(3):
+        inputs, counters = _batch(ranks, step), fake_cuda.counters
+        before = Counter(counters(ranks.device.index).syncs)
+        losses.append(engine(**inputs)["loss"])
+        engine.backward(losses[-1])
+        engine.step()
+        waits.append(Counter(counters(ranks.device.index).syncs) - before)
+    values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
+    engine.close()
+    return [loss.item() for loss in losses], values, waits
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("stage", [2, 3])
+@alone
+def test_lossless_messages_on_a_device_have_few_waits_and_the_bits_of_plain_ones(
+    stage: int,
+) -> None:
+    cases = [Case(stage, "bf16", zero=zero, top=SMALL_STEPS) for zero in ({}, WEIGHTS, BOTH)]
+    plain, *coded = (
+        simulate_on_devices(_counts_waits, 4, case, ranks_per_node=2) for case in cases
+    )
+    # Each reduction between nodes waits for the lengths of its messages, one unit later. Lengths of
+    # weights are exchanged again in steps in which only some ranks use a parameter.
+    for found, most in zip(coded, (2, 2 + NUM_CODED), strict=True):
+        for (losses, values, waits), (exact, expected, _) in zip(found, plain, strict=True):
+            assert losses == exact
+            torch.testing.assert_close(values, expected, rtol=0.0, atol=0.0)
+            assert all(of.total() <= most for of in waits[1:]), waits
 
 
 UNIT_WIDTH = 64

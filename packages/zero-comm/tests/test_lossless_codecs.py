@@ -28,12 +28,13 @@ from support.lossless import (
     decoded,
     integers_of,
     modes_in,
+    unpack_checked,
 )
 from torch import Tensor
 
 from zero_comm import CorruptMessageError, encode_difference, encode_values
 from zero_comm.footprint import expected_gradient_nbytes
-from zero_comm.lossless.message import GradientMessages, unpack
+from zero_comm.lossless.message import Checks, GradientMessages
 from zero_comm.lossless.upload import UploadCodec
 from zero_comm.quantizer.checksum import checksum_of, checksums
 
@@ -166,7 +167,7 @@ def test_a_message_of_other_versions_is_refused_with_both(versions: tuple[int, i
     old, new = DIFFERENCES.pair(1000, torch.bfloat16, 0.3, 5, 0)
     message = DIFFERENCES.message(old, new)
     with pytest.raises(CorruptMessageError, match=r"says .* 7, 8\); expected .*\) *\. If"):
-        unpack("differences", message, old, versions=versions, sender=SENDER)
+        unpack_checked("differences", message, old, versions)
 
 
 def test_bytes_that_are_not_those_of_their_checksum_are_refused() -> None:
@@ -180,7 +181,7 @@ def test_bytes_that_are_not_those_of_their_checksum_are_refused() -> None:
 
 
 def test_short_slices_and_bytes_are_not_coded() -> None:
-    serves = GradientMessages().serves
+    serves = GradientMessages(Checks()).serves
     assert serves(torch.bfloat16, 2048)
     assert not serves(torch.bfloat16, 2047)
     assert not serves(torch.uint8, 1 << 20)

@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support import lossless_reference
-from zero_comm import apply_difference, decode_values, encode_difference, encode_values
+from zero_comm import (
+    CorruptMessageError,
+    apply_difference,
+    decode_values,
+    encode_difference,
+    encode_values,
+)
 from zero_comm.lossless.block_frame import Coding, descriptors_nbytes, max_buffer_nbytes
 from zero_comm.lossless.codec import find_codec
-from zero_comm.lossless.message import GradientMessages, max_message_nbytes, pack, unpack
+from zero_comm.lossless.message import Checks, GradientMessages, max_message_nbytes, pack, unpack
 from zero_comm.lossless.torch_codec import TorchDifferences, TorchValues
 
 DTYPES = (torch.bfloat16, torch.float16, torch.int16, torch.float32, torch.int32)
@@ -170,10 +176,10 @@ class Differences(Lossless):
     def message(self, old: Tensor, new: Tensor) -> Tensor:
         nbytes = max_message_nbytes(old.numel(), old.element_size())
         room = torch.full((nbytes,), 9, dtype=torch.uint8, device=old.device)
-        return room[: pack("differences", old, new, message=room, versions=VERSIONS)]
+        return room[: int(pack("differences", old, new, message=room, versions=VERSIONS))]
 
     def unpack(self, message: Tensor, values: Tensor) -> None:
-        unpack("differences", message, values, versions=VERSIONS, sender=SENDER)
+        unpack_checked("differences", message, values, VERSIONS)
 
 
 class Values(Lossless):
@@ -219,12 +225,22 @@ class Values(Lossless):
         return encode_values(new)
 
     def message(self, old: Tensor, new: Tensor) -> Tensor:
-        nbytes = GradientMessages().max_nbytes(new.dtype, new.numel())
+        messages = GradientMessages(Checks())
+        nbytes = messages.max_nbytes(new.dtype, new.numel())
         room = torch.full((nbytes,), 9, dtype=torch.uint8, device=new.device)
-        return room[: GradientMessages().pack(new, room)]
+        return room[: int(messages.pack(new, room))]
 
     def unpack(self, message: Tensor, values: Tensor) -> None:
-        GradientMessages().unpack(message, values, sender=SENDER)
+        unpack_checked("values", message, values, (0, 0))
+
+
+def unpack_checked(coding: Any, message: Tensor, values: Tensor, versions: tuple[int, int]) -> None:
+    """Unpack the message of `SENDER`. Raise also what was found on a device."""
+    checks, of = Checks(), {"senders": [SENDER], "unit": 3, "versions": versions}
+    unpack(coding, message.view(1, -1), [values], checks=checks, **of)
+    for unit, error in checks.take():
+        assert unit == 3
+        raise CorruptMessageError(error)
 
 
 DIFFERENCES, VALUES = Differences(), Values()
@@ -238,7 +254,7 @@ def decoded(codec: Any, buffer: Tensor, old: Tensor, around: int = 7) -> tuple[b
     integers = integers_of(old)
     values = torch.full((GAP + numel + GAP,), 77, dtype=integers.dtype, device=old.device)
     own = values[GAP : GAP + numel].copy_(integers)
-    is_good = bool(codec.decode(placed[GAP : GAP + nbytes], own.view(old.dtype)))
+    is_good = int(codec.decode(placed[GAP : GAP + nbytes], own.view(old.dtype))) == nbytes
     assert (values[:GAP] == 77).all()
     assert (values[GAP + numel :] == 77).all()
     return is_good, own

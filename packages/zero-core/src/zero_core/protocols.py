@@ -179,8 +179,45 @@ class PreparedCollectives(Collectives, Protocol):
         """Prepare the exchanges of these segments and gradients. `build` calls it on all ranks."""
 
 
+class MessageChecks(Protocol):
+    """Checks of messages that were decoded before the host knows whether they are sound."""
+
+    def num_damaged(self) -> Tensor | None:
+        """Return the number of damaged messages since `clear`: 0-dim. None without messages."""
+
+    def take(self) -> Sequence[tuple[int, str]]:
+        """Return unit and description of each damaged message, and clear. The host waits."""
+
+    def clear(self) -> None:
+        """Forget all messages."""
+
+
+@runtime_checkable
+class CheckedCollectives(Collectives, Protocol):
+    """Collectives whose checks the engine reads with a step's statistics, before it updates."""
+
+    @property
+    def checks(self) -> MessageChecks | None:
+        """Checks of all messages received on an accelerator."""
+
+
+@runtime_checkable
+class AnnouncingCollectives(Collectives, Protocol):
+    """Collectives that can agree on the lengths of gathers' messages in advance."""
+
+    def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
+        """Start to agree, so that the gathers need not wait for an accelerator.
+
+        ``shards``: unit, version, ``out`` if the shard is a part of it, and shard of each gather.
+        """
+
+
 class SliceCodec(Protocol):
     """Lossless codec of gradient slices, which are 1-D, contiguous and on one device."""
+
+    @property
+    def checks(self) -> MessageChecks:
+        """Checks of messages that `unpack` has decoded on an accelerator."""
 
     def serves(self, dtype: torch.dtype, numel: int) -> bool:
         """Whether slices of ``numel`` elements are encoded. All ranks return the same."""
@@ -188,18 +225,18 @@ class SliceCodec(Protocol):
     def max_nbytes(self, dtype: torch.dtype, numel: int) -> int:
         """Return the largest size in bytes of a message with ``numel`` elements."""
 
-    def pack(self, values: Tensor, message: Tensor) -> int:
+    def pack(self, values: Tensor, message: Tensor) -> Tensor:
         """Encode ``values`` into ``message``, and return the bytes written, a multiple of 16.
 
-        ``message`` is uint8, has `max_nbytes` bytes and a 16-byte-aligned address. On an
-        accelerator the host waits for the result.
+        ``message`` is uint8, has `max_nbytes` bytes and a 16-byte-aligned address. The result is
+        0-dim, int64, on its device. On an accelerator zeros follow the bytes.
         """
 
-    def unpack(self, message: Tensor, values: Tensor, *, sender: int) -> None:
+    def unpack(self, message: Tensor, values: Tensor, *, sender: int, unit: int) -> None:
         """Decode ``message`` (uint8, 16-byte-aligned address) into ``values``.
 
         Raises:
-            RuntimeError: the message is damaged. The text names rank ``sender``.
+            RuntimeError: on a host, if the message is damaged. The text names rank ``sender``.
         """
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,14 +25,16 @@ from torch import Tensor
 from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
 from zero_comm.collectives.two_hop import TwoHopReduce
 from zero_comm.collectives.weight_gathers import (
+    Differences,
     Grid,
+    LosslessGather,
     LosslessSecondaryGather,
     MessageGather,
     PublishedGather,
     SecondaryGather,
     WeightGather,
 )
-from zero_comm.lossless.message import GradientMessages, is_worthwhile
+from zero_comm.lossless.message import Checks, GradientMessages, is_worthwhile
 from zero_comm.quantizer.backend import backend
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import (
@@ -96,21 +98,24 @@ def create_collectives(
         )
     if rank == 0:
         _log_limits(settings, world_size, ranks_per_node)
+    checks = Checks()
     if settings.codes_gradients and world_size > ranks_per_node:
         if not isinstance(native, CodingCollectives):
             raise ValueError(
                 "zero_optimization.zero_lossless_gradients needs collectives that have coded(), "
                 f"got {type(native).__name__}: leave the key out"
             )
-        native = native.coded(GradientMessages())
+        native = native.coded(GradientMessages(checks))
     if settings == CommSettings(
         has_checksum=settings.has_checksum, codes_gradients=settings.codes_gradients
     ):
         return native
     never = frozenset(frozen)
     if settings.gradients is None and isinstance(native, AddingCollectives):
-        return ExactGradients(native, settings, ranks_per_node=ranks_per_node, frozen=never)
-    return QuantizedCollectives(native, settings, ranks_per_node=ranks_per_node, frozen=never)
+        return ExactGradients(native, settings, checks, ranks_per_node=ranks_per_node, frozen=never)
+    return QuantizedCollectives(
+        native, settings, checks, ranks_per_node=ranks_per_node, frozen=never
+    )
 
 
 class QuantizedCollectives:
@@ -123,15 +128,18 @@ class QuantizedCollectives:
         self,
         transport: TransportCollectives,
         settings: CommSettings,
+        checks: Checks,
         *,
         ranks_per_node: int,
         frozen: Collection[int],
     ) -> None:
+        self.checks = checks
         self._transport = transport
         self._settings = settings
         self._frozen = frozen
         self._ranks_per_node = ranks_per_node
         self._scratch = Scratch()
+        self._differences = Differences(self._scratch, checks)
         formats = {settings.weights, settings.frozen_weights}
         self._packings = {kind: settings.weight_packing(kind) for kind in formats if kind}
         self._gathers = self._make_gathers(ranks_per_node)
@@ -176,6 +184,27 @@ class QuantizedCollectives:
         job = partial(gather.gather, out, shard, unit=unit, version=current, backward=backward)
         return _Exchange(self._transport.launch(job, is_reduction=False), self._packings.values())
 
+    def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
+        """Start to exchange the lengths of the next gathers' messages. A collective.
+
+        The host then does not wait for a device when it launches these gathers. ``shards``: unit,
+        version, ``out`` if it overlaps the shard, and shard of each. After a change of shards all
+        ranks must call it again, which replaces earlier announcements.
+        """
+
+        def job() -> None:
+            numbers = {}
+            for unit, version, out, shard in shards:
+                gather = self._gather_for(shard, unit, is_kept=out is not None)
+                if isinstance(gather, LosslessGather):
+                    numbers[unit, version] = gather.numbers(out, shard, unit)
+            self._differences.announce(numbers, self._transport.world_size, gather_numbers)
+
+        def gather_numbers(out: Tensor, own: Tensor) -> None:
+            self._transport.all_gather(out, own, unit=-1, version=-1, backward=False).wait()
+
+        return self._transport.launch(job, is_reduction=False)
+
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``. A collective.
 
@@ -200,7 +229,11 @@ class QuantizedCollectives:
             return
         alone = Rehearsal(size, rank)
         used = QuantizedCollectives(
-            alone, self._settings, ranks_per_node=self._ranks_per_node, frozen=self._frozen
+            alone,
+            self._settings,
+            Checks(),
+            ranks_per_node=self._ranks_per_node,
+            frozen=self._frozen,
         )
         for unit, numel, dtype in gathered:
             out = torch.zeros(size, min(numel, _REHEARSED), dtype=dtype, device=device)
@@ -237,6 +270,7 @@ class QuantizedCollectives:
             self._transport.launch(feedback.forget, is_reduction=True).wait()
 
     def _forget_weights(self) -> None:
+        self._differences.forget()
         for gather in self._gathers.values():
             gather.forget()
 
@@ -280,8 +314,8 @@ class QuantizedCollectives:
         has_secondary = self._settings.partition_size > 1 and not is_one_group
         gathers: dict[str | None, WeightGather] = {}
         if self._settings.is_lossless and not is_one_group:
-            gathers[LOSSLESS] = LosslessSecondaryGather(*shared)
-            gathers[_PUBLISHED] = PublishedGather(*shared)
+            gathers[LOSSLESS] = LosslessSecondaryGather(*shared, self._differences)
+            gathers[_PUBLISHED] = PublishedGather(*shared, self._differences)
         for kind, packing in self._packings.items():
             if kind != DIFFERENCE and not has_secondary:
                 gathers[kind] = MessageGather(*shared, packing)

@@ -35,21 +35,24 @@ only gathers write to them. A buffer that the engine keeps, as in stages 1 and 2
 earlier values, but user code may have edited them. Each rank therefore computes checksums of its
 buffer, with its own slice as published. The ranks compare the checksums, message lengths and
 versions. If any differ, if nothing was published before, or if a difference is not shorter, all
-ranks send whole values. This exchange is part of every gather, so a rank that lost its kept values
-still enters the same collectives as the other ranks.
+ranks send whole values. A rank that lost its kept values thus enters the same collectives as the
+others. The exchange is part of the gather, for which a host waits. An engine on accelerators
+announces the gathers of all units after its update instead: one exchange, without a wait.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from zero_comm.lossless.message import max_message_nbytes, pack, unpack
+from zero_comm.lossless.message import Checks, max_message_nbytes, measure, pack, unpack
 from zero_comm.quantizer.checksum import checksum_of, checksums
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import TransportCollectives
@@ -57,6 +60,7 @@ from zero_comm.transport.scratch import Scratch
 
 # Version of the kept values, None without any, and version of the gathered values.
 _Versions = tuple[int | None, int]
+_Gather = Callable[[Tensor, Tensor], None]
 _NONE: Final = -1  # sent as the version of the kept values if there are none
 
 
@@ -249,32 +253,163 @@ class SecondaryGather(WeightGather):
             published.copy_(sent.add_(published))
 
 
-class LosslessSecondaryGather(SecondaryGather):
+class Differences:
+    """Lossless differences of an engine's weights. See [Note: lossless differences].
+
+    Ranks exchange three **numbers** per unit: bytes of the message, version of the kept values, and
+    a checksum of all values that the rank holds. Jobs of one queue call the methods.
+    """
+
+    def __init__(self, scratch: Scratch, checks: Checks) -> None:
+        self._scratch = scratch
+        self.checks = checks
+        # By unit and version: a function that returns numbers of units, and the unit's place.
+        self._announced: dict[tuple[int, int], tuple[Callable[[], Tensor], int]] = {}
+
+    def announce(
+        self, numbers: Mapping[tuple[int, int], Tensor], num_ranks: int, gather: _Gather
+    ) -> None:
+        """Exchange the numbers of several units and versions, without waiting for them."""
+        self.forget()
+        if numbers:
+            read = _exchanged([*numbers.values()], num_ranks, gather)
+            self._announced = {key: (read, place) for place, key in enumerate(numbers)}
+
+    def forget(self) -> None:
+        self._announced.clear()
+
+    def message(
+        self,
+        old: Tensor,
+        new: Tensor,
+        unit: int,
+        versions: _Versions,
+        ranks: Sequence[int],
+        gather: _Gather,
+        held: Sequence[Tensor] = (),
+    ) -> Tensor | None:
+        """Return a message, cut to the longest of any of ``ranks``. None: send whole values.
+
+        Without an announcement ``gather`` exchanges the numbers, and the host waits for them.
+        """
+        before, now = versions
+        most = max_message_nbytes(new.numel(), new.element_size())
+        message = self._scratch.take("message", most, torch.uint8, new.device)
+        announced, nbytes = self._announced.pop((unit, now), None), None
+        if announced is not None:
+            read, place = announced
+            found = read()[[*ranks], place]
+        else:
+            if before is not None:
+                nbytes = pack("differences", old, new, message=message, versions=(before, now))
+            own = numbers_of(old, new, before, held, nbytes)
+            found = _exchanged([own], len(ranks), gather)()[:, 0]
+        lengths, kept, sums = zip(*found.tolist(), strict=True)
+        length = max(lengths)
+        if before is None or {*kept} != {before} or len({*sums}) > 1 or length >= new.nbytes:
+            return None
+        if nbytes is None:
+            pack("differences", old, new, message=message, versions=(before, now))
+        return message[:length]
+
+
+def numbers_of(
+    old: Tensor,
+    new: Tensor,
+    before: int | None,
+    held: Sequence[Tensor] = (),
+    nbytes: Tensor | None = None,
+) -> Tensor:
+    """Return this rank's numbers for `Differences`: int64, [3]."""
+    zero = torch.zeros((), dtype=torch.int64, device=new.device)
+    if before is None:
+        return torch.stack([zero, zero + _NONE, zero])
+    total = zero
+    if held:
+        total = checksums(torch.stack([*map(checksum_of, held)]).view(torch.uint8))
+    return torch.stack([measure(old, new) if nbytes is None else nbytes, zero + before, total])
+
+
+def _exchanged(numbers: list[Tensor], num_ranks: int, gather: _Gather) -> Callable[[], Tensor]:
+    """Exchange numbers. The result waits for them and returns them on the host: [ranks, units, 3].
+
+    ``gather`` fills its first argument with the second one of every rank.
+    """
+    own = torch.stack(numbers)
+    found = own.new_empty(num_ranks, *own.shape)
+    gather(found.view(-1), own.view(-1))
+    if found.is_cpu:
+        return lambda: found
+    copied = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
+    copied.copy_(found, non_blocking=True)
+    event = torch.accelerator.current_stream(found.device).record_event()
+
+    def read() -> Tensor:
+        if not event.query():
+            event.synchronize()
+        return copied
+
+    return read
+
+
+class LosslessGather(WeightGather):
+    """Gathers weights as lossless differences, if every rank has the earlier values."""
+
+    def __init__(
+        self,
+        transport: TransportCollectives,
+        grid: Grid,
+        scratch: Scratch,
+        differences: Differences,
+    ) -> None:
+        super().__init__(transport, grid, scratch)
+        self._differences = differences
+
+    @abstractmethod
+    def numbers(self, out: Tensor | None, shard: Tensor, unit: int) -> Tensor:
+        """Return this rank's numbers for `Differences.announce`."""
+
+    def _apply(
+        self, rows: Tensor, values: list[Tensor], unit: int, versions: _Versions, senders: list[int]
+    ) -> None:
+        before, now = versions
+        assert before is not None, "the ranks have agreed on it"
+        unpack(
+            "differences",
+            rows,
+            values,
+            senders=senders,
+            unit=unit,
+            checks=self._differences.checks,
+            versions=(before, now),
+            own=self._transport.rank,
+        )
+
+
+class LosslessSecondaryGather(LosslessGather, SecondaryGather):
     """`SecondaryGather` that refreshes its secondary shards by lossless differences."""
+
+    def numbers(self, out: Tensor | None, shard: Tensor, unit: int) -> Tensor:
+        grid = self._grid
+        entry = self._entry(unit, grid.num_groups * shard.numel(), shard.dtype, shard.device)
+        return numbers_of(entry.values.view(grid.num_groups, -1)[grid.group], shard, entry.version)
 
     def _refresh(
         self, secondary: Tensor, shard: Tensor, versions: _Versions, **origin: Unpack[Origin]
     ) -> None:
-        grid, device, (before, now) = self._grid, shard.device, versions
-        own = secondary[grid.group]
-        message, length = _packed(self, own, shard, versions)
-        sent = torch.tensor([length, _NONE if before is None else before], device=device)
-        found = torch.empty(grid.num_groups, 2, dtype=torch.int64, device=device)
-        grid.gather_inter_group(found, sent, **origin)
-        lengths, held = zip(*found.tolist(), strict=True)
-        length = max(lengths)
-        if before is None or len(set(held)) > 1 or length >= shard.nbytes:
-            grid.gather_inter_group(secondary, shard, **origin)
+        grid, unit, own = self._grid, origin["unit"], secondary[self._grid.group]
+        gather = partial(grid.gather_inter_group, **origin)
+        message = self._differences.message(own, shard, unit, versions, grid.peers, gather)
+        if message is None:
+            gather(secondary, shard)
             return
-        rows = self.take_bytes("messages", (grid.num_groups, length), device)
-        grid.gather_inter_group(rows, message[:length], **origin)
-        for row, values, sender in zip(rows, secondary, grid.peers, strict=True):
-            if sender != self._transport.rank:
-                unpack("differences", row, values, sender=sender, versions=(before, now))
+        rows = self.take_bytes("messages", (grid.num_groups, len(message)), shard.device)
+        gather(rows, message)
+        self._apply(rows, [*secondary], unit, versions, grid.peers)
         own.copy_(shard)
 
 
-class PublishedGather(WeightGather):
+class PublishedGather(LosslessGather):
     """Gathers weights into buffers that still hold the values of the previous gather.
 
     It keeps this rank's slice of each unit as published, because the slice in the buffer is the
@@ -283,11 +418,34 @@ class PublishedGather(WeightGather):
 
     kept_kind = "published weights"
 
+    def numbers(self, out: Tensor | None, shard: Tensor, unit: int) -> Tensor:
+        assert out is not None, "the shard is a part of it"
+        entry = self._entry(unit, shard.numel(), shard.dtype, shard.device)
+        return numbers_of(entry.values, shard, entry.version, self._held(out, entry.values))
+
     def gather(self, out: Tensor, shard: Tensor, *, version: int, **origin: Unpack[Origin]) -> None:
-        entry = self._entry(origin["unit"], shard.numel(), shard.dtype, shard.device)
-        before, entry.version = entry.version, None
-        if not self._send_differences(out, shard, entry.values, (before, version), **origin):
+        grid, unit, device = self._grid, origin["unit"], shard.device
+        groups, size, ranks = grid.num_groups, grid.group_size, self._transport.world_size
+        entry = self._entry(unit, shard.numel(), shard.dtype, device)
+        versions, entry.version = (entry.version, version), None
+
+        def gather(out: Tensor, shard: Tensor) -> None:
             self._transport.all_gather(out, shard, version=version, **origin).wait()
+
+        slices, held = [*out.view(ranks, -1)], self._held(out, entry.values)
+        message = self._differences.message(
+            entry.values, shard, unit, versions, range(ranks), gather, held
+        )
+        if message is None:
+            gather(out, shard)
+        else:
+            rows = self.take_bytes("messages", (groups, len(message)), device)
+            grid.gather_inter_group(rows, message, **origin)
+            arrived = self.take_bytes("all messages", (size, groups, len(message)), device)
+            grid.gather_intra_group(arrived, rows, **origin)
+            senders = [g * size + i for i in range(size) for g in range(groups)]
+            values = [slices[sender] for sender in senders]
+            self._apply(arrived.view(ranks, -1), values, unit, versions, senders)
         entry.values.copy_(shard)
         entry.version = version
 
@@ -296,49 +454,8 @@ class PublishedGather(WeightGather):
         with torch.inference_mode(False):
             return torch.zeros(numel, dtype=dtype, device=device)
 
-    def _send_differences(
-        self,
-        out: Tensor,
-        shard: Tensor,
-        kept: Tensor,
-        versions: _Versions,
-        **origin: Unpack[Origin],
-    ) -> bool:
-        """Update the other ranks' slices of ``out``. Return False if whole values are needed."""
-        grid, device, rank = self._grid, shard.device, self._transport.rank
-        slices, (before, now) = out.view(self._transport.world_size, -1), versions
-        message, length = _packed(self, kept, shard, versions)
-        held = torch.zeros((), dtype=torch.int64, device=device)
-        if before is not None:
-            parts = [kept if n == rank else part for n, part in enumerate(slices)]
-            held = checksums(torch.stack([*map(checksum_of, parts)]).view(torch.uint8))
-        known = torch.tensor([length, _NONE if before is None else before], device=device)
-        own = torch.cat([known, held[None]])  # named to keep its memory alive during the gather
-        found = torch.empty(3 * len(slices), dtype=torch.int64, device=device)
-        self._transport.all_gather(found, own, version=now, **origin).wait()
-        lengths, *same = zip(*found.view(-1, 3).tolist(), strict=True)
-        length = max(lengths)
-        if before is None or any(len(set(of)) > 1 for of in same) or length >= shard.nbytes:
-            return False
-        groups, size = grid.num_groups, grid.group_size
-        rows = self.take_bytes("messages", (groups, length), device)
-        grid.gather_inter_group(rows, message[:length], **origin)
-        arrived = self.take_bytes("all messages", (size, groups, length), device)
-        grid.gather_intra_group(arrived, rows, **origin)
-        for sender, values in enumerate(slices):
-            if sender != rank:
-                row = arrived[sender % size, sender // size]
-                unpack("differences", row, values, sender=sender, versions=(before, now))
-        return True
-
-
-def _packed(
-    gather: WeightGather, old: Tensor, new: Tensor, versions: _Versions
-) -> tuple[Tensor, int]:
-    """Return a message buffer and the length of its difference, 0 without an old version."""
-    before, now = versions
-    most = max_message_nbytes(new.numel(), new.element_size())
-    message = gather.take_bytes("message", (most,), new.device)
-    if before is None:
-        return message, 0
-    return message, pack("differences", old, new, message=message, versions=(before, now))
+    def _held(self, out: Tensor, kept: Tensor) -> list[Tensor]:
+        """Return every rank's values of the last version, as this rank holds them."""
+        slices = [*out.view(self._transport.world_size, -1)]
+        slices[self._transport.rank] = kept
+        return slices

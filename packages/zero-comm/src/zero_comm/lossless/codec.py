@@ -17,7 +17,7 @@ from zero_comm.quantizer.backend import backend
 
 
 class Codec(Protocol):
-    """Encoder and decoder of one coding. Callers check the arguments.
+    """Encoder and decoder of one coding, which never wait for a device. Callers check arguments.
 
     Tensors are flat, contiguous, on one device, and do not overlap. Elements have 2 or 4 bytes.
     """
@@ -31,17 +31,21 @@ class Codec(Protocol):
 
         The difference coding has two operands, the old and the new elements, of one dtype and
         length. The value coding has one operand. ``out`` is uint8, has `max_buffer_nbytes` bytes
-        and an even address. Its contents after the written bytes are undefined. The result is an
-        int64 scalar on the same device. ``num_threads`` limits the threads of the compiled kernel,
-        None: torch's thread count.
+        and an even address. The compiled codec leaves the contents after the written bytes
+        undefined, the others write zeros. The result is an int64 scalar on the same device.
+        ``num_threads`` limits the threads of the compiled kernel, None: torch's thread count.
         """
 
-    def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
-        """Decode ``buffer`` into ``values``. The Triton codec does not wait for the device.
+    def measure(self, *operands: Tensor) -> Tensor:
+        """Return the bytes that `encode` would write, as `encode` does."""
 
-        With the difference coding ``values`` must hold the old elements. ``buffer`` has exactly the
-        bytes that `encode` wrote, at an even address. Return a bool scalar on the same device. It
-        is False if no encoder can have written the buffer, and ``values`` are then undefined.
+    def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
+        """Decode ``buffer`` into ``values``, and return the number of bytes of the coded elements.
+
+        With the difference coding ``values`` must hold the old elements. ``buffer`` starts at an
+        even address with the bytes that `encode` wrote. The result is an int64 scalar on the same
+        device. It is negative if no encoder can have written these bytes, and ``values`` are then
+        undefined. The compiled codec accepts no further bytes in ``buffer``.
         """
 
 
@@ -136,7 +140,7 @@ def _decode(coding: Coding, name: str, buffer: Tensor, values: Tensor) -> None:
         )
     aligned = buffer if buffer.data_ptr() % 2 == 0 else buffer.clone()
     codec = find_codec(coding, values.device)
-    if not codec.decode(aligned.contiguous(), _flat(values.detach())):
+    if int(codec.decode(aligned.contiguous(), _flat(values.detach()))) != len(buffer):
         raise ValueError(
             f"{name} is damaged, or of another tensor: its {buffer.numel()} bytes do not describe "
             f"{values.numel()} elements of {values.dtype}"

@@ -2,7 +2,8 @@
 
 [Note: the sealed message]
 A header of 48 bytes in native byte order precedes a buffer of [Note: the block frame]. Zeros pad
-the buffer to a multiple of 16 bytes. The header has these fields (offset, bytes, contents)::
+the buffer to a multiple of 16 bytes, and further zeros may follow. The header has these fields
+(offset, bytes, contents)::
 
     0   2  ZD for differences, ZV for values
     2   1  version of this layout: 1
@@ -14,13 +15,19 @@ the buffer to a multiple of 16 bytes. The header has these fields (offset, bytes
     40  8  checksum of the padded buffer (`zero_comm.quantizer.checksum`)
 
 Every message has a checksum, because a damaged difference would corrupt all later weights
-unnoticed.
+unnoticed. Zeros do not change the checksum.
+
+[Note: checks on a device]
+On a host a damaged message raises before it is decoded. On an accelerator a check would make the
+host wait for the device, so all messages are decoded and `Checks` keeps the results on the device.
+An engine sums them over the ranks with the statistics of its step, before it decides on the update.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,8 +36,9 @@ from zero_comm.lossless import block_frame as frame
 from zero_comm.lossless.block_frame import Coding
 from zero_comm.lossless.codec import find_codec
 from zero_comm.quantizer.checksum import checksums
-from zero_comm.quantizer.message import CorruptMessageError
+from zero_comm.quantizer.message import CorruptMessageError, fill_words
 
+_Count = TypeVar("_Count", int, Tensor)
 HEADER_NBYTES: Final = 48
 _ALIGNMENT: Final = 16
 _SHORTEST_NBYTES: Final = 4096
@@ -45,7 +53,35 @@ _WORDS: Final = {
 }
 
 
-def message_nbytes(buffer_nbytes: int) -> int:
+class Checks:
+    """`zero_core.protocols.MessageChecks` of a rank's messages. See [Note: checks on a device]."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Tensor, int, Sequence[int], Coding]] = []
+
+    def add(self, is_good: Tensor, unit: int, senders: Sequence[int], coding: Coding) -> None:
+        """Keep the check of a message per sender: bool, 1-D, on a device."""
+        self._found.append((is_good, unit, senders, coding))
+
+    def num_damaged(self) -> Tensor | None:
+        if not self._found:
+            return None
+        return (~torch.cat([is_good for is_good, *_ in self._found])).sum()
+
+    def take(self) -> list[tuple[int, str]]:
+        found, self._found = self._found, []
+        return [
+            (unit, _damaged(coding, sender, "its header or checksum is wrong"))
+            for is_good, unit, senders, coding in found
+            for sender, good in zip(senders, is_good.tolist(), strict=True)
+            if not good
+        ]
+
+    def clear(self) -> None:
+        self._found.clear()
+
+
+def message_nbytes(buffer_nbytes: _Count) -> _Count:
     """Return the bytes of a message with a buffer of ``buffer_nbytes``, a multiple of 16."""
     return HEADER_NBYTES + -(-buffer_nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -62,49 +98,84 @@ def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
     return dtype.itemsize in frame.ITEMSIZES and numel * dtype.itemsize >= _SHORTEST_NBYTES
 
 
+def measure(old: Tensor, new: Tensor) -> Tensor:
+    """Return the bytes of a message of differences, as `pack` does."""
+    return message_nbytes(find_codec("differences", new.device).measure(old, new))
+
+
 def pack(
     coding: Coding, *operands: Tensor, message: Tensor, versions: tuple[int, int] = (0, 0)
-) -> int:
-    """Write a message and return its bytes, a multiple of 16. The host waits for an accelerator.
+) -> Tensor:
+    """Write a message, and return its bytes, a multiple of 16: int64, 0-dim, on the device.
 
     ``operands`` are those of `zero_comm.lossless.codec.Codec.encode`. ``message`` is uint8, has
-    `max_message_nbytes` bytes and starts at a multiple of 16. Bytes after the result are undefined.
+    `max_message_nbytes` bytes and starts at a multiple of 16. Bytes after the result are zeros on
+    an accelerator, and undefined on a host.
     """
-    values = operands[-1]
-    codec = find_codec(coding, values.device)
-    nbytes = int(codec.encode(*operands, out=message[HEADER_NBYTES:]))
-    total = message_nbytes(nbytes)
-    message[HEADER_NBYTES + nbytes : total] = 0
-    lengths = struct.pack(_LENGTHS, nbytes, int(checksums(message[HEADER_NBYTES:total])))
-    header = bytearray(_fixed_part(coding, values, versions) + lengths)
-    message[:HEADER_NBYTES] = torch.frombuffer(header, dtype=torch.uint8).to(message.device)
-    return total
+    values, buffer = operands[-1], message[HEADER_NBYTES:]
+    nbytes = find_codec(coding, values.device).encode(*operands, out=buffer)
+    if message.is_cpu:
+        length = int(nbytes)
+        total = message_nbytes(length)
+        message[HEADER_NBYTES + length : total] = 0
+        lengths = struct.pack(_LENGTHS, length, int(checksums(message[HEADER_NBYTES:total])))
+        header = bytearray(_fixed_part(coding, values, versions) + lengths)
+        message[:HEADER_NBYTES] = torch.frombuffer(header, dtype=torch.uint8)
+        return torch.tensor(total)
+    words = message[:HEADER_NBYTES].view(torch.int64)
+    words[:4] = fill_words(_fixed_part(coding, values, versions), message.device)
+    words[4], words[5] = nbytes, checksums(buffer)
+    return message_nbytes(nbytes)
 
 
 def unpack(
     coding: Coding,
-    message: Tensor,
-    values: Tensor,
+    rows: Tensor,
+    values: Sequence[Tensor],
     *,
-    sender: int,
+    senders: Sequence[int],
+    unit: int,
+    checks: Checks,
     versions: tuple[int, int] = (0, 0),
+    own: int | None = None,
 ) -> None:
-    """Decode a message into flat ``values``, which hold the old version of a difference.
+    """Decode the message in each of ``rows``, uint8 [senders, bytes], into its flat ``values``.
 
-    ``message`` starts at a multiple of 16 bytes and may have extra bytes at its end. Raises
-    CorruptMessageError if the message is damaged or belongs to other elements or versions.
-    ``values`` are unchanged then, unless wrong bytes have the right checksum.
+    ``values`` hold the old version of a difference. The row of sender ``own`` is left out. Rows
+    start at multiples of 16 bytes and may have extra bytes at their end: zeros on an accelerator,
+    which adds the checks of the messages to ``checks``. A host raises CorruptMessageError if a
+    message is damaged or belongs to other elements or versions. Its ``values`` are unchanged then,
+    unless wrong bytes have the right checksum.
     """
-    name, others, differing, meaning = _WORDS[coding]
-    try:
-        buffer = _checked_buffer(coding, message, values, versions)
-        if not find_codec(coding, values.device).decode(buffer, values):
-            raise CorruptMessageError(f"its bytes are not {meaning}")
-    except CorruptMessageError as error:
-        raise CorruptMessageError(
-            f"the message of {name} of rank {sender} is damaged or {others}: {error}. If all ranks "
-            f"have the same {differing} and settings, suspect memory or the network"
-        ) from error
+    codec, each = find_codec(coding, rows.device), zip(rows, values, senders, strict=True)
+    if rows.is_cpu:
+        for message, into, sender in each:
+            try:
+                if sender != own:
+                    buffer = _checked_buffer(coding, message, into, versions)
+                    if int(codec.decode(buffer, into)) != len(buffer):
+                        raise CorruptMessageError(f"its bytes are not {_WORDS[coding][3]}")
+            except CorruptMessageError as error:
+                raise CorruptMessageError(_damaged(coding, sender, error)) from error
+        return
+    words = rows.view(torch.int64)
+    expected = fill_words(_fixed_part(coding, values[0], versions), rows.device)
+    is_good = (words[:, :4] == expected).all(1)
+    is_good &= checksums(rows[:, HEADER_NBYTES:]) == words[:, 5]
+    lengths = [
+        word if sender == own else codec.decode(message[HEADER_NBYTES:], into)
+        for word, (message, into, sender) in zip(words[:, 4], each, strict=True)
+    ]
+    is_good &= torch.stack(lengths) == words[:, 4]
+    checks.add(is_good, unit, senders, coding)
+
+
+def _damaged(coding: Coding, sender: int, why: object) -> str:
+    name, others, differing, _ = _WORDS[coding]
+    return (
+        f"the message of {name} of rank {sender} is damaged or {others}: {why}. If all ranks "
+        f"have the same {differing} and settings, suspect memory or the network"
+    )
 
 
 def _checked_buffer(
@@ -139,8 +210,11 @@ def _fixed_part(coding: Coding, values: Tensor, versions: tuple[int, int]) -> by
 class GradientMessages:
     """`zero_comm.transport.protocol.SliceCodec` for the gradient slices that a reduction sends.
 
-    Messages are at multiples of 16 bytes. On an accelerator `pack` waits for the message's length.
+    Messages are at multiples of 16 bytes.
     """
+
+    def __init__(self, checks: Checks) -> None:
+        self.checks = checks
 
     def serves(self, dtype: torch.dtype, numel: int) -> bool:
         return is_worthwhile(dtype, numel)
@@ -148,8 +222,9 @@ class GradientMessages:
     def max_nbytes(self, dtype: torch.dtype, numel: int) -> int:
         return max_message_nbytes(numel, dtype.itemsize)
 
-    def pack(self, values: Tensor, message: Tensor) -> int:
+    def pack(self, values: Tensor, message: Tensor) -> Tensor:
         return pack("values", values, message=message)
 
-    def unpack(self, message: Tensor, values: Tensor, *, sender: int) -> None:
-        unpack("values", message, values, sender=sender)
+    def unpack(self, message: Tensor, values: Tensor, *, sender: int, unit: int) -> None:
+        rows, checks = message.view(1, -1), self.checks
+        unpack("values", rows, [values], senders=[sender], unit=unit, checks=checks)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_comm import _kernels
+from zero_comm.lossless.block_frame import max_buffer_nbytes
 from zero_comm.quantizer.native_backend import active_isa, on_host
 
 
@@ -22,6 +23,10 @@ class NativeCodec:
 
     def __init__(self, number: int) -> None:
         self._coding = number
+
+    def measure(self, *operands: Tensor) -> Tensor:
+        most = max_buffer_nbytes(operands[0].numel(), operands[0].element_size())
+        return self.encode(*operands, out=torch.empty(most, dtype=torch.uint8))
 
     def encode(self, *operands: Tensor, out: Tensor, num_threads: int | None = None) -> Tensor:
         length = _kernels.encode_blocks(
@@ -47,7 +52,7 @@ class NativeCodec:
             values.numel(),
             torch.get_num_threads(),
         )
-        return torch.tensor(is_good)
+        return torch.tensor(buffer.numel() if is_good else -1)
 
 
 # The numbers are those of the enumeration in native/kernels.h.

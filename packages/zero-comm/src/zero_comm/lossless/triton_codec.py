@@ -1,7 +1,6 @@
 """Lossless codec of Triton kernels for CUDA, ROCm and XPU, or for Triton's interpreter on a CPU.
 
-The bytes and values equal those of `zero_comm.lossless.torch_codec`. Neither encoding nor decoding
-waits for the device.
+The bytes and values equal those of `zero_comm.lossless.torch_codec`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_comm.lossless import triton_differences, triton_values
-from zero_comm.lossless.block_frame import MODE_SHIFT, descriptors_nbytes, num_blocks
+from zero_comm.lossless.block_frame import NBYTES_MASK, descriptors_nbytes, num_blocks
 from zero_comm.lossless.torch_codec import INTEGERS
 from zero_comm.quantizer.triton_backend import on_device
 
@@ -26,28 +25,35 @@ class TritonCodec:
     def __init__(self, kernels: ModuleType) -> None:
         self._kernels = kernels
 
+    def measure(self, *operands: Tensor) -> Tensor:
+        start = descriptors_nbytes(operands[0].numel())
+        descriptors = torch.empty(start // 2, dtype=torch.int16, device=operands[0].device)
+        return self._choose(operands, descriptors).sum() + start
+
     def encode(self, *operands: Tensor, out: Tensor, num_threads: int | None = None) -> Tensor:
         numel, start = operands[0].numel(), descriptors_nbytes(operands[0].numel())
-        if not numel:
-            return torch.zeros((), dtype=torch.int64, device=out.device)
-        descriptors, codes = out[:start].view(torch.int16), out[start:]
-        given = [x.view(INTEGERS[x.element_size()]) for x in operands]
-        _launch(self._kernels.choose_kernel, given[0], *given, descriptors, numel)
-        ends = _block_ends(descriptors)
-        _launch(self._kernels.encode_kernel, given[0], *given, descriptors, ends, codes, numel)
-        return ends[-1] + start
+        descriptors, codes = out.zero_()[:start].view(torch.int16), out[start:]
+        nbytes = self._choose(operands, descriptors)
+        given, ends = map(_integers, operands), nbytes.cumsum(0)
+        _launch(self._kernels.encode_kernel, operands[0], *given, descriptors, ends, codes, numel)
+        return nbytes.sum() + start
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
         numel, start = values.numel(), descriptors_nbytes(values.numel())
-        if buffer.numel() < start or not numel:
-            return torch.tensor(buffer.numel() == start, device=values.device)
+        if buffer.numel() < start:
+            return torch.full((), -1, dtype=torch.int64, device=values.device)
         descriptors, codes = buffer[:start].view(torch.int16), buffer[start:]
         is_bad = torch.zeros((), dtype=torch.int32, device=values.device)
-        elements = values.view(INTEGERS[values.element_size()])
-        places = descriptors, _block_ends(descriptors), codes
-        sizes = numel, codes.numel()
-        _launch(self._kernels.decode_kernel, elements, *places, elements, is_bad, *sizes)
-        return is_bad == 0
+        nbytes = _nbytes_of(descriptors)
+        places, sizes = (descriptors, nbytes.cumsum(0), codes), (numel, codes.numel())
+        _launch(self._kernels.decode_kernel, values, *places, _integers(values), is_bad, *sizes)
+        return torch.where(is_bad == 0, nbytes.sum() + start, -1)
+
+    def _choose(self, operands: tuple[Tensor, ...], descriptors: Tensor) -> Tensor:
+        """Fill ``descriptors``, and return the bytes of each block."""
+        given, numel = map(_integers, operands), operands[0].numel()
+        _launch(self._kernels.choose_kernel, operands[0], *given, descriptors, numel)
+        return _nbytes_of(descriptors)
 
 
 def constants_of(itemsize: int) -> dict[str, Any]:
@@ -56,13 +62,18 @@ def constants_of(itemsize: int) -> dict[str, Any]:
 
 
 def _launch(kernel: Any, elements: Tensor, *arguments: Any) -> None:
-    with on_device(elements.device):
-        kernel[(num_blocks(elements.numel()),)](*arguments, **constants_of(elements.element_size()))
+    if blocks := num_blocks(elements.numel()):
+        with on_device(elements.device):
+            kernel[(blocks,)](*arguments, **constants_of(elements.element_size()))
 
 
-def _block_ends(descriptors: Tensor) -> Tensor:
-    """Return the offset in the codes at which the bytes of each block end, int64."""
-    return (descriptors & ((1 << MODE_SHIFT) - 1)).cumsum(0, dtype=torch.int64)
+def _integers(x: Tensor) -> Tensor:
+    return x.view(INTEGERS[x.element_size()])
+
+
+def _nbytes_of(descriptors: Tensor) -> Tensor:
+    """Return the bytes of each block in the codes, int64."""
+    return (descriptors & NBYTES_MASK).long()
 
 
 CODECS: Final = {

@@ -103,7 +103,7 @@ def decode_kernel(
     """Change the elements of a block in place.
 
     A block that no encoder can have written is left unchanged and sets ``is_bad``, int32. All
-    blocks count as such if their total size is not ``codes_nbytes``. A block reads only its own
+    blocks count as such if their total size exceeds ``codes_nbytes``. A block reads only its own
     bytes, even if they are damaged.
     """
     present = frame.count_present(numel)
@@ -111,7 +111,7 @@ def decode_kernel(
     is_list, is_bitmap, num_all, width = _layout(mode, present, BITS)
     element = frame.elements(frame.EACH)
     at = end - nbytes
-    is_good = tl.load(ends_ptr + tl.num_programs(0) - 1) == codes_nbytes
+    is_good = tl.load(ends_ptr + tl.num_programs(0) - 1) <= codes_nbytes
     if is_list | is_bitmap | (num_all > 0):
         # A lane has elements of the block, but in a list the elements at the listed positions.
         place = element

@@ -125,10 +125,7 @@ class Packing:
         if key not in self._templates:
             flags = may_hold_nan * _MAY_HOLD_NAN + self.has_checksum * _HAS_CHECKSUM
             header = self._fixed(numel) + struct.pack("=qq", flags, 0)
-            # Filled word by word: a copy from host memory would synchronize with the device.
-            words = torch.empty(HEADER_NBYTES // 8, dtype=torch.int64, device=device)
-            for place, word in zip(words, struct.unpack("=4q", header), strict=True):
-                place.fill_(word)
+            words = fill_words(header, device)
             self._templates[key] = words.view(torch.uint8)
         return self._templates[key]
 
@@ -195,6 +192,14 @@ class Packing:
             wrong = torch.nonzero(~is_right).flatten().tolist()
             if wrong:
                 raise _damaged(evidence.senders[wrong[0]], what)
+
+
+def fill_words(data: bytes, device: torch.device) -> Tensor:
+    """Return ``data`` as int64 words, without the wait of a copy from host memory."""
+    words = torch.empty(len(data) // 8, dtype=torch.int64, device=device)
+    for place, word in zip(words, struct.unpack(f"={len(words)}q", data), strict=True):
+        place.fill_(word)
+    return words
 
 
 def _checksums(rows: Tensor) -> Tensor:

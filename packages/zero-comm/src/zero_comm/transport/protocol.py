@@ -87,10 +87,10 @@ class SliceCodec(Protocol):
     def max_nbytes(self, dtype: torch.dtype, numel: int) -> int:
         """Return the largest possible size of a message in bytes."""
 
-    def pack(self, values: Tensor, message: Tensor) -> int:
-        """Write the message of ``values``, and return its bytes."""
+    def pack(self, values: Tensor, message: Tensor) -> Tensor:
+        """Write the message of ``values``, and return its bytes: int64, 0-dim, on its device."""
 
-    def unpack(self, message: Tensor, values: Tensor, *, sender: int) -> None:
+    def unpack(self, message: Tensor, values: Tensor, *, sender: int, unit: int) -> None:
         """Fill ``values`` from a message of rank ``sender``."""
 
 

@@ -6,7 +6,7 @@ hang.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
@@ -18,6 +18,8 @@ from zero_core.comm.control import ControlGroup
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.protocols import (
     AddingCollectives,
+    AnnouncingCollectives,
+    CheckedCollectives,
     Collectives,
     InPlaceCollectives,
     InPlaceReduction,
@@ -113,6 +115,8 @@ class Communicator:
         self.rank = control.rank
         self.world_size = control.world_size
         self._stateful = transport if isinstance(transport, StatefulCollectives) else None
+        self._announcing = transport if isinstance(transport, AnnouncingCollectives) else None
+        self._checks = transport.checks if isinstance(transport, CheckedCollectives) else None
         self._names = names
         # Protocols of reduction works, cached by class because isinstance() on protocols is slow.
         self._protocols: dict[type, frozenset[type]] = {}
@@ -174,6 +178,31 @@ class Communicator:
         name = "sum of the step's statistics"
         with profiled_range(f"rank {self.rank}: {name}"), self.place.during(name):
             self.control.sum(values)
+
+    def num_damaged(self) -> Tensor | None:
+        """Return `zero_core.protocols.MessageChecks.num_damaged` of the collectives."""
+        return None if self._checks is None else self._checks.num_damaged()
+
+    def end_checks(self, *, is_damaged: bool) -> None:
+        """Forget received messages. Every rank raises CollectiveError if any rank's was damaged."""
+        if is_damaged:
+            found = [] if self._checks is None else self._checks.take()
+            own = "; ".join(f"{self._names[unit]}: {why}" for unit, why in found)
+            rows = self.control.gather_bytes(own.encode())
+            named = [f"rank {rank}, {row.decode()}" for rank, row in enumerate(rows) if row]
+            raise CollectiveError(f"rank {self.rank}: not updated, as on {'; on '.join(named)}")
+        if self._checks is not None:
+            self._checks.clear()
+
+    def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> bool:
+        """Do `zero_core.protocols.AnnouncingCollectives.announce`, if the collectives can.
+
+        Only on an accelerator: a host's gathers may wait. Returns whether it was done.
+        """
+        if self._announcing is None or shards[0][3].is_cpu:
+            return False
+        self._announcing.announce(shards).wait()
+        return True
 
     def close(self) -> None:
         """Stop the watch on this rank: see `Watch.leave`."""

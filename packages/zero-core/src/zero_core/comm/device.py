@@ -14,16 +14,19 @@ stages and all runs add in the same order.
 
 [Note: coded exchanges]
 With a codec (`zero_core.protocols.SliceCodec`), an exchange whose peers are all on other nodes
-sends encoded slices or partial sums. The ranks first exchange the messages' lengths, for which the
-host blocks. The messages are decoded before the sum.
+sends encoded slices or partial sums, in messages as long as the longest. The host must know this
+length to start the exchange. The reduction is therefore two jobs. The first one encodes and gathers
+the lengths. The second one exchanges, decodes and sums. It is launched when the reduction is waited
+for, one unit later: while the host waits for the lengths, the device computes that unit. A fixed
+length would be exact only if it left room for slices that cannot be shortened.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -43,7 +46,15 @@ from zero_core.comm.host import HostCollectives, Transport, check_announced
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Meter
 from zero_core.comm.queues import CommQueues, HostQueues, StreamQueues
 from zero_core.comm.shared_memory import SharedMemory
-from zero_core.protocols import EXACT_GRADIENTS, Gathered, Reduced, TransportCollectives, Work
+from zero_core.protocols import (
+    EXACT_GRADIENTS,
+    Gathered,
+    MessageChecks,
+    Reduced,
+    SliceCodec,
+    TransportCollectives,
+    Work,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +115,7 @@ class DeviceCollectives(Transport):
         super().__init__(library.rank, queues, meter, members)
         self._library, links = library, self._links
         self._buffers: dict[str, Tensor] = {}  # scratch by purpose; reductions never overlap
+        self._open: _DeviceReduction | None = None  # whose second job is not launched yet
         # If a parameter is unused on one rank only, that rank interleaves reductions and gathers
         # differently. Each queue therefore has its own communicator.
         self._gathers = library.subgroup(self._members, Lane.GATHERS)
@@ -131,6 +143,10 @@ class DeviceCollectives(Transport):
             self._buffers[purpose] = kept
         return _typed(kept, numel, dtype)
 
+    @property
+    def checks(self) -> MessageChecks | None:
+        return None if self._codec is None else self._codec.checks
+
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
         return DeviceCollectives(self._library, self._queues, self._meter, self._chosen(ranks))
 
@@ -154,85 +170,105 @@ class DeviceCollectives(Transport):
         norm = torch.empty((), dtype=sum_dtype(out.dtype), device=out.device)
         nonfinite = torch.empty(self.world_size, dtype=torch.bool, device=out.device)
 
+        if self._open is not None:  # its slices are in the scratch buffers
+            self._open.wait()
+        sent = full.dtype if nodes is None else sum_dtype(full.dtype)
+        codec = self._codec if self._links.codes_slices else None
+        if codec is not None and not codec.serves(sent, out.numel()):
+            codec = None
+
         def job() -> None:
             nonfinite.zero_()
+            library, parts, senders = self._reductions, full, self._members
+            received = self._scratch("received", full.numel(), full.dtype, full.device)
             if nodes is not None:
-                coded_nbytes = self._reduce_in_two_levels(*nodes, out, full, norm, nonfinite)
+                near_ranks, library = nodes
+                parts = self._sum_in_node(*nodes, full, received, nonfinite)
+                received = _typed(full, parts.numel(), sent)
+                senders = range(near_ranks.rank, self.world_size, near_ranks.world_size)
+            if codec is None:
+                library.all_to_all(received, parts).wait()
+                finish(received, far)
             else:
-                received = self._scratch("received", full.numel(), full.dtype, full.device)
-                coded_nbytes = self._exchange(self._reductions, received, full, self._members)
-                slices = received.view(self.world_size, -1)
-                if is_added:
-                    add_in_rank_order(out, slices.unbind())
-                    find_nonfinite(slices, nonfinite)
-                    norm.copy_(norm_of(out))
-                else:
-                    sum_slices(slices, out, norm, nonfinite)
-            far_nbytes = far if coded_nbytes is None else coded_nbytes
+                exchange = self._encoded(codec, library, received, parts, senders, unit)
+                reduction.second_job = lambda: finish(received, exchange())
+
+        def finish(received: Tensor, far_nbytes: int) -> None:
+            slices = received.view(-1, out.numel())
+            if is_added:
+                add_in_rank_order(out, slices.unbind())
+                find_nonfinite(slices, nonfinite)
+                norm.copy_(norm_of(out))
+            else:
+                sum_slices(slices, out, norm, None if nodes else nonfinite)
             self._meter.add("reduce_scatter", GRADIENTS, (near, far_nbytes))
 
-        return _DeviceReduction(self.launch(job, is_reduction=True), norm, nonfinite)
+        reduction = _DeviceReduction(norm, nonfinite, self._queues)
+        reduction.work = self.launch(job, is_reduction=True)
+        self._open = None if codec is None else reduction
+        return reduction
 
-    def _exchange(
-        self, library: DeviceLibrary, out: Tensor, parts: Tensor, senders: Sequence[int]
-    ) -> int | None:
-        """Run an all-to-all of slices. If they are encoded, return the bytes sent, else None."""
-        size, own = library.world_size, library.rank
+    def _encoded(
+        self,
+        codec: SliceCodec,
+        library: DeviceLibrary,
+        out: Tensor,
+        parts: Tensor,
+        senders: Sequence[int],
+        unit: int,
+    ) -> Callable[[], int]:
+        """Encode slices, and return a function that exchanges them and returns the bytes sent."""
+        size, own, device = library.world_size, library.rank, parts.device
         rows, into = parts.view(size, -1), out.view(size, -1)
-        codec = self._codec if self._links.codes_slices else None
-        numel = rows.shape[1]
-        if codec is None or not codec.serves(parts.dtype, numel):
-            library.all_to_all(out, parts).wait()
-            return None
-        device, most = parts.device, codec.max_nbytes(parts.dtype, numel)
-        messages = self._scratch("messages", (size - 1) * most, torch.uint8, device)
-        sent, end = [0] * size, 0
-        for peer in range(size):
-            if peer != own:
-                sent[peer] = codec.pack(rows[peer], messages[end : end + most])
-                end += sent[peer]
-        lengths = torch.tensor(sent, device=device)
-        theirs = torch.empty_like(lengths)
-        library.all_to_all(theirs, lengths).wait()
-        received: list[int] = theirs.tolist()
-        for sender, nbytes in zip(senders, received, strict=True):
-            check_announced(nbytes, most, senders[own], sender, multiple=_MESSAGE_ALIGNMENT)
-        arrived = self._scratch("arrived", sum(received), torch.uint8, device)
-        library.exchange(arrived, messages[:end], sent, received).wait()
-        for peer, message in enumerate(torch.split(arrived, received)):
-            if peer != own:
-                codec.unpack(message, into[peer], sender=senders[peer])
-        into[own].copy_(rows[own])
-        return end
+        most = codec.max_nbytes(parts.dtype, rows.shape[1])
+        messages = self._scratch("messages", size * most, torch.uint8, device).view(size, most)
+        peers = [peer for peer in range(size) if peer != own]
+        sizes = torch.stack([codec.pack(rows[peer], messages[peer]) for peer in peers])
+        found, longest = sizes.new_empty(size), sizes.amax(0, keepdim=True)
+        library.all_gather(found, longest).wait()
+        lengths = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
+        lengths.copy_(found, non_blocking=True)
+        event = torch.accelerator.current_stream(device).record_event()
 
-    def _reduce_in_two_levels(
+        def exchange() -> int:
+            event.synchronize()
+            for sender, nbytes in zip(senders, lengths.tolist(), strict=True):
+                check_announced(nbytes, most, senders[own], sender, multiple=_MESSAGE_ALIGNMENT)
+            nbytes = int(lengths.max())
+            sent, arrived = (
+                self._scratch(purpose, size * nbytes, torch.uint8, device)
+                for purpose in ("sent", "arrived")
+            )
+            sent.view(size, -1).copy_(messages[:, :nbytes])
+            library.all_to_all(arrived, sent).wait()
+            for peer in peers:
+                message = arrived.view(size, -1)[peer]
+                codec.unpack(message, into[peer], sender=senders[peer], unit=unit)
+            into[own].copy_(rows[own])
+            return len(peers) * nbytes
+
+        return exchange
+
+    def _sum_in_node(
         self,
         near: DeviceLibrary,
         far: DeviceLibrary,
-        out: Tensor,
         full: Tensor,
-        norm: Tensor,
+        scratch: Tensor,
         nonfinite: Tensor,
-    ) -> int | None:
-        """Reduce as in [Note: two levels].
+    ) -> Tensor:
+        """Return the partial sums of this node, in ``scratch``: see [Note: two levels].
 
-        ``full`` is overwritten. ``nonfinite`` is set for the ranks of this node. Returns the bytes
-        sent to other nodes if they are encoded, else None.
+        ``full`` is overwritten. ``nonfinite`` is set for the ranks of this node.
         """
-        num_nodes, per_node, numel = far.world_size, near.world_size, out.numel()
-        scratch = self._scratch("received", full.numel(), full.dtype, full.device)
-        sent = scratch.view(per_node, num_nodes, numel)
-        sent.copy_(full.view(num_nodes, per_node, numel).transpose(0, 1))
+        num_nodes, per_node = far.world_size, near.world_size
+        sent = scratch.view(per_node, num_nodes, -1)
+        sent.copy_(full.view(num_nodes, per_node, -1).transpose(0, 1))
         near.all_to_all(full, scratch).wait()
-        wide = sum_dtype(full.dtype)
-        partial = _typed(scratch, num_nodes * numel, wide)
+        partial_sums = _typed(scratch, scratch.numel() // per_node, sum_dtype(full.dtype))
         of_node = nonfinite.view(num_nodes, per_node)[far.rank]
-        sum_slices(full.view(per_node, -1), partial, nonfinite=of_node)
-        received = _typed(full, num_nodes * numel, wide)
-        far_ranks = range(near.rank, self.world_size, per_node)
-        coded_nbytes = self._exchange(far, received, partial, far_ranks)
-        sum_slices(received.view(num_nodes, numel), out, norm)
-        return coded_nbytes
+        sum_slices(full.view(per_node, -1), partial_sums, nonfinite=of_node)
+        return partial_sums
 
     def prepare(self, gathered: Gathered, reduced: Reduced, device: torch.device) -> None:
         def job() -> None:
@@ -252,7 +288,9 @@ class DeviceCollectives(Transport):
                     sum_slices(zeros.view(1, -1), out, norm)
                 if codec is not None and codec.serves(zeros.dtype, 1 << 20):
                     message = zeros.new_empty(codec.max_nbytes(zeros.dtype, 64), dtype=torch.uint8)
-                    codec.unpack(message[: codec.pack(zeros, message)], zeros, sender=self.rank)
+                    codec.pack(zeros, message)
+                    codec.unpack(message, zeros, sender=self.rank, unit=0)
+                    codec.checks.clear()
 
         self.launch(job, is_reduction=True).wait()
 
@@ -271,16 +309,22 @@ class DeviceCollectives(Transport):
         return self._reductions.all_to_all(out, parts)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class _DeviceReduction:
     """A reduction under way: `zero_core.protocols.StatisticsReduction`."""
 
-    work: Work
     norm: Tensor
     nonfinite: Tensor
+    _queues: CommQueues
+    work: Work = field(init=False)
+    second_job: Callable[[], None] | None = None  # see [Note: coded exchanges]
 
     def wait(self) -> None:
         self.work.wait()
+        job, self.second_job = self.second_job, None
+        if job is not None:
+            self.work = self._queues.launch(job, is_reduction=True, is_second=True)
+            self.work.wait()
 
 
 def _typed(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

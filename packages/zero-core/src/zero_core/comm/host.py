@@ -307,7 +307,7 @@ class HostCollectives(Transport):
             total = 0
             for peer, row in given.items():
                 to = expected[peer][0]
-                nbytes = codec.pack(slices[peer], row[_ALIGNMENT : _ALIGNMENT + most])
+                nbytes = int(codec.pack(slices[peer], row[_ALIGNMENT : _ALIGNMENT + most]))
                 row[:8].view(torch.int64)[0] = nbytes
                 sends.append(self._send(row[:to], peer, Kind.REDUCE, unit))
                 rest = row[to : _ALIGNMENT + nbytes]
@@ -323,7 +323,7 @@ class HostCollectives(Transport):
                 if rest.numel():
                     self._receive(rest, peer, Kind.REDUCE_REST, unit).wait()
                 message = row[_ALIGNMENT : _ALIGNMENT + nbytes]
-                codec.unpack(message, parts[peer], sender=self._members[peer])
+                codec.unpack(message, parts[peer], sender=self._members[peer], unit=unit)
                 taken_nbytes[peer] = nbytes
             wait_all(sends)
             for peer in peers:
