@@ -47,7 +47,7 @@ def _set_autocast_depth(depth: int) -> None:
 
 
 def _saved_tensors_hooks() -> list[Any]:
-    """Return the functions of all `torch.autograd.graph.saved_tensors_hooks`, the innermost last."""
+    """Return the functions of all active `saved_tensors_hooks`, the innermost last."""
     found: list[Any] = []
     while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
         found.insert(0, top)
