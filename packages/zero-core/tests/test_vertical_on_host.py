@@ -1,5 +1,8 @@
 """Host memory of the vertical schedule's activations and gradients, compared with its plan."""
 
+import gc
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support import fake_cuda
@@ -119,6 +122,47 @@ def test_device_has_two_gradients_however_many_micro_batches():
     (few,), (many,) = (simulate_on_devices(_rise, 1, steps) for steps in (4, 8))
     # The allowance covers gradients between two blocks, which have the size of an input.
     assert many - few < 4 * INPUT_BYTES + GRADIENT_BYTES / 2
+
+
+def _kept(ranks, steps):
+    model = _Net()
+    # A product of matrices on CUDA needs this handle, whose workspace is kept for good.
+    model.blocks[1].register_forward_hook(lambda *_: torch.cuda.current_blas_handle())
+    engine = zero_core.build(model, _config(accumulation_schedule="vertical", steps=steps))
+    engine.train_batch(_batches(1, ranks, steps))
+    engine.close()
+    del engine, model
+    gc.collect()
+    return accelerator.memory_allocated(ranks.device)
+
+
+@pytest.mark.cuda
+@on_device_rank
+def test_device_memory_after_a_step_is_the_same_however_many_micro_batches(ranks):
+    assert _kept(ranks, 1) == _kept(ranks, 8)
+
+
+@pytest.mark.cuda
+@on_device_rank
+def test_stream_of_one_forward_is_not_that_of_others(ranks):
+    def note(module, args, output):
+        seen.append(accelerator.current_stream())
+
+    class _OnStream(_Net):
+        def forward(self, ids):
+            with streams.pop():
+                return super().forward(ids)
+
+    streams = [nullcontext(), torch.cuda.stream(torch.cuda.Stream()), nullcontext()]
+    expected, seen = [accelerator.current_stream()] * 3, []
+    expected[1] = streams[1].stream
+    model = _OnStream()
+    model.blocks[2].register_forward_hook(note)
+    engine = zero_core.build(model, _config(1, 3, accumulation_schedule="vertical"))
+    engine.train_batch(_batches(1, ranks, 3))
+    assert seen[:3] == expected  # then it is recomputed
+    assert accelerator.current_stream() == expected[0]
+    engine.close()
 
 
 def _plan(schedule, model=None, *, inputs=None, is_on_host=False, **further):

@@ -55,7 +55,7 @@ from zero_core.runtime.host_inputs import HostInputs
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.micro_batches import MicroBatches, ScaledLoss
 from zero_core.vertical.segments import PartialGrads, SegmentCrossing, Segments
-from zero_core.vertical.torch_state import NotExchanged, TorchState
+from zero_core.vertical.torch_state import TorchState
 from zero_core.watch.place import OUTSIDE
 
 try:
@@ -65,20 +65,6 @@ except ImportError:  # `make_micro_batches` raises if it is needed
 
 _log = logging.getLogger(__name__)
 _OWN = frozenset(vars(nn.Module()))  # names of attributes that every module has
-
-
-def random_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the states of torch's generators for CPU and ``device``, as uint8 CPU tensors."""
-    own = torch.get_rng_state()
-    if device.type == "cpu":
-        return (own,)
-    return own, torch.get_device_module(device).get_rng_state(device)
-
-
-def set_random_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
@@ -107,15 +93,9 @@ class MicroBatch:
         self.number = number  # number in the step, from 0 on
         self.partial = partial  # incomplete gradients of all micro-batches
         self.segments = Segments(partial, number)  # segments of this micro-batch's graph
-        self.states: tuple[Tensor, ...] | None = None  # generator states, while paused
         self._state = state
-        self._greenlet = greenlet(lambda: self._compute(batch, loss_of))
-        self._greenlet.gr_context = copy_context()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the forward has ended."""
-        return bool(self._greenlet.dead)
+        self.greenlet = greenlet(lambda: self._compute(batch, loss_of))
+        self.greenlet.gr_context = copy_context()
 
     def _compute(self, batch: Any, loss_of: ScaledLoss) -> None:
         try:
@@ -125,25 +105,16 @@ class MicroBatch:
         finally:
             self._state.exchange()
 
-    def advance(self) -> None:
-        """Run until the next `pause` or the end. Raises exceptions of the forward."""
-        self._greenlet.switch()
-
-    def pause(self) -> None:
-        """Pause the forward, which calls this. Returns when `advance` is called again."""
-        if getcurrent() is not self._greenlet:
-            raise NotExchanged
-        inside = self._state.leave()
+    def pause(self) -> bool:
+        """Return from `greenlet.switch`, and here at its next call. False: pausing is impossible."""
+        inside = self._state.leave() if getcurrent() is self.greenlet else None
+        if inside is None:
+            return False
         try:
-            self._greenlet.parent.switch()
+            self.greenlet.parent.switch()
         finally:
             self._state.exchange(inside)
-
-    def abandon(self) -> None:
-        """Unwind the frames of the paused forward."""
-        while self._greenlet:  # frames may catch the exception, and enter the next block
-            with suppress(Exception):  # raised by the frames as they end
-                self._greenlet.throw()
+        return True
 
 
 class VerticalSchedule(MicroBatches):
@@ -208,15 +179,12 @@ class VerticalSchedule(MicroBatches):
                     f"{self._blocks[number]!r} is {why}, and each block must be called once, in "
                     "their order",
                 )
-            try:
-                one.pause()
-            except NotExchanged:
+            if not one.pause():
                 raise self._refuse(
                     one,
                     f"{self._blocks[number]!r} is called on another thread, or within "
-                    "torch.inference_mode, torch.func or another context whose state torch does "
-                    "not give away",
-                ) from None
+                    "torch.inference_mode, torch.func or a context whose state is not accessible",
+                )
             if self._has_common_buffers:
                 versions[:] = [b._version for b in module.buffers()]
             return one.segments.enter((args, kwargs))
@@ -279,7 +247,7 @@ class VerticalSchedule(MicroBatches):
             for number in range(len(self._blocks)):
                 for one in micro_batches:
                     self._advance(one, seed)
-                    if one.is_done:
+                    if one.greenlet.dead:
                         block = self._blocks[number]
                         raise self._refuse(one, f"its forward ended without a call of {block!r}")
             # Compute each loss, and run backward from the loss to the last block's output.
@@ -295,7 +263,9 @@ class VerticalSchedule(MicroBatches):
         except BaseException:
             try:
                 for one in micro_batches:
-                    one.abandon()
+                    while one.greenlet:  # frames may catch GreenletExit, and enter the next block
+                        with suppress(Exception):  # raised by the frames as they end
+                            one.greenlet.throw()
             finally:
                 self._running = self._turn = None
                 torch_state.exchange()
@@ -327,13 +297,11 @@ class VerticalSchedule(MicroBatches):
         """Run a micro-batch's forward up to its next block, or to the end."""
         accumulation = self._train.accumulation
         accumulation.enter_micro_step(one.number)
-        if one.states is None:
+        if not one.greenlet:  # not started
             seed_generators(self._device, seed, accumulation.micro_steps)
-        else:
-            set_random_states(self._device, one.states)
         self._running = one
         try:
-            one.advance()
+            one.greenlet.switch()
         except SegmentCrossing as error:
             other = error.segment
             maker = "another micro-batch" if other is None else self._name(other)
@@ -353,8 +321,7 @@ class VerticalSchedule(MicroBatches):
                         f"{self._name(one.segments.number)} or code in front of it leaves a tensor "
                         f"in the attribute {name}, where another micro-batch would find it",
                     )
-        self._running = None  # stays set after an error, until `abandon`
-        one.states = random_states(self._device)
+        self._running = None  # stays set after an error, until the frames are unwound
 
     def _run_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run backward through the blocks, and then through the code before them."""
