@@ -40,7 +40,6 @@ from contextvars import copy_context
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from zero_core._torch import is_in_backward, outside_graphs, seed_generators
@@ -106,7 +105,7 @@ class MicroBatch:
             self._state.exchange()
 
     def pause(self) -> bool:
-        """Return from `greenlet.switch`, and here at its next call. False: pausing is impossible."""
+        """Return from `greenlet.switch`, and here at its next call. False: it cannot pause here."""
         inside = self._state.leave() if getcurrent() is self.greenlet else None
         if inside is None:
             return False
