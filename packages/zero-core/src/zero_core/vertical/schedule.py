@@ -106,14 +106,14 @@ class MicroBatch:
 
     def pause(self) -> bool:
         """Return from `greenlet.switch`, and here at its next call. False: it cannot pause here."""
-        inside = self._state.leave() if getcurrent() is self.greenlet else None
-        if inside is None:
-            return False
+        inside = self._state.exchange()
         try:
-            self.greenlet.parent.switch()
+            is_possible = getcurrent() is self.greenlet and self._state.is_as_before()
+            if is_possible:
+                self.greenlet.parent.switch()
+            return is_possible
         finally:
             self._state.exchange(inside)
-        return True
 
 
 class VerticalSchedule(MicroBatches):

@@ -15,13 +15,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import overrides
-from torch._C import _autograd, _dynamo
+from torch import _C, overrides
 from torch.backends import cuda
-from torch.utils import _device, _python_dispatch
+from torch.utils import _device
+from torch.utils import _python_dispatch as dispatch
 
-_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""Functions that get and set a value."""
+_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # functions that get and set a value
+
+
+def _dispatch_keys() -> Any:
+    return _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
 
 
 def _autocast_depth() -> int:
@@ -54,36 +57,29 @@ def _stack(top: Callable[[], Any], pop: Callable[[], Any], push: Callable[[Any],
     return get, put
 
 
+_HOOKS = (
+    partial(_C._autograd._top_saved_tensors_default_hooks, True),
+    _C._autograd._pop_saved_tensors_default_hooks,
+    lambda hooks: _C._autograd._push_saved_tensors_default_hooks(*hooks),
+)
 _SETTINGS: list[_Setting] = [
-    (torch.is_grad_enabled, torch._C._set_grad_enabled),
-    (torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled),
-    (torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
-    (torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
-    (torch._C._get_torch_function_state, torch._C._set_torch_function_state),
-    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, _C._set_grad_enabled),
+    (_C._is_fwd_grad_enabled, _C._set_fwd_grad_enabled),
+    (_C._get_torch_function_state, _C._set_torch_function_state),
     (torch.get_rng_state, torch.set_rng_state),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (_autocast_depth, _set_autocast_depth),
-    (_dynamo.eval_frame.get_eval_frame_callback, _dynamo.eval_frame.set_eval_frame),
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     (cuda.math_sdp_enabled, cuda.enable_math_sdp),
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
-    _stack(
-        partial(_autograd._top_saved_tensors_default_hooks, True),
-        _autograd._pop_saved_tensors_default_hooks,
-        lambda hooks: _autograd._push_saved_tensors_default_hooks(*hooks),
-    ),
+    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    _stack(*_HOOKS),
     _stack(overrides._get_current_function_mode, overrides._pop_mode, overrides._push_mode),
-    _stack(
-        _python_dispatch._get_current_dispatch_mode,
-        _python_dispatch._pop_mode,
-        _python_dispatch._push_mode,
-    ),
+    _stack(dispatch._get_current_dispatch_mode, dispatch._pop_mode, dispatch._push_mode),
     *(
         (partial(getattr, module, name), partial(setattr, module, name))
-        for module in (_device, _python_dispatch)
+        for module in (_device, dispatch)
         for name in vars(module)
         if name == "CURRENT_DEVICE" or name.startswith("_is_in_")
     ),
@@ -101,16 +97,10 @@ class TorchState:
             self._settings += zip(get, put, strict=True)
         if device.type != "cpu":  # `set_stream` sets the device, too
             self._settings.append((torch.accelerator.current_stream, torch.accelerator.set_stream))
-            random = torch.get_device_module(device)
-            self._settings.append((random.get_rng_state, random.set_rng_state))
+            module = torch.get_device_module(device)
+            self._settings.append((module.get_rng_state, module.set_rng_state))
         self._outside = [get() for get, _ in self._settings]
-        self._keys = self._dispatch_keys()
-
-    def _dispatch_keys(self) -> Any:
-        return (
-            torch._C._dispatch_tls_local_include_set(),
-            torch._C._dispatch_tls_local_exclude_set(),
-        )
+        self._keys = _dispatch_keys()
 
     def exchange(self, new: list[Any] | None = None) -> list[Any]:
         """Set ``new``, by default the state before the step. Return the state until now."""
@@ -122,13 +112,6 @@ class TorchState:
                 put(value)
         return old
 
-    def leave(self) -> list[Any] | None:
-        """Set the state before the step, and return the paused forward's.
-
-        Returns None and sets nothing if the forward is in a context that cannot be exchanged.
-        """
-        inside = self.exchange()
-        if self._dispatch_keys() == self._keys:
-            return inside
-        self.exchange(inside)
-        return None
+    def is_as_before(self) -> bool:
+        """Whether `exchange` has set all of the state before the step."""
+        return bool(_dispatch_keys() == self._keys)
