@@ -65,7 +65,7 @@ _HOOKS = (
 _SETTINGS: list[_Setting] = [
     (torch.is_grad_enabled, _C._set_grad_enabled),
     (_C._is_fwd_grad_enabled, _C._set_fwd_grad_enabled),
-    (_C._get_torch_function_state, _C._set_torch_function_state),
+    (_C._get_torch_function_state, _C._set_torch_function_state),  # type: ignore[attr-defined]
     (torch.get_rng_state, torch.set_rng_state),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (_autocast_depth, _set_autocast_depth),
