@@ -40,6 +40,7 @@ from contextvars import copy_context
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zero_core._torch import is_in_backward, outside_graphs, seed_generators
@@ -64,6 +65,20 @@ except ImportError:  # `make_micro_batches` raises if it is needed
 
 _log = logging.getLogger(__name__)
 _OWN = frozenset(vars(nn.Module()))  # names of attributes that every module has
+
+
+def random_states(device: torch.device) -> tuple[Tensor, ...]:
+    """Return the states of torch's generators for CPU and ``device``, as uint8 CPU tensors."""
+    own = torch.get_rng_state()
+    if device.type == "cpu":
+        return (own,)
+    return own, torch.get_device_module(device).get_rng_state(device)
+
+
+def set_random_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
@@ -92,6 +107,7 @@ class MicroBatch:
         self.number = number  # number in the step, from 0 on
         self.partial = partial  # incomplete gradients of all micro-batches
         self.segments = Segments(partial, number)  # segments of this micro-batch's graph
+        self.states: tuple[Tensor, ...] | None = None  # generator states, while paused
         self._state = state
         self.greenlet = greenlet(lambda: self._compute(batch, loss_of))
         self.greenlet.gr_context = copy_context()
@@ -296,8 +312,10 @@ class VerticalSchedule(MicroBatches):
         """Run a micro-batch's forward up to its next block, or to the end."""
         accumulation = self._train.accumulation
         accumulation.enter_micro_step(one.number)
-        if not one.greenlet:  # not started
+        if one.states is None:
             seed_generators(self._device, seed, accumulation.micro_steps)
+        else:
+            set_random_states(self._device, one.states)
         self._running = one
         try:
             one.greenlet.switch()
@@ -321,6 +339,7 @@ class VerticalSchedule(MicroBatches):
                         f"in the attribute {name}, where another micro-batch would find it",
                     )
         self._running = None  # stays set after an error, until the frames are unwound
+        one.states = random_states(self._device)
 
     def _run_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run backward through the blocks, and then through the code before them."""

@@ -3,9 +3,9 @@
 [Note: contexts of a paused forward]
 A forward may pause within contexts: autocast, ``no_grad``, a device, a choice of attention kernels,
 checkpointing around a block. torch keeps their state per thread or process, and micro-batches share
-a thread. So a pause exchanges the forward's state, which includes those of random generators, for
-the state before the step, and the next turn exchanges it back. Contexts around the step apply to
-each micro-batch, and contexts in a forward to that one alone. Dispatch keys reveal other contexts.
+a thread. So a pause exchanges the forward's state for the state before the step, and the next turn
+exchanges it back. Contexts around the step apply to each micro-batch, and contexts in a forward to
+that one alone. Dispatch keys reveal contexts that cannot be exchanged.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ _SETTINGS: list[_Setting] = [
     (torch.is_grad_enabled, _C._set_grad_enabled),
     (_C._is_fwd_grad_enabled, _C._set_fwd_grad_enabled),
     (_C._get_torch_function_state, _C._set_torch_function_state),  # type: ignore[attr-defined]
-    (torch.get_rng_state, torch.set_rng_state),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (_autocast_depth, _set_autocast_depth),
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
@@ -97,8 +96,6 @@ class TorchState:
             self._settings += zip(get, put, strict=True)
         if device.type != "cpu":  # `set_stream` sets the device, too
             self._settings.append((torch.accelerator.current_stream, torch.accelerator.set_stream))
-            module = torch.get_device_module(device)
-            self._settings.append((module.get_rng_state, module.set_rng_state))
         self._outside = [get() for get, _ in self._settings]
         self._keys = _dispatch_keys()
 
