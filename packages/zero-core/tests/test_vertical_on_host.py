@@ -1,7 +1,5 @@
 """Host memory of the vertical schedule's activations and gradients, compared with its plan."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from support import fake_cuda
@@ -121,31 +119,6 @@ def test_device_has_two_gradients_however_many_micro_batches():
     (few,), (many,) = (simulate_on_devices(_rise, 1, steps) for steps in (4, 8))
     # The allowance covers gradients between two blocks, which have the size of an input.
     assert many - few < 4 * INPUT_BYTES + GRADIENT_BYTES / 2
-
-
-@pytest.mark.cuda
-@on_device_rank
-def test_forwards_use_one_cublas_handle_and_the_stream_that_each_has_entered(ranks):
-    def note(module, args, output):
-        seen.append((accelerator.current_stream(), torch.cuda.current_blas_handle()))
-
-    class _OnStream(_Net):
-        def forward(self, ids):
-            with streams.pop():
-                return super().forward(ids)
-
-    streams = [nullcontext(), torch.cuda.stream(torch.cuda.Stream()), nullcontext()]
-    own, other, seen = accelerator.current_stream(), streams[1].stream, []
-    before = torch.cuda.current_blas_handle()
-    model = _OnStream()
-    model.blocks[2].register_forward_hook(note)
-    engine = zero_core.build(model, _config(1, 3, accumulation_schedule="vertical"))
-    engine.train_batch(_batches(1, ranks, 3))
-    assert [stream for stream, _ in seen[:3]] == [own, other, own]  # then it is recomputed
-    # A second thread would have a handle of its own, whose workspace is kept for good.
-    assert {handle for _, handle in seen[:3]} == {before}
-    assert accelerator.current_stream() == own
-    engine.close()
 
 
 def _plan(schedule, model=None, *, inputs=None, is_on_host=False, **further):
