@@ -38,6 +38,7 @@ OPTIONAL = {
     "transformers": "zero-engine train and plan, and Hugging Face's Trainer",
     "tokenizers": "zero-engine train",
     "filelock": "zero-engine train",
+    "greenlet": "the vertical schedule of micro-batches",
     "matplotlib": "zero-engine train, and the pictures of plans",
     "tensorboard": "zero-engine train",
     "jinja2": "zero-engine report",

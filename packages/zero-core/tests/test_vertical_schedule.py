@@ -1,15 +1,24 @@
 """The vertical schedule: bit-identical to the horizontal one, with two passes of gathers a step."""
 
+import random
 import re
+import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils import _device, _python_dispatch
+from torch.utils.flop_counter import FlopCounterMode
 
 import zero_core
-from zero_core.errors import AccumulationScheduleError
+from zero_core.errors import AccumulationScheduleError, MissingPartError
+from zero_core.testing.failing import Interruption
 from zero_core.testing.models import seeded
 from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import on_processes
@@ -145,6 +154,11 @@ def _reads_another(net, x):
     return x
 
 
+def _in_inference_mode(net, x):
+    with torch.inference_mode():
+        return net.blocks[0](x)
+
+
 def _ties(net, x):
     return nn.functional.linear(_adds_the_first(net, x), net.first.weight)
 
@@ -163,6 +177,7 @@ WAYS = {
     "boxed": _boxes,
     "stashed": lambda net, x: _plain(net, x) + net.stashed,
     "reads another": _reads_another,
+    "in inference mode": _in_inference_mode,
     "a weight with a hook": _ties,
     "a weight with a hook and dropout": lambda net, x: _drops(net, x) + net.first.weight.sum(),
 }
@@ -358,12 +373,116 @@ def test_training_goes_on_after_a_forward_that_failed_and_an_evaluation(fails_in
         ("stashed", r"leaves a tensor in the attribute stashed, where another micro-batch would"),
         ("a weight with a hook", r"before the blocks and code behind it use first.weight, on wh"),
         ("reads another", r"uses blocks.3.0.bias of unit 4"),
+        ("in inference mode", r"blocks.0\) is called on another thread, or within torch.inference"),
     ],
 )
 def test_blocks_that_are_no_sequence_are_refused_by_name(kind, message):
     engine = zero_core.build(_make(kind), _config(2) | VERTICAL)
     with pytest.raises(AccumulationScheduleError, match=message):
         engine.train_batch(_batches(0))
+
+
+def test_vertical_schedule_without_greenlet_is_refused(monkeypatch):
+    monkeypatch.setattr("zero_core.vertical.schedule.greenlet", None)
+    with pytest.raises(MissingPartError, match=r"accumulation_schedule: .* pip install greenlet"):
+        zero_core.build(_make("plain"), _config() | VERTICAL)
+
+
+CONTEXTS = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "no_grad": torch.no_grad,
+    "device": lambda: torch.device("cpu"),
+    "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "function mode": BaseTorchFunctionMode,
+    "dispatch mode": lambda: FlopCounterMode(display=False),
+    "hooks on saved tensors": save_on_cpu,
+}
+
+
+def _visible_state():
+    num_modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    depth, _ = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
+    flags = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), hooks is not None, depth
+    kernels = torch.backends.cuda.flash_sdp_enabled(), _python_dispatch._is_in_torch_dispatch_mode
+    return num_modes, flags, kernels, _device.CURRENT_DEVICE, threading.get_ident()
+
+
+@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
+def test_step_within_no_grad_fails(schedule):
+    engine = zero_core.build(_make("plain"), _config(accumulation_schedule=schedule))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
+        engine.train_batch(_batches(0))
+
+
+@pytest.mark.parametrize("inner", [3, None])
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_context_holds_where_it_was_entered_on_one_thread(name, inner):
+    inner = inner or 3 * (name == "no_grad")  # `test_step_within_no_grad_fails`
+
+    def in_one_forward(net, x):
+        x = net.first(x)
+        with CONTEXTS[name]() if x.shape[0] == inner else nullcontext():
+            for block in net.blocks:
+                x = x + block(x)
+        return net.out(x)
+
+    def train(schedule):
+        def note(module, args, output):
+            seen.append((len(args[0]), _visible_state()))
+
+        net, seen, before = _Net(in_one_forward, _mlp), [], _visible_state()
+        for block in net.blocks:
+            block.register_forward_hook(note)
+        engine = zero_core.build(net, _config(1, activation_checkpointing=None) | schedule)
+        with nullcontext() if inner else CONTEXTS[name]():
+            loss = engine.train_batch(_batches(0)).item()
+        assert _visible_state() == before
+        return loss, sorted(seen), engine.full_state_dict()
+
+    expected, found = train({}), train(VERTICAL)
+    assert found[:2] == expected[:2]
+    assert_same(found[2], expected[2])
+
+
+def test_paused_forwards_are_unwound_and_the_error_has_the_line_of_the_model():
+    def keeps_on(net, x):
+        with torch.autocast("cpu", torch.bfloat16), save_on_cpu():
+            for block in net.blocks:
+                try:
+                    x = block(x) / (net.missing if x.shape[0] == 3 else 1)
+                except BaseException:
+                    left.append(x.shape[0])
+                    if x.shape[0] == 3:
+                        raise
+        return x
+
+    left, before = [], _visible_state()
+    engine = zero_core.build(_Net(keeps_on, _mlp), _config() | VERTICAL)
+    with pytest.raises(AttributeError, match="missing") as caught:
+        engine.train_batch(_batches(0))
+    assert any("net.missing if" in str(entry.statement) for entry in caught.traceback)
+    assert set(left) == {2, 3, 4}
+    assert _visible_state() == before
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_step_that_was_left_at_any_moment_begins_anew():
+    def step(left):
+        engine, before = zero_core.build(_make("tied"), _config() | VERTICAL), _visible_state()
+        with pytest.raises(KeyboardInterrupt) if left.moment else nullcontext(), left.armed():
+            engine.train_batch(_batches(0))
+        assert _visible_state() == before
+        if engine.place.unfinished:  # within step(), whose interruption another test has
+            return expected
+        if not engine.global_steps:
+            engine.train_batch(_batches(0))
+        return engine.full_state_dict()
+
+    never = Interruption(0, is_signal=False, packages=("zero_core",))
+    expected = step(never)
+    for number, moment in enumerate(random.Random(0).sample(range(1, never.num_calls + 1), 24)):
+        assert_same(step(Interruption(moment, number % 2 == 1, never.packages)), expected)
 
 
 def test_model_without_blocks_is_refused():

@@ -274,14 +274,16 @@ def autocast_source(tensor: Tensor) -> Tensor | None:
     Returns None for a parameter that needs no gradient: torch does not record its casts.
     """
     whole = tensor if tensor._base is None else tensor._base
-    node = whole.grad_fn
-    if node is None or node.name() != "ToCopyBackward0" or whole._version:
-        return None
-    leaf: Any = node.next_functions[0][0]
+    source = None if whole.grad_fn is None or whole._version else cast_param(whole.grad_fn)
+    return None if source is None or source.device != whole.device else source
+
+
+def cast_param(node: Any) -> Tensor | None:
+    """Return the leaf that the autograd node ``node`` casts, or None for another node."""
+    leaf: Any = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
     if leaf is None or "AccumulateGrad" not in leaf.name():
         return None
-    source: Tensor = leaf.variable
-    return source if source.device == whole.device else None
+    return cast("Tensor", leaf.variable)
 
 
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]

@@ -208,11 +208,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
         Args:
             batches: yields at least ``gradient_accumulation_steps`` micro-batches.
-            compute_loss: computes the loss of one micro-batch by one call of the engine. With the
-                vertical schedule it runs on another thread and must enter contexts such as
-                `torch.autocast` itself. None: a micro-batch is the model's keyword arguments
-                (mapping) or positional ones (tuple, list or one tensor), and the loss is the
-                model's output or the output's entry "loss".
+            compute_loss: computes the loss of one micro-batch by one call of the engine. None: a
+                micro-batch is the model's keyword arguments (mapping) or positional ones (tuple,
+                list or one tensor), and the loss is the model's output or its entry "loss".
 
         Returns:
             The mean of the losses, 0-dim, fp32 or wider, without gradient.

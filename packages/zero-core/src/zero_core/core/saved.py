@@ -110,16 +110,15 @@ class SavedWeights:
     def begin_forward(self, forward: Forward, backward: Backward) -> None:
         """Pack tensors that autograd saves until `end_forward`, to be unpacked by ``backward``."""
         self._forward, self._backward = forward, backward
-        self.watch_thread()
+        hooks = self._hooks[threading.get_ident()] = self.hooks()
+        hooks.__enter__()
 
-    def watch_thread(self) -> None:
-        """Pack tensors that this thread's operations save for the current forward."""
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Return torch's hooks, which pack tensors that operations save for this forward."""
         assert self._backward is not None, "begin_forward comes first"
         self._is_autocast = is_autocast_enabled()
         unpack = partial(self.unpack, self._backward)
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
-        self._hooks[threading.get_ident()] = hooks
-        hooks.__enter__()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
 
     def leave_thread(self) -> None:
         hooks = self._hooks.pop(threading.get_ident(), None)

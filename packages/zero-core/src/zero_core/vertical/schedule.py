@@ -5,8 +5,10 @@ The horizontal schedule runs forward and backward of one micro-batch after anoth
 unit of a stage-3 model twice per micro-batch. The vertical schedule runs all micro-batches through
 one unit before the next unit, and so gathers each unit twice per step:
 
-1. Forward: each micro-batch's forward runs up to the first block, on a separate thread, in the
-   order of micro-batches. Then all micro-batches run the first block, then the second, and so on.
+1. Forward: each micro-batch's forward runs up to the first block, in the order of micro-batches.
+   Then all micro-batches run the first block, then the second, and so on. A forward is a stack of
+   frames of the model's code. Each one is a greenlet, which can pause at a block, on one thread.
+   `zero_core.vertical.torch_state` keeps the contexts that it has entered apart from the others'.
 2. Loss: after the last block, each micro-batch in turn computes its loss, and runs backward to the
    last block's output. So only one micro-batch's logits are in memory at a time.
 3. Backward: all micro-batches run backward through the last block, then through the block before,
@@ -32,8 +34,8 @@ checks for such tensors.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from contextvars import copy_context
 from itertools import pairwise
 from typing import Any
@@ -41,7 +43,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core._libc import share_arenas
 from zero_core._torch import is_in_backward, outside_graphs, seed_generators
 from zero_core.config import Config
 from zero_core.core.grads import FlatGrads
@@ -49,11 +50,18 @@ from zero_core.core.passes import Driver, Passes
 from zero_core.core.unit import Unit
 from zero_core.errors import AccumulationScheduleError
 from zero_core.optim.train_state import TrainState
+from zero_core.parts import missing_part
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.micro_batches import MicroBatches, ScaledLoss
 from zero_core.vertical.segments import PartialGrads, SegmentCrossing, Segments
+from zero_core.vertical.torch_state import TorchState
 from zero_core.watch.place import OUTSIDE
+
+try:
+    from greenlet import getcurrent, greenlet
+except ImportError:  # `make_micro_batches` raises if it is needed
+    greenlet = None
 
 _log = logging.getLogger(__name__)
 _OWN = frozenset(vars(nn.Module()))  # names of attributes that every module has
@@ -80,86 +88,42 @@ def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
     return found
 
 
-class ForwardAbandoned(BaseException):
-    """Stops a micro-batch's forward, in its thread, after another micro-batch failed."""
-
-
 class MicroBatch:
-    """One micro-batch, whose forward runs on a separate thread and pauses at blocks.
-
-    A forward is a stack of Python frames of the model's code. Only a thread can suspend such a
-    stack at a block and resume it later. At most one of these threads runs at a time, while its
-    starter waits, so nothing runs in parallel.
-    """
+    """One micro-batch, whose forward is a greenlet that pauses at blocks."""
 
     loss: Tensor  # detached, set when the forward has ended
     scaled_loss: Tensor | None = None  # None once backward has begun
+    hooks: AbstractContextManager[Any]  # on tensors that the model's forward saves
 
     def __init__(
-        self,
-        number: int,
-        batch: Any,
-        loss_of: ScaledLoss,
-        device: torch.device,
-        partial: PartialGrads,
+        self, number: int, batch: Any, loss_of: ScaledLoss, partial: PartialGrads, state: TorchState
     ) -> None:
-        """Create. The thread uses the caller's current stream of ``device``."""
         self.number = number  # number in the step, from 0 on
         self.partial = partial  # incomplete gradients of all micro-batches
         self.segments = Segments(partial, number)  # segments of this micro-batch's graph
         self.states: tuple[Tensor, ...] | None = None  # generator states, while paused
-        self.is_done = False  # whether the forward has ended
-        self._go = threading.Semaphore(0)
-        self._paused = threading.Semaphore(0)
-        self._is_abandoned = False
-        self._error: BaseException | None = None
-        stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
-        self._thread = threading.Thread(
-            target=copy_context().run,
-            args=(self._compute, batch, loss_of, stream),
-            name=f"zero_core micro-batch {number}",
-            daemon=True,
-        )
+        self._state = state
+        self.greenlet = greenlet(lambda: self._compute(batch, loss_of))
+        self.greenlet.gr_context = copy_context()
 
-    def _compute(self, batch: Any, loss_of: ScaledLoss, stream: torch.Stream | None) -> None:
+    def _compute(self, batch: Any, loss_of: ScaledLoss) -> None:
         try:
-            if stream is not None:
-                torch.accelerator.set_stream(stream)  # also sets the device
             loss, self.scaled_loss = loss_of(batch)
             self.segments.close([self.scaled_loss])
             self.loss = loss.detach()
-        except BaseException as error:  # `advance` raises it
-            self._error = error
-        self.is_done = True
-        self._paused.release()
+        finally:
+            self._state.exchange()
 
-    def advance(self) -> None:
-        """Run until the next `pause` or the end. Raises exceptions of the forward."""
-        if self._thread.ident is None:
-            self._thread.start()
-        else:
-            self._go.release()
-        self._paused.acquire()
-        if self.is_done:
-            self._thread.join()
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
-
-    def pause(self) -> None:
-        """Pause the forward, called on its thread. Returns when `advance` is called again."""
-        self._paused.release()
-        self._go.acquire()
-        if self._is_abandoned:
-            raise ForwardAbandoned
-
-    def abandon(self) -> None:
-        """Stop the paused forward, and wait for its thread."""
-        if self._thread.is_alive():
-            self._is_abandoned = True
-            self._go.release()
-            self._thread.join()
-        self._error = None
+    def pause(self) -> bool:
+        """Return from `greenlet.switch`, and here at its next call. False: it cannot pause here."""
+        inside = self._state.exchange()
+        try:
+            is_possible = getcurrent() is self.greenlet and self._state.is_as_before()
+            if is_possible:
+                self.greenlet.parent.switch()
+            return is_possible
+        finally:
+            self._state.exchange(inside)
 
 
 class VerticalSchedule(MicroBatches):
@@ -193,8 +157,6 @@ class VerticalSchedule(MicroBatches):
             for grads in unit.grads
             for position, param in enumerate(grads.params)
         }
-        if state.device.type == "cpu":
-            share_arenas()  # micro-batches run on separate threads, one at a time
         self._host_inputs = host_inputs
         # Tensors in attributes of modules before a micro-batch runs. None after the first step.
         self._in_attributes: dict[str, list[Tensor]] | None = {}
@@ -226,7 +188,12 @@ class VerticalSchedule(MicroBatches):
                     f"{self._blocks[number]!r} is {why}, and each block must be called once, in "
                     "their order",
                 )
-            one.pause()
+            if not one.pause():
+                raise self._refuse(
+                    one,
+                    f"{self._blocks[number]!r} is called on another thread, or within "
+                    "torch.inference_mode, torch.func or a context whose state is not accessible",
+                )
             if self._has_common_buffers:
                 versions[:] = [b._version for b in module.buffers()]
             return one.segments.enter((args, kwargs))
@@ -263,7 +230,7 @@ class VerticalSchedule(MicroBatches):
             )
 
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
-        """Implement `MicroBatches.run`. Calls ``loss_of`` on other threads."""
+        """Implement `MicroBatches.run`."""
         if len(batches) == 1:
             return super().run(batches, loss_of, seed=seed)
         with self._place.during("train_batch()"):
@@ -273,12 +240,13 @@ class VerticalSchedule(MicroBatches):
         host_inputs = self._host_inputs
         copies = None if host_inputs is None else host_inputs.copies
         partial = PartialGrads(len(batches), copies)
-        micro_batches = [
-            MicroBatch(number, batch, loss_of, self._state.device, partial)
-            for number, batch in enumerate(batches)
-        ]
         self._forward.enter(self._root, self._state.module)
         self._units.saved.leave_thread()  # each micro-batch registers its own hooks
+        torch_state = TorchState(self._state.device)
+        micro_batches = [
+            MicroBatch(number, batch, loss_of, partial, torch_state)
+            for number, batch in enumerate(batches)
+        ]
         self._passes.driver = Driver(self._enter, self._leave, self._take)
         if host_inputs is not None:
             host_inputs.expect(len(batches))
@@ -288,7 +256,7 @@ class VerticalSchedule(MicroBatches):
             for number in range(len(self._blocks)):
                 for one in micro_batches:
                     self._advance(one, seed)
-                    if one.is_done:
+                    if one.greenlet.dead:
                         block = self._blocks[number]
                         raise self._refuse(one, f"its forward ended without a call of {block!r}")
             # Compute each loss, and run backward from the loss to the last block's output.
@@ -304,9 +272,12 @@ class VerticalSchedule(MicroBatches):
         except BaseException:
             try:
                 for one in micro_batches:
-                    one.abandon()
+                    while one.greenlet:  # frames may catch GreenletExit, and enter the next block
+                        with suppress(Exception):  # raised by the frames as they end
+                            one.greenlet.throw()
             finally:
                 self._running = self._turn = None
+                torch_state.exchange()
                 self._train.accumulation.enter_micro_step(0)
                 self._passes.drive_by_hooks()
                 self._forward.abandon()  # the next forward drops the passes' gradients
@@ -319,15 +290,17 @@ class VerticalSchedule(MicroBatches):
         return [one.loss for one in micro_batches]
 
     def _enter(self, unit: Unit, module: nn.Module) -> None:
-        if unit.is_root and self._units.has_sharded_params:
-            self._units.saved.watch_thread()
+        if unit.is_root and self._units.has_sharded_params and self._running is not None:
+            self._running.hooks = self._units.saved.hooks()
+            self._running.hooks.__enter__()
         self._forward.go_into(unit, module)
 
     def _leave(self, unit: Unit, *, needs_grad: bool, error: BaseException | None) -> None:
-        if error is not None and not isinstance(error, ForwardAbandoned):  # follows a failure
+        if error is not None:
             self._forward.note_failure(unit, error)
-        if self._forward.go_out_of(unit, needs_grad=needs_grad) and unit.is_root:
-            self._units.saved.leave_thread()
+        was_entered = self._forward.go_out_of(unit, needs_grad=needs_grad) and unit.is_root
+        if was_entered and self._units.has_sharded_params and self._running is not None:
+            self._running.hooks.__exit__(None, None, None)
 
     def _advance(self, one: MicroBatch, seed: int) -> None:
         """Run a micro-batch's forward up to its next block, or to the end."""
@@ -341,7 +314,7 @@ class VerticalSchedule(MicroBatches):
                 torch.get_device_module(self._device).set_rng_state(one.states[1], self._device)
         self._running = one
         try:
-            one.advance()
+            one.greenlet.switch()
         except SegmentCrossing as error:
             other = error.segment
             maker = "another micro-batch" if other is None else self._name(other)
@@ -361,7 +334,7 @@ class VerticalSchedule(MicroBatches):
                         f"{self._name(one.segments.number)} or code in front of it leaves a tensor "
                         f"in the attribute {name}, where another micro-batch would find it",
                     )
-        self._running = None  # stays set after an error, until `abandon`
+        self._running = None  # stays set after an error, until the frames are unwound
         one.states = random_states(self._device)
 
     def _run_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -494,6 +467,8 @@ def make_micro_batches(
         _log.info("accumulation_schedule: auto chose %s gathers are saved", chosen)
     if wanted != "vertical" and not config.is_vertical:
         return MicroBatches(train, state)
+    if greenlet is None:
+        raise missing_part("accumulation_schedule: vertical", "greenlet")
     blocks = [modules[unit.index] for unit in passes.units.blocks]
     kind = AutoSchedule if wanted == "auto" else VerticalSchedule
     return kind(blocks, passes, train, state, host_inputs)

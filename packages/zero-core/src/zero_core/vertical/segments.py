@@ -37,7 +37,9 @@ from torch.overrides import TorchFunctionMode
 from zero_core._torch import (
     METADATA_READS,
     AccumulateGrad,
+    cast_param,
     function_modes,
+    is_autocast_enabled,
     next_sequence_number,
     pytree,
     sequence_number,
@@ -154,7 +156,7 @@ class _Segment:
 class Segments(TorchFunctionMode):
     """The segments of one micro-batch. The prologue is number 0, block n (0, 1, ...) is n + 1.
 
-    All methods except `backward`, `prefetch` and `params` are called on the thread of the forward.
+    All methods except `backward`, `prefetch` and `params` are called by the forward.
     Between blocks this object is an active `TorchFunctionMode`, which replaces operands computed by
     earlier segments with borders.
     """
@@ -170,6 +172,9 @@ class Segments(TorchFunctionMode):
         self._entries: dict[tuple[Any, int], _Entry] = {}
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
         self._is_between = False
+        # By id of the parameter: its copy by autocast, which torch shares within a forward.
+        self._casts: dict[int, Any] = {}
+        self._shares_casts = False  # whether autocast was on at the start of a block
 
     @property
     def number(self) -> int:
@@ -186,6 +191,7 @@ class Segments(TorchFunctionMode):
 
     def enter(self, inputs: Any) -> Any:
         """Replace earlier segments' tensors in a block's nested ``inputs`` by borders."""
+        self._shares_casts |= is_autocast_enabled() and torch.is_autocast_cache_enabled()
         if self.number == 0:
             self._begin()
         else:
@@ -258,6 +264,10 @@ class Segments(TorchFunctionMode):
             elif self._is_earlier(node, number):
                 raise SegmentCrossing(self._number_of(node))
             else:
+                if self._shares_casts and (param := cast_param(node)) is not None:
+                    first = self._casts.setdefault(id(param), node)
+                    if first is not node:  # a pause came between, which ended the sharing
+                        raise SegmentCrossing(self._number_of(first))
                 for following, _ in node.next_functions:
                     if following is not None and following not in seen:
                         seen.add(following)
