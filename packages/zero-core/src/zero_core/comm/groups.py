@@ -100,13 +100,9 @@ class Ranks:
 
     def limited(self, timeout_s: float | None) -> Self:
         """Return these ranks with ``timeout_s`` as the longest wait for another rank."""
-        if timeout_s is None:
-            return self
-        if not self.has_own_device:
-            return replace(self, timeout_s=timeout_s)
-        # An accelerator's waits do not block the host: the backend ends the process on a timeout.
-        set_timeout(self.group, timeout_s)
-        return replace(self, timeout_s=None)
+        if timeout_s is not None and self.has_own_device:
+            set_timeout(self.group, timeout_s)  # of the backend, because ``wait`` does not block
+        return replace(self, timeout_s=timeout_s)
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
         """Return the control group of these ranks.
@@ -133,7 +129,9 @@ class Ranks:
                 rank=self.rank,
                 world_size=self.size,
                 within_s=min(named_within_s, self.timeout_s or named_within_s),
-                device_waits=DeviceWaits(self.device) if self.has_own_device else None,
+                device_waits=(
+                    DeviceWaits(self.device, self.timeout_s) if self.has_own_device else None
+                ),
             )
             if named_within_s:
                 start(watch)
@@ -186,7 +184,7 @@ class ProcessLibrary:
     def _start(self, collective: Any, *tensors: Any, **options: Any) -> Work:
         work = collective(*tensors, group=self._group, async_op=True, **options)
         timeout_s = self._ranks.timeout_s
-        if timeout_s is None:
+        if timeout_s is None or self._ranks.has_own_device:
             return cast(Work, work)
         return Pending(partial(work.wait, timedelta(seconds=timeout_s)))
 

@@ -16,7 +16,7 @@ differ.
 
 gloo raises at the wait for a collective. NCCL's ``wait`` returns immediately, and a hanging rank is
 reported only by torch's watchdog, with a collective's number. For NCCL, `DeviceWaits` records which
-collective the device waits for, and the heartbeat thread queries it.
+collective the device waits for. The heartbeat thread queries it, and ends the process in time.
 
 [Note: stores that do not answer]
 A request to a store whose host is stopped blocks forever, whatever the store's timeout: torch
@@ -72,6 +72,7 @@ _WINDOW = 64  # number of ranks whose beats are read at once
 _READ = 1 / 16  # time between two reads, as a share of a long wait
 _FLUSH_S = 1.0  # longest wait for a beat that reports a failure or end
 _NUM_WATCHED = 1024  # maximal number of watched collectives of a device
+_LAST_REPORT_S = 2.0  # time for torch's own report of a timeout, before the process ends
 _LAST_WAIT_S = 10.0  # longest wait for pending collectives when an engine ends
 
 
@@ -279,7 +280,9 @@ class DeviceWaits:
     other thread may query any event: see docs/clusters.md.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, limit_s: float | None = None) -> None:
+        """``limit_s``: longest wait for one collective, after which `Watch` ends the process."""
+        self.limit_s = math.inf if limit_s is None else limit_s
         self._device = device
         self._lock = threading.Lock()
         self._waited: deque[tuple[str, torch.Event]] = deque(maxlen=_NUM_WATCHED)
@@ -384,6 +387,8 @@ class Watch:
                 before = logging.INFO if wait.logged is None else wait.logged.level
                 if verdict is not None and verdict.level > before:
                     self._log(what, waited_s, verdict)
+                if self.device_waits is not None and waited_s >= self.device_waits.limit_s:
+                    self._end_process(what, waited_s)
             self._last_tick = now
 
     def _request(self, now: float) -> None:
@@ -429,6 +434,21 @@ class Watch:
         _log.log(verdict.level, "%s", line)
         if is_error and not self._place.waits_for:
             write_error_file("CollectiveError", line)  # torch may end this process silently
+
+    def _end_process(self, what: str, waited_s: float) -> None:
+        """End this process, whose main thread may be blocked in a wait for its device.
+
+        torch's watchdog has timed out too, but sleeps for a minute before it ends the process.
+        """
+        cause = "" if self._wait.logged is None else f": {self._wait.logged.text}"
+        line = f"rank {self._rank}: {what} failed or timed out after {waited_s:.1f} s{cause}"
+        _log.critical("%s", line)
+        write_error_file("CollectiveError", line)
+        self._has_given_up = True  # so that other ranks do not take this rank for the cause
+        self._publish(time.monotonic())
+        self._board.flush(_FLUSH_S)
+        time.sleep(_LAST_REPORT_S)
+        os.abort()
 
     def _judge(self) -> Verdict | None:
         """Return which rank, or the board's store, keeps this rank waiting."""

@@ -107,6 +107,7 @@ void touch(Job& job, const Tensor& tensor, bool is_write) {
 
 // Submits a job that runs without autograd, on as many CPU threads as the caller uses.
 void launch(c10::DeviceIndex device, Job job, std::function<void()> run) {
+  check(error_of(device));
   watch_allocator();
   job.run = [run = std::move(run), num_threads = at::get_num_threads()] {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -213,14 +214,14 @@ struct Call {
         found.push_back(mapped(value, [&](const Tensor& tensor) {
           if (!tensor.defined()) return tensor;
           if (tensor.is_cuda()) {
-            bool is_scalar = tensor.dim() == 0 && !is_written(i);
-            TORCH_CHECK(tensor.device() == device || is_scalar, "Expected all tensors of ",
-                        op.operator_name(), " on ", device, ", got one on ", tensor.device());
+            TORCH_CHECK(tensor.device() == device, "Expected all tensors of ", op.operator_name(),
+                        " on ", device, ", got one on ", tensor.device());
             touch(job, tensor, is_written(i));
             return twin_of(tensor);
           }
-          bool takes_indices = name.find("index") != std::string::npos;
-          TORCH_CHECK(!is_written(i) && (tensor.dim() == 0 || takes_indices),
+          // torch copies the indices of x[...] to the device, and no others.
+          bool is_index = argument.name() == "indices" && !value.isTensor();
+          TORCH_CHECK(!is_written(i) && (tensor.dim() == 0 || is_index),
                       "Expected all tensors of ", op.operator_name(), " on ", device,
                       ", got one of ", tensor.numel(), " elements on ", tensor.device());
           return tensor.clone();
