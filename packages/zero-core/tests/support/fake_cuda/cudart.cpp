@@ -32,7 +32,7 @@ using Lock = std::unique_lock<std::mutex>;
 
 constexpr int kMaxDevices = 16;
 constexpr size_t kSpan = size_t{32} << 30;  // bytes of address space per device
-constexpr size_t kAlign = 4096;  // a page, whose protection can change
+constexpr size_t kAlign = 4096;             // a page, whose protection can change
 constexpr size_t kMaxQueued = 1024;
 constexpr int kPoison = 0xFF;  // NaN in every floating type, -1 in integers
 
@@ -397,8 +397,8 @@ void* shadow_of(const void* address) {
 
 void on_fault(int signal, siginfo_t* info, void*) {
   auto* address = static_cast<char*>(info->si_addr);
-  bool is_freed = arena.shadow && address >= arena.shadow &&
-                  address < arena.shadow + kSpan * kMaxDevices;
+  bool is_freed =
+      arena.shadow && address >= arena.shadow && address < arena.shadow + kSpan * kMaxDevices;
   if (is_front(address) || is_freed) {
     char text[200];
     const char* said = is_freed ? "a job touched freed memory of cuda:%d at %p.\n"
@@ -952,7 +952,8 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) 
   if (first != last) last_lock.lock();
   bool are_timed = first->has_timing && last->has_timing && first->recorded && last->recorded;
   if (!are_timed || first->home != last->home) return failed(cudaErrorInvalidResourceHandle);
-  if (first->done < first->recorded || last->done < last->recorded) return failed(cudaErrorNotReady);
+  if (first->done < first->recorded || last->done < last->recorded)
+    return failed(cudaErrorNotReady);
   *ms = std::chrono::duration<float, std::milli>(last->time - first->time).count();
   return cudaSuccess;
 }
