@@ -122,6 +122,7 @@ class Ranks:
                 who = "torchrun's agent" if is_agents else "rank 0 of the job"
                 host = f"{who} (it hosts {host} at {address})"
             keys = [f"zero_core beats {number} of rank {r}" for r in range(self.size)]
+            device_waits = DeviceWaits(self.device, self.timeout_s) if self.has_own_device else None
             watch = Watch(
                 # A store connection serves one blocking call at a time, so the watch gets its own.
                 ThreadedBoard(clone_store(store), host, keys, self.rank),
@@ -129,9 +130,7 @@ class Ranks:
                 rank=self.rank,
                 world_size=self.size,
                 within_s=min(named_within_s, self.timeout_s or named_within_s),
-                device_waits=(
-                    DeviceWaits(self.device, self.timeout_s) if self.has_own_device else None
-                ),
+                device_waits=device_waits,
             )
             if named_within_s:
                 start(watch)

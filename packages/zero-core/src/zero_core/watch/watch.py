@@ -72,7 +72,9 @@ _WINDOW = 64  # number of ranks whose beats are read at once
 _READ = 1 / 16  # time between two reads, as a share of a long wait
 _FLUSH_S = 1.0  # longest wait for a beat that reports a failure or end
 _NUM_WATCHED = 1024  # maximal number of watched collectives of a device
-_LAST_REPORT_S = 2.0  # time for torch's own report of a timeout, before the process ends
+_LAST_REPORT_S = (
+    2.0  # for torch's report of a timeout: its watchdog ends the process a minute later
+)
 _LAST_WAIT_S = 10.0  # longest wait for pending collectives when an engine ends
 
 
@@ -281,8 +283,9 @@ class DeviceWaits:
     """
 
     def __init__(self, device: torch.device, limit_s: float | None = None) -> None:
-        """``limit_s``: longest wait for one collective, after which `Watch` ends the process."""
-        self.limit_s = math.inf if limit_s is None else limit_s
+        self.limit_s = (
+            limit_s or math.inf
+        )  # longest wait for a collective, after which the process ends
         self._device = device
         self._lock = threading.Lock()
         self._waited: deque[tuple[str, torch.Event]] = deque(maxlen=_NUM_WATCHED)
@@ -321,12 +324,8 @@ class DeviceWaits:
             while self._waited and self._waited[0][1].query():
                 self._waited.popleft()
         except RuntimeError as error:  # every later call to the device raises the same error
-            _log.error(
-                "%s has failed: %s. These collectives may not have ended: %s",
-                self._device,
-                error,
-                "; ".join(name for name, _ in self._waited),
-            )
+            text, names = f"{self._device} has failed: {error}", (name for name, _ in self._waited)
+            _log.error("%s. These collectives may not have ended: %s", text, "; ".join(names))
             self._has_failed = True
             self._waited.clear()
 
@@ -354,6 +353,7 @@ class Watch:
         self._rank = rank
         self._world_size = world_size
         self._within_s = within_s
+        self._limit_s = math.inf if device_waits is None else device_waits.limit_s
         self._silence_s = max(_SILENCE * within_s, _MIN_SILENCE_S)
         self._namespace = process_namespace()
         self._number = 0
@@ -387,8 +387,14 @@ class Watch:
                 before = logging.INFO if wait.logged is None else wait.logged.level
                 if verdict is not None and verdict.level > before:
                     self._log(what, waited_s, verdict)
-                if self.device_waits is not None and waited_s >= self.device_waits.limit_s:
-                    self._end_process(what, waited_s)
+                if waited_s >= self._limit_s and not self._place.waits_for:
+                    known = wait.logged or Verdict("the cause is unknown", logging.INFO, True)
+                    self._log(what, waited_s, known._replace(level=logging.CRITICAL))
+                    self._has_given_up = True  # so that no other rank takes this one for the cause
+                    self._publish(now)
+                    self._board.flush(_FLUSH_S)
+                    time.sleep(_LAST_REPORT_S)
+                    os.abort()  # the main thread may wait for the device in a call of the driver
             self._last_tick = now
 
     def _request(self, now: float) -> None:
@@ -434,21 +440,6 @@ class Watch:
         _log.log(verdict.level, "%s", line)
         if is_error and not self._place.waits_for:
             write_error_file("CollectiveError", line)  # torch may end this process silently
-
-    def _end_process(self, what: str, waited_s: float) -> None:
-        """End this process, whose main thread may be blocked in a wait for its device.
-
-        torch's watchdog has timed out too, but sleeps for a minute before it ends the process.
-        """
-        cause = "" if self._wait.logged is None else f": {self._wait.logged.text}"
-        line = f"rank {self._rank}: {what} failed or timed out after {waited_s:.1f} s{cause}"
-        _log.critical("%s", line)
-        write_error_file("CollectiveError", line)
-        self._has_given_up = True  # so that other ranks do not take this rank for the cause
-        self._publish(time.monotonic())
-        self._board.flush(_FLUSH_S)
-        time.sleep(_LAST_REPORT_S)
-        os.abort()
 
     def _judge(self) -> Verdict | None:
         """Return which rank, or the board's store, keeps this rank waiting."""
