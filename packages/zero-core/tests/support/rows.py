@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import zlib
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from support import fake_cuda
+from support.fake_cuda import triton_jobs
 from zero_core.comm.groups import Ranks
 from zero_core.comm.topology import find_ranks
 from zero_core.testing import equal, simulate, spawn
@@ -59,6 +61,8 @@ def _run_on_devices(
     torch.accelerator.set_device_index(rank)  # all ranks are on one host, whatever their nodes
     ranks = find_ranks(None, None)
     assert ranks.device == torch.device("cuda", rank)
+    if os.environ.get("TRITON_INTERPRET") == "1":  # else torch's operators replace Triton's kernels
+        triton_jobs.install()
 
     def run(side: Variant, name: str) -> equal.Trace:
         of_run = zlib.crc32(f"{row} {rank} {name} {seed}".encode())
