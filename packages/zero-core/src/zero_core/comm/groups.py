@@ -71,10 +71,8 @@ from zero_core.protocols import Work
 from zero_core.watch.place import Place
 from zero_core.watch.watch import DeviceWaits, ThreadedBoard, Watch, start
 
-_LEAVE_S = 30.0
-"""Longest wait of `StoreExchange.leave` for ranks that have not read the last round."""
-_LOOK_S = 1.0
-"""Interval at which a waiting `StoreExchange` checks that the other ranks are alive."""
+_LEAVE_S = 30.0  # longest wait of `StoreExchange.leave` for ranks that have not read the last round
+_LOOK_S = 1.0  # interval at which a waiting `StoreExchange` checks that the other ranks are alive
 
 # torch 2.13 renamed the tensor collectives and deprecated the old names.
 _all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
