@@ -1,4 +1,4 @@
-"""Whatever happens to a rank under NCCL, the others end in time and say where and for whom."""
+"""Faults of a rank under NCCL, which the other ranks report by name as they end in time."""
 
 import logging
 import os

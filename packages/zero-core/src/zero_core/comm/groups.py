@@ -145,7 +145,7 @@ class Ranks:
         return ProcessMessages(self.group, self.timeout_s)
 
     def library(self) -> DeviceLibrary:
-        return ProcessLibrary(self)
+        return ProcessLibrary(replace(self, timeout_s=None) if self.has_own_device else self)
 
 
 class ProcessLibrary:
@@ -181,7 +181,7 @@ class ProcessLibrary:
     def _start(self, collective: Any, *tensors: Any, **options: Any) -> Work:
         work = collective(*tensors, group=self._group, async_op=True, **options)
         timeout_s = self._ranks.timeout_s
-        if timeout_s is None or self._ranks.has_own_device:
+        if timeout_s is None:
             return cast(Work, work)
         return Pending(partial(work.wait, timedelta(seconds=timeout_s)))
 

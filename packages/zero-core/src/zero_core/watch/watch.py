@@ -388,8 +388,8 @@ class Watch:
                 if verdict is not None and verdict.level > before:
                     self._log(what, waited_s, verdict)
                 if waited_s >= self._limit_s and not self._place.waits_for:
-                    known = wait.logged or Verdict("the cause is unknown", logging.INFO, True)
-                    self._log(what, waited_s, known._replace(level=logging.CRITICAL))
+                    cause = "the cause is unknown" if wait.logged is None else wait.logged.text
+                    self._log(what, waited_s, Verdict(cause, logging.CRITICAL, True))
                     self._has_given_up = True  # so that no other rank takes this one for the cause
                     self._publish(now)
                     self._board.flush(_FLUSH_S)
