@@ -76,7 +76,7 @@ def test_all_other_ranks_end_in_time_and_name_it(number, tmp_path):
     others = [r for r in range(size) if r != victim]
     with ThreadPoolExecutor(size) as started:
         ranks = [started.submit(_run, r, *drawn, folder=tmp_path) for r in range(size)]
-        wait([ranks[r] for r in others], timeout=120)
+        wait([ranks[r] for r in others], timeout=300)
         for rank, process in enumerate(ranks):
             if not process.done():
                 os.kill(int((tmp_path / f"pid-{rank}").read_text()), signal.SIGKILL)
