@@ -147,12 +147,21 @@ def test_mistakes_that_show_on_a_gpu_show():
     stream = ctypes.c_void_p(torch.cuda.Stream(DEVICE).cuda_stream)
     assert runtime.cudaEventRecord(event, stream) == 400  # invalid resource handle
     assert runtime.cudaEventElapsedTime(ctypes.byref(ctypes.c_float()), event, event) == 400
-    torch.accelerator.set_device_index(1)
+
+
+@pytest.mark.cuda
+@alone
+def test_a_failed_job_is_an_error_of_later_calls_without_a_synchronization():
+    values = torch.arange(6.0, device=DEVICE)
     values[torch.tensor([7], device=DEVICE)]
-    with pytest.raises(RuntimeError, match="index 7 is out of bounds"):
-        for _ in range(1000):  # without a synchronization
+
+    def go_on():
+        for _ in range(1000):
             values.add_(1)
             time.sleep(0.02)
+
+    with pytest.raises(RuntimeError, match="index 7 is out of bounds"):
+        go_on()
 
 
 def _launch_in_another_order(ranks, is_one_at_a_time):
