@@ -139,23 +139,31 @@ void record_wait(const char* kind, int device, int64_t stream, uint64_t event = 
   record({kind, device, stream, name, event, version, {}, {}, 0, python_stack()});
 }
 
-void count_sync(const char* kind, int device) {
-  std::string stack = settings.has_stacks ? python_stack() : "";
+void count_sync(const char* kind, int device, bool has_stack = true) {
+  std::string stack = has_stack && settings.has_stacks ? python_stack() : "";
   Lock lock(counters_mutex);
   counters[device].syncs[kind]++;
   if (!stack.empty()) counters[device].stacks.emplace_back(kind, stack);
 }
 
-// Returns whether torch itself queries an event, for its allocators or NCCL's watchdog. Under an
-// allocator's lock no stack may be taken, and no other code waits for the result of such a query.
-__attribute__((noinline)) bool is_query_internal() {
+// Who queries an event. A thread waits for the result if it is Python or torch's allocator of
+// pinned memory, which then reuses a block. torch's allocator of device memory reuses blocks in the
+// order of streams, and NCCL's watchdog reuses none. Under an allocator's lock no stack may be
+// taken.
+enum class Caller { python, pinned_memory, other };
+
+__attribute__((noinline)) Caller find_caller() {
   void* frames[4];  // this function, cudaEventQuery, its caller, and the caller's caller
   int num = backtrace(frames, 4);
   auto is_in = [&](int frame, const char* library) {
     Dl_info found;
     return frame < num && dladdr(frames[frame], &found) && strstr(found.dli_fname, library);
   };
-  return is_in(2, "libtorch_cuda") || (is_in(2, "libc10_cuda") && is_in(3, "libc10_cuda"));
+  if (is_in(2, "libc10_cuda") && is_in(3, "libc10_cuda")) return Caller::other;
+  if (!is_in(2, "libtorch_cuda")) return Caller::python;
+  char thread[16] = "";
+  pthread_getname_np(pthread_self(), thread, sizeof thread);
+  return strncmp(thread, "pt_nccl", 7) == 0 ? Caller::other : Caller::pinned_memory;
 }
 
 std::mutex& errors_mutex = *new std::mutex;
@@ -930,8 +938,10 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     version = known->recorded;
     if (known->done < version) return failed(cudaErrorNotReady);
   }
-  if (settings.is_tracing && !is_query_internal())
-    record_wait("event_query", known->home, -1, known->id, version);
+  Caller caller = settings.is_tracing ? find_caller() : Caller::other;
+  if (caller == Caller::python) record_wait("event_query", known->home, -1, known->id, version);
+  if (caller == Caller::pinned_memory)
+    record({"event_query", known->home, -1, "", known->id, version});
   return error_of(known->home);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -941,9 +951,10 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     Lock lock(known->mutex);
     version = known->recorded;
   }
-  count_sync("event", known->home);
+  bool has_stack = find_caller() != Caller::other;
+  count_sync("event", known->home, has_stack);
   known->wait(version);
-  record_wait("event_synchronize", known->home, -1, known->id, version);
+  if (has_stack) record_wait("event_synchronize", known->home, -1, known->id, version);
   return error_of(known->home);
 }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {
