@@ -7,6 +7,7 @@ collectives get random delays. A feature that changes no bit is one entry of `VA
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,25 @@ LONG_ROWS = [
 @pytest.mark.parametrize("row", LONG_ROWS, ids=str)
 def test_a_variant_changes_no_bit_in_100_steps(row: Row, tmp_path: Path) -> None:
     check(row, ALL[row.variant], tmp_path)
+
+
+def _drawn(number: int) -> Row:
+    """Draw a row of 1, 4 or 8 ranks."""
+    draw = random.Random(number)
+    name, variant = draw.choice(list(VARIANTS.items()))
+    of_nodes = {per_node for ranks, per_node in variant.ranks if ranks > 1}
+    sizes = [size for size in ((4, 1), (4, 2), (8, 1), (8, 2)) if size[1] in of_nodes]
+    sizes += [size for size in variant.ranks if size[0] == 1]
+    scenario, stage = draw.choice(list(equal.SCENARIOS)), draw.choice(variant.stages)
+    return Row(scenario, name, stage, draw.choice(("fp32", "bf16", "fp16")), *draw.choice(sizes))
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(1, 501))
+def test_a_variant_changes_no_bit_in_500_delayed_runs(number: int, tmp_path: Path) -> None:
+    row = _drawn(number)
+    check(row, VARIANTS[row.variant], tmp_path, seed=number)
 
 
 @pytest.mark.slow

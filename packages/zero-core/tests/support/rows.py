@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import zlib
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from support import fake_cuda
+from support.fake_cuda import triton_jobs
 from zero_core.comm.groups import Ranks
 from zero_core.comm.topology import find_ranks
 from zero_core.testing import equal, simulate, spawn
@@ -27,10 +29,11 @@ their results have only to be near the base's, and equal to those of a run with 
 """
 
 
-def check(row: Row, variant: Variant, folder: Path) -> None:
+def check(row: Row, variant: Variant, folder: Path, seed: int = 0) -> None:
     """Compare both sides of a row bit by bit.
 
-    On devices, jobs are delayed at random, and the base's bits must be those of the CPU too.
+    On devices, jobs are delayed at random, and the base's bits must be those of the CPU too. The
+    variant's devices run one collective at a time, so that orders that differ between ranks hang.
     """
     if not IS_ON_DEVICES:
         equal.check(row, variant, folder)
@@ -39,7 +42,7 @@ def check(row: Row, variant: Variant, folder: Path) -> None:
     given = (row, variant, folder)
     if _has_cpu_bits(row):
         simulate(_run_on_cpu, row.ranks, *given, ranks_per_node=row.per_node)
-    spawn(_run_on_devices, row.ranks, *given, ranks_per_node=row.per_node, backend="nccl")
+    spawn(_run_on_devices, row.ranks, *given, seed, ranks_per_node=row.per_node, backend="nccl")
 
 
 def _has_cpu_bits(row: Row) -> bool:
@@ -52,14 +55,19 @@ def _run_on_cpu(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
     torch.save(vars(trace), folder / "cpu" / f"{ranks.rank}.pt")
 
 
-def _run_on_devices(rank: int, world_size: int, row: Row, variant: Variant, folder: Path) -> None:
+def _run_on_devices(
+    rank: int, world_size: int, row: Row, variant: Variant, folder: Path, seed: int
+) -> None:
     torch.accelerator.set_device_index(rank)  # all ranks are on one host, whatever their nodes
     ranks = find_ranks(None, None)
     assert ranks.device == torch.device("cuda", rank)
+    if os.environ.get("TRITON_INTERPRET") == "1":  # else torch's operators replace Triton's kernels
+        triton_jobs.install()
 
     def run(side: Variant, name: str) -> equal.Trace:
-        seed = zlib.crc32(f"{row} {rank} {name}".encode())
-        fake_cuda.set_delays(seed=seed, copy_s=1e-3, kernel_s=2e-5)
+        of_run = zlib.crc32(f"{row} {rank} {name} {seed}".encode())
+        fake_cuda.set_delays(seed=of_run, copy_s=1e-3, kernel_s=2e-5)
+        fake_cuda.set_one_collective_at_a_time(name != "plain")
         return equal.run_side(ranks, row, side, folder / name)
 
     plain = run(equal.base_of(variant), "plain")

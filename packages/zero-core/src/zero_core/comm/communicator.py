@@ -7,6 +7,7 @@ hang.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from zero_core._torch import profiled_range
 from zero_core.comm.control import ControlGroup
+from zero_core.comm.queues import Pending
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.protocols import (
     AddingCollectives,
@@ -29,17 +31,7 @@ from zero_core.protocols import (
     Work,
 )
 
-
-@dataclass(eq=False)
-class _NotStarted:
-    error: RuntimeError
-
-    def wait(self) -> None:
-        raise self.error
-
-
-_OFFERED = (Reduction, InPlaceReduction, StatisticsReduction)
-"""Optional protocols of a reduction's work, besides `Work`."""
+_OFFERED = (Reduction, InPlaceReduction, StatisticsReduction)  # optional, besides `Work`
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +132,9 @@ class Communicator:
                 )
         except RuntimeError as error:
             # A peer has exited. Raise in `wait` only, because prefetched values may never be used.
-            work = _NotStarted(error)
+            outcome: Future[None] = Future()
+            outcome.set_exception(error)
+            work = Pending(outcome.result)
         if self.place.clock is not None:
             self.place.clock.launch(name)
         return NamedWork(self, work, name)

@@ -71,10 +71,8 @@ from zero_core.protocols import Work
 from zero_core.watch.place import Place
 from zero_core.watch.watch import DeviceWaits, ThreadedBoard, Watch, start
 
-_LEAVE_S = 30.0
-"""Longest wait of `StoreExchange.leave` for ranks that have not read the last round."""
-_LOOK_S = 1.0
-"""Interval at which a waiting `StoreExchange` checks that the other ranks are alive."""
+_LEAVE_S = 30.0  # longest wait of `StoreExchange.leave` for ranks that have not read the last round
+_LOOK_S = 1.0  # interval at which a waiting `StoreExchange` checks that the other ranks are alive
 
 # torch 2.13 renamed the tensor collectives and deprecated the old names.
 _all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -100,13 +98,9 @@ class Ranks:
 
     def limited(self, timeout_s: float | None) -> Self:
         """Return these ranks with ``timeout_s`` as the longest wait for another rank."""
-        if timeout_s is None:
-            return self
-        if not self.has_own_device:
-            return replace(self, timeout_s=timeout_s)
-        # An accelerator's waits do not block the host: the backend ends the process on a timeout.
-        set_timeout(self.group, timeout_s)
-        return replace(self, timeout_s=None)
+        if timeout_s is not None and self.has_own_device:
+            set_timeout(self.group, timeout_s)  # of the backend, because ``wait`` does not block
+        return replace(self, timeout_s=timeout_s)
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
         """Return the control group of these ranks.
@@ -126,6 +120,7 @@ class Ranks:
                 who = "torchrun's agent" if is_agents else "rank 0 of the job"
                 host = f"{who} (it hosts {host} at {address})"
             keys = [f"zero_core beats {number} of rank {r}" for r in range(self.size)]
+            device_waits = DeviceWaits(self.device, self.timeout_s) if self.has_own_device else None
             watch = Watch(
                 # A store connection serves one blocking call at a time, so the watch gets its own.
                 ThreadedBoard(clone_store(store), host, keys, self.rank),
@@ -133,7 +128,7 @@ class Ranks:
                 rank=self.rank,
                 world_size=self.size,
                 within_s=min(named_within_s, self.timeout_s or named_within_s),
-                device_waits=DeviceWaits(self.device) if self.has_own_device else None,
+                device_waits=device_waits,
             )
             if named_within_s:
                 start(watch)
@@ -150,7 +145,7 @@ class Ranks:
         return ProcessMessages(self.group, self.timeout_s)
 
     def library(self) -> DeviceLibrary:
-        return ProcessLibrary(self)
+        return ProcessLibrary(replace(self, timeout_s=None) if self.has_own_device else self)
 
 
 class ProcessLibrary:

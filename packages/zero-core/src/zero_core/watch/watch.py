@@ -16,7 +16,7 @@ differ.
 
 gloo raises at the wait for a collective. NCCL's ``wait`` returns immediately, and a hanging rank is
 reported only by torch's watchdog, with a collective's number. For NCCL, `DeviceWaits` records which
-collective the device waits for, and the heartbeat thread queries it.
+collective the device waits for. The heartbeat thread queries it, and ends the process in time.
 
 [Note: stores that do not answer]
 A request to a store whose host is stopped blocks forever, whatever the store's timeout: torch
@@ -72,6 +72,9 @@ _WINDOW = 64  # number of ranks whose beats are read at once
 _READ = 1 / 16  # time between two reads, as a share of a long wait
 _FLUSH_S = 1.0  # longest wait for a beat that reports a failure or end
 _NUM_WATCHED = 1024  # maximal number of watched collectives of a device
+_LAST_REPORT_S = (
+    2.0  # for torch's report of a timeout: its watchdog ends the process a minute later
+)
 _LAST_WAIT_S = 10.0  # longest wait for pending collectives when an engine ends
 
 
@@ -279,7 +282,10 @@ class DeviceWaits:
     other thread may query any event: see docs/clusters.md.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, limit_s: float | None = None) -> None:
+        self.limit_s = (
+            limit_s or math.inf
+        )  # longest wait for a collective, after which the process ends
         self._device = device
         self._lock = threading.Lock()
         self._waited: deque[tuple[str, torch.Event]] = deque(maxlen=_NUM_WATCHED)
@@ -318,12 +324,8 @@ class DeviceWaits:
             while self._waited and self._waited[0][1].query():
                 self._waited.popleft()
         except RuntimeError as error:  # every later call to the device raises the same error
-            _log.error(
-                "%s has failed: %s. These collectives may not have ended: %s",
-                self._device,
-                error,
-                "; ".join(name for name, _ in self._waited),
-            )
+            text, names = f"{self._device} has failed: {error}", (name for name, _ in self._waited)
+            _log.error("%s. These collectives may not have ended: %s", text, "; ".join(names))
             self._has_failed = True
             self._waited.clear()
 
@@ -351,6 +353,7 @@ class Watch:
         self._rank = rank
         self._world_size = world_size
         self._within_s = within_s
+        self._limit_s = math.inf if device_waits is None else device_waits.limit_s
         self._silence_s = max(_SILENCE * within_s, _MIN_SILENCE_S)
         self._namespace = process_namespace()
         self._number = 0
@@ -384,6 +387,14 @@ class Watch:
                 before = logging.NOTSET if wait.logged is None else wait.logged.level
                 if verdict is not None and verdict.level > before:
                     self._log(what, waited_s, verdict)
+                if waited_s >= self._limit_s and not self._place.waits_for:
+                    cause = "the cause is unknown" if wait.logged is None else wait.logged.text
+                    self._log(what, waited_s, Verdict(cause, logging.CRITICAL, True))
+                    self._has_given_up = True  # so that no other rank takes this one for the cause
+                    self._publish(now)
+                    self._board.flush(_FLUSH_S)
+                    time.sleep(_LAST_REPORT_S)
+                    os.abort()  # the main thread may wait for the device in a call of the driver
             self._last_tick = now
 
     def _request(self, now: float) -> None:

@@ -13,10 +13,12 @@ this torch then sees 8 fake H100 devices. torch's allocator, streams, autograd t
   The host waits for a copy to pageable memory.
 - A collective is a job that exchanges data with its peers over shared memory. While a peer is dead
   or in another collective, the job waits until the communicator is aborted.
-- The next synchronization with the device raises the error of a failed job.
+- Every later call that uses the device reports the error of a failed job.
+- A job that touches memory after ``cudaFree`` dies by SIGSEGV.
 
-Environment: ``FAKE_CUDA_DEVICES`` (how many), ``FAKE_CUDA_CAPACITY`` (bytes per device), and for
-`set_delays` ``FAKE_CUDA_SEED``, ``FAKE_CUDA_KERNEL_US`` and ``FAKE_CUDA_COPY_US`` (microseconds).
+Environment: ``FAKE_CUDA_DEVICES`` (how many), ``FAKE_CUDA_CAPACITY`` (bytes per device),
+``FAKE_CUDA_ONE_COLLECTIVE`` (see `set_one_collective_at_a_time`), and for `set_delays`
+``FAKE_CUDA_SEED``, ``FAKE_CUDA_KERNEL_US`` and ``FAKE_CUDA_COPY_US`` (microseconds).
 """
 
 from __future__ import annotations
@@ -51,6 +53,22 @@ def set_delays(*, seed: int = 0, kernel_s: float = 0.0, copy_s: float = 0.0) -> 
     the stream and n.
     """
     _library().fake_set_delays(seed, int(kernel_s * 1e6), int(copy_s * 1e6))
+
+
+def set_one_collective_at_a_time(is_on: bool) -> None:
+    """Run one collective of a device at a time, in the order of launches, as a full GPU does.
+
+    Ranks that launch collectives of two communicators in different orders then hang.
+    """
+    nccl().fake_nccl_one_at_a_time(is_on)
+
+
+@functools.cache
+def nccl() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libnccl.so.2"))
+    library.fake_nccl_set_limit.argtypes = [ctypes.c_double]
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    return library
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 
 #include <cxxabi.h>
 #include <dlfcn.h>
+#include <execinfo.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -31,7 +32,7 @@ using Lock = std::unique_lock<std::mutex>;
 
 constexpr int kMaxDevices = 16;
 constexpr size_t kSpan = size_t{32} << 30;  // bytes of address space per device
-constexpr size_t kAlign = 512;
+constexpr size_t kAlign = 4096;             // a page, whose protection can change
 constexpr size_t kMaxQueued = 1024;
 constexpr int kPoison = 0xFF;  // NaN in every floating type, -1 in integers
 
@@ -138,14 +139,33 @@ void record_wait(const char* kind, int device, int64_t stream, uint64_t event = 
   record({kind, device, stream, name, event, version, {}, {}, 0, python_stack()});
 }
 
-void count_sync(const char* kind, int device) {
-  std::string stack = settings.has_stacks ? python_stack() : "";
+void count_sync(const char* kind, int device, bool has_stack = true) {
+  std::string stack = has_stack && settings.has_stacks ? python_stack() : "";
   Lock lock(counters_mutex);
   counters[device].syncs[kind]++;
   if (!stack.empty()) counters[device].stacks.emplace_back(kind, stack);
 }
 
-// The first job error of each device. As in CUDA, later calls that touch the device report it.
+// Who queries an event. A thread waits for the result if it is Python or torch's allocator of
+// pinned memory, which then reuses a block. torch's allocator of device memory reuses blocks in the
+// order of streams, and NCCL's watchdog reuses none. Under an allocator's lock no stack may be
+// taken.
+enum class Caller { python, pinned_memory, other };
+
+__attribute__((noinline)) Caller find_caller() {
+  void* frames[4];  // this function, cudaEventQuery, its caller, and the caller's caller
+  int num = backtrace(frames, 4);
+  auto is_in = [&](int frame, const char* library) {
+    Dl_info found;
+    return frame < num && dladdr(frames[frame], &found) && strstr(found.dli_fname, library);
+  };
+  if (is_in(2, "libc10_cuda") && is_in(3, "libc10_cuda")) return Caller::other;
+  if (!is_in(2, "libtorch_cuda")) return Caller::python;
+  char thread[16] = "";
+  pthread_getname_np(pthread_self(), thread, sizeof thread);
+  return strncmp(thread, "pt_nccl", 7) == 0 ? Caller::other : Caller::pinned_memory;
+}
+
 std::mutex& errors_mutex = *new std::mutex;
 std::vector<std::string>& errors = *new std::vector<std::string>(kMaxDevices);
 
@@ -282,6 +302,8 @@ Stream& state_of(cudaStream_t stream) {
   return device_streams[current_device].default_stream(current_device);
 }
 
+int device_of_stream(cudaStream_t stream) { return state_of(stream).device; }
+
 void submit(cudaStream_t stream, Job job) {
   Stream& state = state_of(stream);
   if (job.kind != Kind::silent) {
@@ -323,11 +345,12 @@ void synchronize_device(int device) {
 // ------------------------------------------------------------------------------------------ events
 
 struct Event {
+  int home;  // the device that was current at its creation
+  bool has_timing;
   uint64_t id = next_id++;
   std::mutex mutex;
   std::condition_variable fired;
   uint64_t recorded = 0, done = 0;  // the latest version recorded, and completed
-  int device = 0;                   // of the stream that recorded it last
   Clock::time_point time;
 
   void fire(uint64_t version) {
@@ -352,7 +375,6 @@ void record_event(const EventPtr& event, Stream& stream) {
   {
     Lock lock(event->mutex);
     version = ++event->recorded;
-    event->device = stream.device;
   }
   record({"event_record", stream.device, stream.id, "", event->id, version});
   stream.enqueue({"event", Kind::silent, {}, {}, [event, version] { event->fire(version); }});
@@ -382,12 +404,17 @@ void* shadow_of(const void* address) {
 }
 
 void on_fault(int signal, siginfo_t* info, void*) {
-  if (is_front(info->si_addr)) {
+  auto* address = static_cast<char*>(info->si_addr);
+  bool is_freed =
+      arena.shadow && address >= arena.shadow && address < arena.shadow + kSpan * kMaxDevices;
+  if (is_front(address) || is_freed) {
     char text[200];
-    int size = snprintf(text, sizeof text,
-                        "\nfake CUDA: the host touched memory of cuda:%d at %p. Copy it to the "
-                        "host first (tensor.cpu()).\n",
-                        device_of(info->si_addr), info->si_addr);
+    const char* said = is_freed ? "a job touched freed memory of cuda:%d at %p.\n"
+                                : "the host touched memory of cuda:%d at %p. Copy it to the host "
+                                  "first (tensor.cpu()).\n";
+    size_t at = address - (is_freed ? arena.shadow : arena.front);
+    int size = snprintf(text, sizeof text, "\nfake CUDA: ");
+    size += snprintf(text + size, sizeof text - size, said, static_cast<int>(at / kSpan), address);
     if (write(STDERR_FILENO, text, size) < 0) _exit(139);
   }
   sigaction(signal, &former_action, nullptr);  // handles the retried access
@@ -404,7 +431,7 @@ void map_memory() {
       if (base == MAP_FAILED) abort();
       return static_cast<char*>(base);
     };
-    arena.shadow = map(PROT_READ | PROT_WRITE);
+    arena.shadow = map(PROT_NONE);  // `allocate` gives access to a block
     arena.front = map(PROT_NONE);
     close(file);
     struct sigaction action{};
@@ -443,6 +470,7 @@ Range range_of(const void* address, size_t size) {
 cudaError_t allocate(void** found, size_t size) {
   map_memory();
   int device = current_device;
+  if (cudaError_t error = error_of(device)) return error;
   size = (size + kAlign - 1) / kAlign * kAlign;
   Lock lock(memory_mutex);
   if (used_bytes[device] + static_cast<int64_t>(size) > settings.capacity)
@@ -460,6 +488,7 @@ cudaError_t allocate(void** found, size_t size) {
   }
   blocks[data] = size;
   used_bytes[device] += static_cast<int64_t>(size);
+  if (mprotect(shadow_of(data), size, PROT_READ | PROT_WRITE) != 0) abort();
   memset(shadow_of(data), kPoison, size);
   *found = data;
   return cudaSuccess;
@@ -472,16 +501,18 @@ cudaError_t release(void* front) {
   auto it = blocks.find(static_cast<char*>(front));
   if (it == blocks.end()) return failed(cudaErrorInvalidValue);
   madvise(shadow_of(front), it->second, MADV_REMOVE);
+  mprotect(shadow_of(front), it->second, PROT_NONE);  // a job that still uses it dies by name
   freed[device].emplace(it->second, it->first);
   used_bytes[device] -= static_cast<int64_t>(it->second);
   blocks.erase(it);
-  return cudaSuccess;
+  return error_of(device);
 }
 
 // As in CUDA, pinned memory is accessed later. Pageable source memory is read at once, and the host
 // waits for a copy to pageable memory.
 cudaError_t copy(void* target, const void* source, size_t size, cudaStream_t stream) {
   if (size == 0) return cudaSuccess;
+  if (cudaError_t error = error_of(device_of_stream(stream))) return error;
   bool is_up = !is_front(source), is_down = !is_front(target);
   std::string name = is_up ? "copy up" : is_down ? "copy down" : "copy";
   Job job{name, Kind::copy, {range_of(source, size)}, {range_of(target, size)}, {}};
@@ -723,8 +754,14 @@ cudaError_t cudaDeviceSynchronize() {
   record_wait("device_synchronize", current_device, -1);
   return error_of(current_device);
 }
-cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
-cudaError_t cudaPeekAtLastError() { return last_error; }
+cudaError_t cudaGetLastError() {
+  cudaError_t error = error_of(current_device);
+  return error ? error : std::exchange(last_error, cudaSuccess);
+}
+cudaError_t cudaPeekAtLastError() {
+  cudaError_t error = error_of(current_device);
+  return error ? error : last_error;
+}
 const char* cudaGetErrorName(cudaError_t error) {
   return error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "fakeCudaError";
 }
@@ -736,6 +773,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "invalid device ordinal";
     case cudaErrorNoDevice:
       return "no CUDA-capable device is detected";
+    case cudaErrorInvalidResourceHandle:
+      return "invalid resource handle";
     case cudaErrorInvalidDeviceFunction:
       return "this kernel has no stand-in in the fake CUDA (its name is on stderr)";
     case cudaErrorLaunchFailure: {
@@ -755,7 +794,7 @@ cudaError_t cudaMalloc(void** data, size_t size) {
 }
 cudaError_t cudaFree(void* data) {
   has_context[current_device] = true;
-  return data ? release(data) : cudaSuccess;
+  return data ? release(data) : error_of(current_device);
 }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   Lock lock(memory_mutex);
@@ -770,7 +809,7 @@ cudaError_t cudaHostAlloc(void** data, size_t size, unsigned) {
   record({"pinned_alloc", -1, -1, "", 0, 0, {}, {range_of(*data, size)}});
   Lock lock(memory_mutex);
   pinned[static_cast<char*>(*data)] = size;
-  return cudaSuccess;
+  return error_of(current_device);
 }
 cudaError_t cudaFreeHost(void* data) {
   Lock lock(memory_mutex);
@@ -821,7 +860,7 @@ cudaError_t cudaMemsetAsync(void* target, int value, size_t size, cudaStream_t s
   void* to = shadow_of(target);
   submit(stream,
          {"memset", Kind::kernel, {}, {range_of(target, size)}, [=] { memset(to, value, size); }});
-  return cudaSuccess;
+  return error_of(device_of_stream(stream));
 }
 cudaError_t cudaMemset(void* target, int value, size_t size) {
   return cudaMemsetAsync(target, value, size, nullptr);
@@ -834,7 +873,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int pri
   device_streams[current_device].default_stream(current_device);
   *stream = reinterpret_cast<cudaStream_t>(
       &device_streams[current_device].make(current_device, priority));
-  return cudaSuccess;
+  return error_of(current_device);
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return cudaStreamCreateWithPriority(stream, flags, 0);
@@ -858,9 +897,11 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   record_wait("stream_query", state.device, state.id);
   return error_of(state.device);
 }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  *event = reinterpret_cast<cudaEvent_t>(new EventPtr(std::make_shared<Event>()));
-  return cudaSuccess;
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+  bool has_timing = !(flags & cudaEventDisableTiming);
+  *event = reinterpret_cast<cudaEvent_t>(
+      new EventPtr(std::make_shared<Event>(current_device, has_timing)));
+  return error_of(current_device);
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
@@ -868,8 +909,10 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  record_event(event_of(event), state_of(stream));
-  return cudaSuccess;
+  Stream& state = state_of(stream);
+  if (event_of(event)->home != state.device) return failed(cudaErrorInvalidResourceHandle);
+  record_event(event_of(event), state);
+  return error_of(state.device);
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
   return cudaEventRecord(event, stream);
@@ -885,43 +928,49 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   record_wait("event_wait", state.device, state.id, known->id, version);
   if (version > 0)
     state.enqueue({"wait", Kind::silent, {}, {}, [known, version] { known->wait(version); }});
-  return cudaSuccess;
+  return error_of(state.device);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   auto& known = event_of(event);
   uint64_t version;
-  int device;
   {
     Lock lock(known->mutex);
     version = known->recorded;
-    device = known->device;
     if (known->done < version) return failed(cudaErrorNotReady);
   }
-  record_wait("event_query", device, -1, known->id, version);
-  return error_of(device);
+  Caller caller = settings.is_tracing ? find_caller() : Caller::other;
+  if (caller == Caller::python) record_wait("event_query", known->home, -1, known->id, version);
+  if (caller == Caller::pinned_memory)
+    record({"event_query", known->home, -1, "", known->id, version});
+  return error_of(known->home);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   auto& known = event_of(event);
   uint64_t version;
-  int device;
   {
     Lock lock(known->mutex);
     version = known->recorded;
-    device = known->device;
   }
-  count_sync("event", device);
+  bool has_stack = find_caller() != Caller::other;
+  count_sync("event", known->home, has_stack);
   known->wait(version);
-  record_wait("event_synchronize", device, -1, known->id, version);
-  return error_of(device);
+  if (has_stack) record_wait("event_synchronize", known->home, -1, known->id, version);
+  return error_of(known->home);
 }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {
   auto &first = event_of(start), &last = event_of(end);
+  Lock first_lock(first->mutex), last_lock(last->mutex, std::defer_lock);
+  if (first != last) last_lock.lock();
+  bool are_timed = first->has_timing && last->has_timing && first->recorded && last->recorded;
+  if (!are_timed || first->home != last->home) return failed(cudaErrorInvalidResourceHandle);
+  if (first->done < first->recorded || last->done < last->recorded)
+    return failed(cudaErrorNotReady);
   *ms = std::chrono::duration<float, std::milli>(last->time - first->time).count();
   return cudaSuccess;
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
   submit(stream, {"host function", Kind::silent, {}, {}, [=] { function(data); }});
-  return cudaSuccess;
+  return error_of(device_of_stream(stream));
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data,
                                   unsigned) {

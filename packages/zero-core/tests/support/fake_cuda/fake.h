@@ -29,6 +29,10 @@ struct Job {
 };
 
 void submit(cudaStream_t stream, Job job);
+int device_of_stream(cudaStream_t stream);
+int device_of(const void* front);
+// Returns the first error of a job of ``device``. As in CUDA, every later call reports it.
+cudaError_t error_of(int device);
 // Makes the host wait for a stream. Counters and trace call the wait ``why``, or as `Waiting` says.
 cudaError_t synchronize(cudaStream_t stream, const char* why);
 void* shadow_of(const void* front);

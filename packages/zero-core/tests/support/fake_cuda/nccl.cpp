@@ -2,7 +2,11 @@
 //
 // A communicator is a shared-memory file of n * n byte streams, one for each ordered pair of ranks.
 // A message begins with a header that identifies the sender's collective. As in NCCL, a job waits
-// until ncclCommAbort if a peer is in another collective, stopped or dead.
+// until ncclCommAbort if a peer is in another collective, stopped or dead. If the peer has aborted,
+// the communicator also has an asynchronous error. An aborted job leaves NaN in its outputs.
+//
+// By choice, a device runs one collective at a time, in the order of launches. So do NCCL's kernels
+// when they fill the device: ranks that launch those of two communicators in different orders hang.
 
 #include "fake.h"
 
@@ -21,12 +25,15 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <random>
+#include <set>
 #include <stdexcept>
 
 namespace fake {
 
 // Values from nccl.h.
-enum Result { success = 0, invalid_argument = 4 };
+enum Result { success = 0, system_error = 2, invalid_argument = 4, invalid_usage, remote_error };
 enum Type { int8, uint8, int32, uint32, int64, uint64, float16, float32, float64, bfloat16 };
 enum Reduction { sum, prod, max, min, avg };
 struct UniqueId {
@@ -93,15 +100,42 @@ struct Split {
 
 struct Shared {
   std::atomic<int> num_there;
+  char devices[64][16];               // PCI address of each rank's device
+  std::atomic<bool> has_aborted[64];  // by rank
   Split splits[kSplits];
 };
+
+// The collectives of a device that have not ended, by order of launch.
+struct Turns {
+  std::mutex mutex;
+  std::set<uint64_t> launched;
+  uint64_t next = 0;
+
+  uint64_t launch() {
+    std::lock_guard lock(mutex);
+    return *launched.insert(next++).first;
+  }
+  bool is_first(uint64_t turn) {
+    std::lock_guard lock(mutex);
+    return *launched.begin() == turn;
+  }
+  void end(uint64_t turn) {
+    std::lock_guard lock(mutex);
+    launched.erase(turn);
+  }
+};
+Turns* turns = new Turns[16];  // by device
+std::atomic<bool>& is_one_at_a_time =
+    *new std::atomic<bool>(getenv("FAKE_CUDA_ONE_COLLECTIVE") != nullptr);
 
 struct Comm {
   std::string name;
   int size, rank;
   Shared* shared;
   Box* boxes;
-  std::atomic<bool> is_aborted{false};
+  int device = 0;
+  std::atomic<bool> is_aborted{false}, is_destroyed{false};
+  std::atomic<int> error{success}, num_running{0};
   uint64_t num_collectives = 0;
   int num_splits = 0;
 
@@ -112,11 +146,13 @@ struct Comm {
 // up. Tests without a watchdog set a limit.
 std::atomic<double>& limit_s = *new std::atomic<double>(1e9);
 
+struct Aborted {};
+
 template <typename F>
-bool wait_until(const Comm& comm, F is_done) {
+void wait_until(const Comm& comm, F is_done) {
   auto start = std::chrono::steady_clock::now();
   for (int i = 0; !is_done(); i++) {
-    if (comm.is_aborted) return false;
+    if (comm.is_aborted) throw Aborted();
     std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
     if (waited.count() > limit_s)
       throw std::runtime_error("rank " + std::to_string(comm.rank) + " of " + comm.name +
@@ -127,11 +163,13 @@ bool wait_until(const Comm& comm, F is_done) {
       usleep(100);
     }
   }
-  return true;
 }
 
-Comm* join(const std::string& name, int size, int rank) {
-  auto* comm = new Comm{name, size, rank};
+// Connects a rank to its peers. A peer that does not come in time, or has the same device, is an
+// error.
+int join(const std::string& name, int size, int rank, Comm** made) {
+  auto* comm = *made = new Comm{name, size, rank};
+  cudaGetDevice(&comm->device);
   int file = shm_open(("/" + name).c_str(), O_CREAT | O_RDWR, 0600);
   size_t front = (sizeof(Shared) + 4095) / 4096 * 4096;
   size_t bytes = front + sizeof(Box) * size * size;
@@ -141,10 +179,20 @@ Comm* join(const std::string& name, int size, int rank) {
   close(file);
   comm->shared = reinterpret_cast<Shared*>(base);
   comm->boxes = reinterpret_cast<Box*>(base + front);
+  auto& devices = comm->shared->devices;
+  cudaDeviceGetPCIBusId(devices[rank], sizeof devices[rank], comm->device);
   comm->shared->num_there++;
-  wait_until(*comm, [&] { return comm->shared->num_there >= size; });
+  try {
+    wait_until(*comm, [&] { return comm->shared->num_there >= size; });
+  } catch (const std::exception& error) {
+    fprintf(stderr, "fake NCCL: %s\n", error.what());
+    return system_error;
+  }
   if (rank == 0) shm_unlink(("/" + name).c_str());
-  return comm;
+  std::set<std::string> different(devices, devices + size);
+  if (different.size() == static_cast<size_t>(size)) return success;
+  fprintf(stderr, "fake NCCL: several ranks of %s use one device\n", name.c_str());
+  return invalid_usage;
 }
 
 struct Transfer {
@@ -173,7 +221,6 @@ struct Transfer {
         fprintf(stderr, "fake NCCL: rank %d of %s is in %s, rank %d in %s: both wait\n", comm.rank,
                 comm.name.c_str(), header.described().c_str(), peer, found.described().c_str());
         wait_until(comm, [] { return false; });
-        return false;
       }
     }
     while (!is_done()) {
@@ -204,7 +251,9 @@ void run(Comm& comm, std::vector<Transfer> transfers) {
     own_sends.pop_front();
   }
   wait_until(comm, [&] {
-    bool has_moved = true, is_done = true;
+    bool has_moved = true, is_done = true, is_lost = false;
+    for (auto& [key, lane] : lanes)
+      is_lost |= !lane.empty() && comm.shared->has_aborted[key.second];
     while (has_moved) {
       has_moved = false;
       is_done = true;
@@ -217,6 +266,7 @@ void run(Comm& comm, std::vector<Transfer> transfers) {
         is_done &= lane.empty();
       }
     }
+    if (is_lost && !is_done) comm.error = remote_error;
     return is_done;
   });
 }
@@ -300,16 +350,43 @@ int end_group() {
       join_ranges(first.job.writes, other.job.writes);
       other.comm = nullptr;
     }
-    first.job.run = [&comm, number, collective = std::move(first.collective),
-                     transfers = std::move(first.transfers)] {
-      collective ? collective(comm, number) : run(comm, transfers);
+    Turns& own = turns[comm.device];
+    uint64_t turn = own.launch();
+    first.job.run = [&comm, &own, turn, number, collective = std::move(first.collective),
+                     transfers = std::move(first.transfers), writes = first.job.writes] {
+      comm.num_running++;
+      try {
+        wait_until(comm,
+                   [&] { return !comm.is_aborted && (!is_one_at_a_time || own.is_first(turn)); });
+        collective ? collective(comm, number) : run(comm, transfers);
+      } catch (const Aborted&) {
+        for (Range out : writes)
+          memset(shadow_of(reinterpret_cast<void*>(out.begin)), 0xFF, out.end - out.begin);
+      } catch (...) {
+        own.end(turn);
+        comm.num_running--;
+        throw;
+      }
+      own.end(turn);
+      comm.num_running--;
     };
     submit(first.stream, std::move(first.job));
   }
   return success;
 }
 
+// Submits an operation, or adds it to the group. As in NCCL, streams and buffers have to be of the
+// communicator's device.
 int enqueue(Operation operation) {
+  const Comm& comm = *operation.comm;
+  if (comm.is_aborted || comm.is_destroyed) return invalid_usage;
+  bool is_here = device_of_stream(operation.stream) == comm.device;
+  for (auto* ranges : {&operation.job.reads, &operation.job.writes})
+    for (Range range : *ranges) {
+      auto* data = reinterpret_cast<void*>(range.begin);
+      is_here &= range.end == range.begin || (is_front(data) && device_of(data) == comm.device);
+    }
+  if (!is_here) return invalid_argument;
   group_depth++;
   group.push_back(std::move(operation));
   return end_group();
@@ -349,7 +426,6 @@ void exchange(Comm& comm, const Header& header, char* input, size_t stride, F pl
 void exchange_and_reduce(Comm& comm, const Header& header, char* input, size_t stride, char* out) {
   std::vector<std::vector<char>> rows(comm.size, std::vector<char>(header.size));
   exchange(comm, header, input, stride, [&](int peer) { return rows[peer].data(); });
-  if (comm.is_aborted) return;
   reduce(out, rows, header.size / size_of(static_cast<int>(header.type)),
          static_cast<int>(header.type), static_cast<int>(header.reduction));
 }
@@ -387,21 +463,21 @@ using namespace fake;
 extern "C" {
 
 void fake_nccl_set_limit(double seconds) { limit_s = seconds; }
+void fake_nccl_one_at_a_time(int is_on) { is_one_at_a_time = is_on; }
 
 int ncclGetVersion(int* version) {
   *version = 23007;
   return success;
 }
 int ncclGetUniqueId(UniqueId* id) {
-  static std::atomic<int> next{0};
+  static std::random_device source;  // a dead process of the same number may have left its file
   *id = {};
-  snprintf(id->name, sizeof id->name, "fake_nccl_%d_%d_%ld", getpid(), next++, random());
+  snprintf(id->name, sizeof id->name, "fake_nccl_%d_%08x%08x", getpid(), source(), source());
   return success;
 }
 int ncclCommInitRankConfig(Comm** comm, int size, UniqueId id, int rank, void*) {
   if (size > 64) return invalid_argument;
-  *comm = join(id.name, size, rank);
-  return success;
+  return join(id.name, size, rank, comm);
 }
 int ncclCommInitRank(Comm** comm, int size, UniqueId id, int rank) {
   return ncclCommInitRankConfig(comm, size, id, rank, nullptr);
@@ -416,8 +492,12 @@ int ncclCommSplit(Comm* comm, int color, int key, Comm** made, void*) {
   split.colors[comm->rank] = color;
   split.keys[comm->rank] = key;
   split.num_there++;
-  wait_until(*comm, [&] { return split.num_there >= comm->size; });
   *made = nullptr;
+  try {
+    wait_until(*comm, [&] { return split.num_there >= comm->size; });
+  } catch (...) {
+    return system_error;
+  }
   if (color < 0) return success;
   int size = 0, rank = 0;
   for (int peer = 0; peer < comm->size; peer++) {
@@ -426,18 +506,23 @@ int ncclCommSplit(Comm* comm, int color, int key, Comm** made, void*) {
     rank += std::pair(split.keys[peer], peer) < std::pair(key, comm->rank);
   }
   std::string name = comm->name + "_" + std::to_string(number) + "_" + std::to_string(color);
-  *made = join(name, size, rank);
-  return success;
+  return join(name, size, rank, made);
 }
-int ncclCommAbort(Comm* comm) {
+int ncclCommAbort(Comm* comm) {  // cancels the jobs, and waits for those that run
+  comm->error = remote_error;
+  comm->shared->has_aborted[comm->rank] = true;
   comm->is_aborted = true;
+  while (comm->num_running > 0) usleep(100);
   return success;
 }
 int ncclCommRevoke(Comm* comm, int) { return ncclCommAbort(comm); }
-int ncclCommDestroy(Comm*) { return success; }  // not freed: jobs may still use it
+int ncclCommDestroy(Comm* comm) {
+  comm->is_destroyed = true;  // not freed: jobs may still use it
+  return success;
+}
 int ncclCommFinalize(Comm*) { return success; }
-int ncclCommGetAsyncError(Comm*, int* error) {
-  *error = success;
+int ncclCommGetAsyncError(Comm* comm, int* error) {
+  *error = comm->error;
   return success;
 }
 int ncclCommCount(Comm* comm, int* size) {
@@ -448,7 +533,18 @@ int ncclCommUserRank(Comm* comm, int* rank) {
   *rank = comm->rank;
   return success;
 }
-const char* ncclGetErrorString(int) { return "fake NCCL error"; }
+const char* ncclGetErrorString(int error) {
+  switch (error) {
+    case system_error:
+      return "a peer of the communicator is missing";
+    case invalid_argument:
+      return "a stream or buffer is of another device than the communicator";
+    case invalid_usage:
+      return "the communicator was aborted, or several ranks use one device";
+    default:
+      return error == success ? "no error" : "a peer has aborted the communicator";
+  }
+}
 const char* ncclGetLastError(Comm*) { return ""; }
 int ncclGroupStart() {
   group_depth++;

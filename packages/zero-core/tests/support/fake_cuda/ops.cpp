@@ -5,6 +5,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/DispatchStub.h>
@@ -77,6 +78,28 @@ void watch_allocator() {
   });
 }
 
+// Overwrites pinned memory with NaN whenever torch's caching allocator hands it out again.
+struct PoisoningAllocator : at::HostAllocator {
+  at::HostAllocator& own = *at::getHostAllocator(at::kCUDA);
+
+  c10::DataPtr allocate(size_t size) override {
+    c10::DataPtr found = own.allocate(size);
+    if (size > 0) memset(found.get(), 0xFF, size);
+    return found;
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return own.raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t size) const override {
+    own.copy_data(to, from, size);
+  }
+  bool record_event(void* data, void* context, c10::Stream stream) override {
+    return own.record_event(data, context, stream);
+  }
+  void empty_cache() override { own.empty_cache(); }
+  at::HostStats get_stats() override { return own.get_stats(); }
+  void reset_accumulated_stats() override { own.reset_accumulated_stats(); }
+  void reset_peak_stats() override { own.reset_peak_stats(); }
+};
+
 // Returns a CPU tensor over the shadow of a CUDA tensor's memory. The twin does not keep that
 // memory alive, so that a job reads NaN if the memory is freed too early.
 Tensor twin_of(const Tensor& tensor) {
@@ -107,6 +130,7 @@ void touch(Job& job, const Tensor& tensor, bool is_write) {
 
 // Submits a job that runs without autograd, on as many CPU threads as the caller uses.
 void launch(c10::DeviceIndex device, Job job, std::function<void()> run) {
+  check(error_of(device));
   watch_allocator();
   job.run = [run = std::move(run), num_threads = at::get_num_threads()] {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -213,16 +237,16 @@ struct Call {
         found.push_back(mapped(value, [&](const Tensor& tensor) {
           if (!tensor.defined()) return tensor;
           if (tensor.is_cuda()) {
-            bool is_scalar = tensor.dim() == 0 && !is_written(i);
-            TORCH_CHECK(tensor.device() == device || is_scalar, "Expected all tensors of ",
-                        op.operator_name(), " on ", device, ", got one on ", tensor.device());
+            TORCH_CHECK(tensor.device() == device, "Expected all tensors of ", op.operator_name(),
+                        " on ", device, ", got one on ", tensor.device());
             touch(job, tensor, is_written(i));
             return twin_of(tensor);
           }
-          bool takes_indices = name.find("index") != std::string::npos;
-          TORCH_CHECK(!is_written(i) && (tensor.dim() == 0 || takes_indices),
-                      "Expected all tensors of ", op.operator_name(), " on ", device,
-                      ", got one of ", tensor.numel(), " elements on ", tensor.device());
+          // torch copies the indices of x[...] to the device, and no others.
+          bool is_index = argument.name() == "indices" && !value.isTensor();
+          TORCH_CHECK(!is_written(i) && (tensor.dim() == 0 || is_index), "Expected all tensors of ",
+                      op.operator_name(), " on ", device, ", got one of ", tensor.numel(),
+                      " elements on ", tensor.device());
           return tensor.clone();
         }));
       }
@@ -535,6 +559,7 @@ torch::Library* replace_kernels() {
   lib->impl("native_dropout", &native_dropout);
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_math_attention);
   set_stack_source(&python_stack_of_thread);
+  at::setHostAllocator(at::kCUDA, new PoisoningAllocator, 255);
   return lib;
 }
 

@@ -11,12 +11,12 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from support.fake_cuda import nccl
 from zero_core.comm.control import ControlGroup, DeviceLibrary, Exchange, Lane
 from zero_core.comm.groups import Ranks
 from zero_core.protocols import Work
@@ -34,11 +34,9 @@ class _UniqueId(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char * 128)]
 
 
-@functools.cache
-def _nccl() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libnccl.so.2"))
-    library.fake_nccl_set_limit.argtypes = [ctypes.c_double]
-    return library
+def _check(result: int) -> None:
+    if result:
+        raise RuntimeError(f"NCCL: {nccl().ncclGetErrorString(result).decode()}")
 
 
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:
@@ -50,7 +48,7 @@ class DeviceNetwork(Network):
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         super().__init__(world_size, timeout_s)
-        _nccl().fake_nccl_set_limit(timeout_s)
+        nccl().fake_nccl_set_limit(timeout_s)
         self._lock = threading.Lock()
         self._ids: dict[str, _UniqueId] = {}
         self._communicators: list[ctypes.c_void_p] = []
@@ -60,9 +58,9 @@ class DeviceNetwork(Network):
         with self._lock:
             if name not in self._ids:
                 self._ids[name] = _UniqueId()
-                _nccl().ncclGetUniqueId(ctypes.byref(self._ids[name]))
+                nccl().ncclGetUniqueId(ctypes.byref(self._ids[name]))
         made = ctypes.c_void_p()
-        _nccl().ncclCommInitRank(ctypes.byref(made), size, self._ids[name], rank)
+        _check(nccl().ncclCommInitRank(ctypes.byref(made), size, self._ids[name], rank))
         self._communicators.append(made)
         return made
 
@@ -78,7 +76,7 @@ class DeviceNetwork(Network):
         if self.failed is None:
             self.failed = rank
         for communicator in self._communicators:
-            _nccl().ncclCommAbort(communicator)
+            nccl().ncclCommAbort(communicator)
 
 
 class CommunicatorLibrary:
@@ -123,13 +121,13 @@ class CommunicatorLibrary:
         """See `DeviceLibrary`."""
 
         def enqueue(stream: ctypes.c_void_p) -> None:
-            _nccl().ncclGroupStart()
+            nccl().ncclGroupStart()
             for tensor, sizes, call in ((parts, sent, "ncclSend"), (out, received, "ncclRecv")):
                 for peer, part in enumerate(torch.split(tensor, list(sizes))):
                     size = ctypes.c_size_t(part.nbytes)
                     given = (_pointer(part), size, _UINT8, peer, self._communicator, stream)
-                    getattr(_nccl(), call)(*given)
-            _nccl().ncclGroupEnd()
+                    _check(getattr(nccl(), call)(*given))
+            nccl().ncclGroupEnd()
 
         return self._enqueue(enqueue)
 
@@ -146,7 +144,7 @@ class CommunicatorLibrary:
     def _start(self, call: str, given: Tensor, out: Tensor, size: int, *more: int) -> Work:
         def enqueue(stream: ctypes.c_void_p) -> None:
             addresses = (_pointer(given), _pointer(out), ctypes.c_size_t(size))
-            getattr(_nccl(), call)(*addresses, *more, self._communicator, stream)
+            _check(getattr(nccl(), call)(*addresses, *more, self._communicator, stream))
 
         return self._enqueue(enqueue)
 
