@@ -508,26 +508,19 @@ def _check(path: Path, readers: list[Callable[[], object]]) -> None:
     assert not wrong, "\n".join(wrong[:20])
 
 
-def test_every_byte_of_the_manifest(saved_step: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["manifest.json", "*.safetensors"])
+def test_every_byte_of_every_file(file: str, saved_step: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(saved_step, tmp_path / "copy"))
     engine = _build_small()
-    path = folder / "t" / "manifest.json"
-    readers = [lambda: engine.load_checkpoint(folder), lambda: read_client_state(folder)]
-    _check(path, readers)
-    engine.load_checkpoint(folder)
-    engine.close()
-
-
-def test_every_byte_of_every_file(saved_step: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(saved_step, tmp_path / "copy"))
-    engine = _build_small()
-    for path in sorted(folder.joinpath("t").glob("*.safetensors")):
-        readers: list[Callable[[], object]] = [lambda: engine.load_checkpoint(folder)]
-        if path.name.startswith(("master_weight", "value")):
-            readers.append(lambda: list(read_weights(folder)))
-        if path.name.startswith("buffers"):
-            readers.append(lambda: read_buffers(folder))
-        _check(path, readers)
+    further: dict[str, Callable[[], object]] = {
+        MANIFEST: lambda: read_client_state(folder),
+        _WEIGHTS: lambda: list(read_weights(folder)),
+        "value-00000.safetensors": lambda: list(read_weights(folder)),
+        _BUFFERS: lambda: read_buffers(folder),
+    }
+    for path in sorted(folder.joinpath("t").glob(file)):
+        also = [further[path.name]] if path.name in further else []
+        _check(path, [lambda: engine.load_checkpoint(folder), *also])
     engine.load_checkpoint(folder)
     engine.close()
 

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import runpy
 import signal
 import socket
 import tempfile
@@ -169,18 +168,6 @@ def test_a_rank_that_stops_and_hosts_the_store_is_named_without_a_launcher(tmp_p
     logged, raised = said.index(found), said.rindex(found)
     assert logged < said.index("Traceback") < raised
     assert "has not answered for" in said[raised:]
-
-
-WATCH = Path(__file__).parents[3] / "packages" / "zero-core" / "tests" / "test_watch.py"
-
-
-def test_no_rank_is_named_in_a_hundred_thousand_healthy_steps(caplog, monkeypatch):
-    monkeypatch.syspath_prepend(WATCH.parent)
-    watch = runpy.run_path(str(WATCH))
-    ranks = watch["_Ranks"](3)
-    ranks.run(watch["healthy"](100_000, 3))
-    assert ranks.now > 50_000.0
-    assert caplog.records == []
 
 
 def _held() -> tuple[int, int, int]:
