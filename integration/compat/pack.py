@@ -349,10 +349,7 @@ QUANTIZED = [
 ]
 
 # Programs that call ``deepspeed.initialize`` themselves.
-RLHF = (
-    *("--pretrain={model}/llama", "--save_path={output}", "--micro_train_batch_size=4"),
-    "--train_batch_size=16",
-)
+RLHF = ("--pretrain={model}/llama", "--save_path={output}")
 
 
 def openrlhf(name: str, task: str, data: str, *further: str) -> Case:
@@ -379,7 +376,7 @@ ENGINES = [
         "DeepSpeedExamples",
         "train_bert_ds.py, save and load",
         "train_bert_ds.py",
-        ("--model={model}/roberta", "--dataset={data}/text", "--checkpoint_dir={output}"),
+        ("--model={model}/roberta", "--dataset={data}/text", "--output_dir={output}"),
     ),
 ]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +30,6 @@ PRELOADED = (
     "transformers.trainer_seq2seq",
     "measured",
 )
-_ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b.*)")
 
 
 def commands_of(
@@ -79,9 +77,3 @@ def environment(*, is_hooked: bool = False) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     return hooked(found) if is_hooked else found
-
-
-def first_error(log: str) -> str:
-    lines = log.splitlines()
-    found = [match.group(1) for line in lines if (match := _ERROR.match(line))]
-    return (found or [line for line in lines if line.strip()][-1:] or ["no output"])[0][:300]
