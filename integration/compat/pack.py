@@ -25,7 +25,7 @@ class Case:
         name: name, unique in the family.
         program: file in ``scripts/``, or an installed module.
         config: DeepSpeed configuration; None where the program has its own.
-        launcher: the program's own launcher with arguments, which replaces the ranks' launcher.
+        launcher: the program's own launcher with arguments, which starts the ranks.
         files: further files by name, written to the folder of the configuration. ``{config}`` is
             replaced.
         ddp: arguments for the same training with DDP, where DeepSpeed cannot run on the CPU.

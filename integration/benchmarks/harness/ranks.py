@@ -221,7 +221,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], limit_s: float) -> bool:
 
 
 def _why(ranks: Sequence[subprocess.Popen[bytes]], said: str, folder: Path) -> str:
-    """Return the first error that a rank wrote, or that or the last line of its output."""
+    """Return a rank's first error: from its file, or else from its output."""
     failures = sorted(folder.glob("*.failure"), key=lambda path: path.stat().st_mtime_ns)
     if failures:
         return str(json.loads(failures[0].read_text(encoding="utf-8"))["error"])

@@ -232,7 +232,7 @@ def _run_bounds(context: Context) -> Row:
 
 
 def bounds(row: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> Row:
-    """Return the figures of [Note: bounds of a step], or why a device has none, as the CPU.
+    """Return the figures of [Note: bounds of a step], or the reason why there are none.
 
     ``bandwidth`` is the result of `bandwidth`, or a row without figures.
     """

@@ -78,7 +78,7 @@ def measure(place: Place, is_dry_run: bool) -> Row:
     """Measure all rows in this process, and write the result after every row."""
     what = DRY if is_dry_run else REAL
     device = find_device()
-    backend = interpreted() if device.type == "cpu" else on_device(device)
+    backend = kernels(device)
     stopwatch = Stopwatch(device)
     found: Row = {"backend": backend.name, "rows": []}
     # The kinds and sizes with a bar are measured first, because the time may end before the last
@@ -97,22 +97,19 @@ def measure(place: Place, is_dry_run: bool) -> Row:
     return found
 
 
-def on_device(device: torch.device) -> Backend:
-    """Return Triton's backend, or raise LookupError if another backend serves ``device``."""
-    backend = find_backend(device)
-    if backend.name != "triton":
-        raise LookupError(
-            f"the {backend.name} backend serves {device}, and Triton's kernels are what is "
-            "measured: install triton, unset ZERO_COMM_BACKEND"
-        )
-    return backend
+def kernels(device: torch.device) -> Backend:
+    """Return Triton's backend: on a CPU in its interpreter, or plain torch if there is no triton.
 
-
-def interpreted() -> Backend:
-    """Return Triton's backend in its interpreter, or the torch backend without triton.
-
-    Sets TRITON_INTERPRET in this process, before triton is imported.
+    Raises LookupError if another backend serves the accelerator ``device``.
     """
+    if device.type != "cpu":
+        backend = find_backend(device)
+        if backend.name != "triton":
+            raise LookupError(
+                f"the {backend.name} backend serves {device}, and Triton's kernels are what is "
+                "measured: install triton, unset ZERO_COMM_BACKEND"
+            )
+        return backend
     if importlib.util.find_spec("triton") is None:
         return TorchBackend()
     os.environ["TRITON_INTERPRET"] = "1"  # triton reads this variable when it is imported
