@@ -1,8 +1,9 @@
-"""Compares public scripts under DeepSpeed itself with the same scripts under ``zero-engine run``.
+"""Compares public scripts with DeepSpeed itself and with this engine in its place.
 
-Started by ``nox -s compat``. Each side has two CPU ranks with one thread each. Where DeepSpeed
-cannot run a script on the CPU, DDP replaces DeepSpeed. Limits that libraries impose on CPUs are
-lifted on both sides.
+Started by ``nox -s compat``. Each side has two CPU ranks with one thread each. A script with a
+launcher of its own is started by ``zero-engine run``. All others run on ranks that have its hook
+(`ranks`). Where DeepSpeed cannot run a script on the CPU, DDP replaces DeepSpeed. Limits that
+libraries impose on CPUs are lifted on both sides.
 
 Each case's result is written when the case ends. The exit code is 1 if a case fails or if a loss at
 any step differs by more than the case's tolerance.
@@ -16,7 +17,6 @@ import math
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,23 +25,18 @@ from typing import Any
 
 from material import save_data, save_models
 from pack import PACK, Case
-from ranks import MEASURED, Ranks, environment, first_error
-from scripts import trl_trainer
+from ranks import MEASURED, RANKS, commands_of, environment
 
 from benchmarks.harness.ranks import LOG_LENGTH, RankError, run_together, write_json
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "lab" / "evidence" / "benchmarks" / "compat.json"
-RANKS = 2
 WARMUP_STEPS = 2
 LIMIT_S = 600.0
 LEAST_LOSS = 1e-3
 """A difference is relative to the loss or to this value, whichever is larger. Smaller losses, such
 as GRPO's first one (0), are rounding errors."""
 OURS = "zero-engine"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
-LAUNCHERS = {"deepspeed": TORCHRUN, "ddp": TORCHRUN, OURS: ("-m", "zero_engine", "run")}
-"""Arguments of the interpreter that start a side's ranks."""
 MODULES = {"deepspeed": "deepspeed", "ddp": "deepspeed", OURS: "zero_engine.deepspeed"}
 """Name of the module that a script gets for ``import deepspeed``."""
 
@@ -55,73 +50,54 @@ class Run:
     peak_bytes: int
 
 
-class Sides:
-    """Starts programs. The ranks of each launcher start once, at their first use."""
+def run(side: str, case: Case, material: Path) -> Run:
+    """Run a case's program on one side.
 
-    def __init__(self, material: Path) -> None:
-        self._material = material
-        self._ranks: dict[tuple[str, ...], Ranks] = {}
-
-    def run(self, side: str, case: Case) -> Run:
-        """Run a case's program on one side.
-
-        A failure raises RankError with a rank's first error.
-        """
-        # A killed process may still write files until its server has ended it.
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-            folder = Path(scratch)
-            program = [case.program, *(case.ddp if side == "ddp" else case.arguments)]
-            if program[0].endswith(".py"):
-                program[0] = str(HERE / "scripts" / program[0])
-            config = folder / "deepspeed.json"
-            places = {
-                "{model}": str(self._material),
-                "{data}": str(self._material / "data"),
-                "{output}": str(folder / "output"),
-                "{config}": str(config),
-                "{files}": str(folder),
-            }
-            if case.config is not None:
-                config.write_text(json.dumps(case.config), encoding="utf-8")
-            for name, text in case.files.items():
-                (folder / name).write_text(_filled(text, places), encoding="utf-8")
-            filled = [_filled(argument, places) for argument in program]
-            own = [_filled(argument, places) for argument in case.launcher]
-            variables = {"COMPAT_RESULTS": scratch, "COMPAT_COMPARED": case.compared}
-            if side == "ddp":
-                variables["ACCELERATE_USE_CPU"] = "true"
-            if own:
-                start = [sys.executable, *LAUNCHERS[OURS]] if side == OURS else []
-                commands = [[*start, *own, MEASURED, *filled]]
-                environments = [{**environment(), **variables}]
-            else:
-                launcher = LAUNCHERS[side]
-                if launcher not in self._ranks:
-                    self._ranks[launcher] = Ranks(launcher, RANKS, self._material / f"ranks-{side}")
-                commands, environments = self._ranks[launcher].commands(filled, variables)
-            begun = time.monotonic()
-            try:
-                run_together(commands, environments, folder, limit_s=LIMIT_S)
-            except RankError as error:
-                is_late = time.monotonic() - begun > LIMIT_S
-                reason = str(error) if is_late else first_error(error.log)
-                raise RankError(reason, error.log) from error
-            found = [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
-        if [rank["deepspeed"] for rank in found] != [MODULES[side]] * RANKS:
-            raise RankError(f"{len(found)} ranks of {RANKS} have results", "")
-        if not found[0]["losses"]:
-            raise RankError("it trained without a loss", "")
-        if min(len(rank["step_seconds"]) for rank in found) <= WARMUP_STEPS:
-            raise RankError(f"it took {WARMUP_STEPS} steps or fewer, of which none is timed", "")
-        return Run(
-            [rank["losses"] for rank in found],
-            list(map(max, zip(*(rank["step_seconds"] for rank in found), strict=True))),
-            max(rank["peak_bytes"] for rank in found),
-        )
-
-    def close(self) -> None:
-        for ranks in self._ranks.values():
-            ranks.close()
+    A failure raises RankError with a rank's first error.
+    """
+    # A killed process may still write files until its server has ended it.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        folder = Path(scratch)
+        program = [case.program, *(case.ddp if side == "ddp" else case.arguments)]
+        if program[0].endswith(".py"):
+            program[0] = str(HERE / "scripts" / program[0])
+        config = folder / "deepspeed.json"
+        places = {
+            "{model}": str(material),
+            "{data}": str(material / "data"),
+            "{output}": str(folder / "output"),
+            "{config}": str(config),
+            "{files}": str(folder),
+        }
+        if case.config is not None:
+            config.write_text(json.dumps(case.config), encoding="utf-8")
+        for name, text in case.files.items():
+            (folder / name).write_text(_filled(text, places), encoding="utf-8")
+        filled = [_filled(argument, places) for argument in program]
+        own = [_filled(argument, places) for argument in case.launcher]
+        variables = {"COMPAT_RESULTS": scratch, "COMPAT_COMPARED": case.compared}
+        if side == "ddp":
+            variables["ACCELERATE_USE_CPU"] = "true"
+        is_hooked = side == OURS
+        if own:
+            start = [sys.executable, "-m", "zero_engine", "run"] if is_hooked else []
+            commands = [[*start, *own, MEASURED, *filled]]
+            environments = [{**environment(), **variables}]
+        else:
+            commands, environments = commands_of(filled, variables, is_hooked=is_hooked)
+        run_together(commands, environments, folder, limit_s=LIMIT_S)
+        found = [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
+    if [rank["deepspeed"] for rank in found] != [MODULES[side]] * RANKS:
+        raise RankError(f"{len(found)} ranks of {RANKS} have results", "")
+    if not found[0]["losses"]:
+        raise RankError("it trained without a loss", "")
+    if min(len(rank["step_seconds"]) for rank in found) <= WARMUP_STEPS:
+        raise RankError(f"it took {WARMUP_STEPS} steps or fewer, of which none is timed", "")
+    return Run(
+        [rank["losses"] for rank in found],
+        list(map(max, zip(*(rank["step_seconds"] for rank in found), strict=True))),
+        max(rank["peak_bytes"] for rank in found),
+    )
 
 
 def _filled(text: str, places: dict[str, str]) -> str:
@@ -140,7 +116,7 @@ def difference(theirs: Run, ours: Run) -> float:
     return worst if all(map(math.isfinite, (x for pair in pairs for x in pair))) else math.inf
 
 
-def compare(case: Case, sides: Sides) -> dict[str, Any]:
+def compare(case: Case, material: Path) -> dict[str, Any]:
     """Run a case on both sides. The row has ``failure`` and ``log`` if a side failed."""
     missing = [name for name in case.needs if find_spec(name) is None]
     row: dict[str, Any] = {"family": case.family, "name": case.name, "reference": case.reference}
@@ -149,7 +125,7 @@ def compare(case: Case, sides: Sides) -> dict[str, Any]:
     runs: dict[str, Run] = {}
     for side in (case.reference, OURS):
         try:
-            runs[side] = sides.run(side, case)
+            runs[side] = run(side, case, material)
         except RankError as error:
             log = error.log[-LOG_LENGTH:]
             return {**row, "failed": side, "failure": str(error), "log": log}
@@ -192,9 +168,6 @@ def in_words(row: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", help="part of a case's name; repeatable")
-    parser.add_argument(
-        "--failed", action="store_true", help="only what failed, or was not run, in the results"
-    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     chosen = [c for c in PACK if not options.only or any(part in c.key for part in options.only)]
@@ -202,22 +175,14 @@ def main() -> None:
         sys.exit(f"no case has {options.only} in its name")
     known = json.loads(options.results.read_text()) if options.results.exists() else {}
     found = {case.key: known[case.key] for case in PACK if case.key in known}
-    if options.failed:
-        chosen = [case for case in chosen if not is_good(found.get(case.key))]
     with tempfile.TemporaryDirectory() as folder:
         material = Path(folder)
-        save_models(material, layers=4, width=256)
+        save_models(material)
         save_data(material / "data")
-        shapes = {"policy": (2, 32), "teacher": (2, 48), "speaker": (6, 192)}
-        trl_trainer.save_models(material, shapes)
-        sides = Sides(material)
-        try:
-            for case in chosen:
-                found[case.key] = compare(case, sides)
-                write_json(options.results, found)
-                print(f"{case.key}: {in_words(found[case.key])}", flush=True)
-        finally:
-            sides.close()
+        for case in chosen:
+            found[case.key] = compare(case, material)
+            write_json(options.results, found)
+            print(f"{case.key}: {in_words(found[case.key])}", flush=True)
     good = [case for case in PACK if is_good(found.get(case.key))]
     print(f"{len(good)} of {len(PACK)} run, {len(PACK) - len(found)} have not been run")
     bad = [case.key for case in chosen if case not in good]

@@ -30,42 +30,46 @@ CHAT = (
 )
 
 
-def save_models(root: Path, *, layers: int, width: int) -> None:
-    """Write one folder per model, with tokenizer: llama, gpt2, bert, roberta, t5, vit."""
-    heads = 4
+def save_models(root: Path) -> None:
+    """Write one folder per model, with tokenizer: Llamas of four sizes, gpt2, bert, ..."""
+    layers, width, heads = 4, 256, 4
     words = {"vocab_size": VOCABULARY, "max_position_embeddings": 256}
-    encoder: dict[str, Any] = {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 2 * width,
-    }
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+    def encoder(layers: int, width: int) -> dict[str, Any]:
+        return {
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "intermediate_size": 2 * width,
+        }
+
+    def llama(layers: int, width: int, **more: Any) -> tuple[str, Any, dict[str, Any]]:
+        sizes = encoder(layers, width) | words | IDS | {"num_key_value_heads": heads // 2}
+        return "llama", AutoModelForCausalLM, sizes | more
+
+    bert = encoder(layers, width)
+    bert |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    of_words = bert | words | {"pad_token_id": 0}
     gpt2 = {"n_positions": 256, "n_embd": width, "n_layer": layers, "n_head": heads}
     gpt2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     t5 = {"d_model": width, "d_kv": width // heads, "d_ff": 2 * width, "num_layers": layers}
     t5 |= {"num_heads": heads, "dropout_rate": 0.0, "decoder_start_token_id": 0, "eos_token_id": 2}
-    made: dict[str, tuple[Any, dict[str, Any]]] = {
-        "llama": (
-            AutoModelForCausalLM,
-            encoder | words | IDS | {"num_key_value_heads": heads // 2},
-        ),
-        "gpt2": (AutoModelForCausalLM, gpt2 | IDS | {"vocab_size": VOCABULARY}),
-        "bert": (
-            AutoModelForSequenceClassification,
-            encoder | no_dropout | words | {"pad_token_id": 0},
-        ),
-        "roberta": (AutoModelForMaskedLM, encoder | no_dropout | words | {"pad_token_id": 0}),
-        "t5": (AutoModelForSeq2SeqLM, t5 | {"vocab_size": VOCABULARY, "pad_token_id": 0}),
-        "vit": (
-            AutoModelForImageClassification,
-            encoder | no_dropout | {"image_size": 32, "patch_size": 8, "num_labels": 10},
-        ),
+    vit = bert | {"image_size": 32, "patch_size": 8, "num_labels": 10}
+    made: dict[str, tuple[str, Any, dict[str, Any]]] = {
+        "llama": llama(layers, width),
+        "policy": llama(2, 32, initializer_range=0.2),
+        "teacher": llama(2, 48, initializer_range=0.2),
+        "speaker": llama(6, 192, initializer_range=0.2),
+        "gpt2": ("gpt2", AutoModelForCausalLM, gpt2 | IDS | {"vocab_size": VOCABULARY}),
+        "bert": ("bert", AutoModelForSequenceClassification, of_words),
+        "roberta": ("roberta", AutoModelForMaskedLM, of_words),
+        "t5": ("t5", AutoModelForSeq2SeqLM, t5 | {"vocab_size": VOCABULARY, "pad_token_id": 0}),
+        "vit": ("vit", AutoModelForImageClassification, vit),
     }
     tokenizer = make_tokenizer()
-    for name, (kind, sizes) in made.items():
+    for name, (kind, model, sizes) in made.items():
         torch.manual_seed(0)
-        kind.from_config(AutoConfig.for_model(name, **sizes)).save_pretrained(root / name)
+        model.from_config(AutoConfig.for_model(kind, **sizes)).save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
 
 

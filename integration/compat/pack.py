@@ -25,7 +25,7 @@ class Case:
         name: name, unique in the family.
         program: file in ``scripts/``, or an installed module.
         config: DeepSpeed configuration; None where the program has its own.
-        launcher: the program's own launcher with arguments, which replaces the ranks' launcher.
+        launcher: the program's own launcher with arguments, which starts the ranks.
         files: further files by name, written to the folder of the configuration. ``{config}`` is
             replaced.
         ddp: arguments for the same training with DDP, where DeepSpeed cannot run on the CPU.
@@ -349,10 +349,7 @@ QUANTIZED = [
 ]
 
 # Programs that call ``deepspeed.initialize`` themselves.
-RLHF = (
-    *("--pretrain={model}/llama", "--save_path={output}", "--micro_train_batch_size=4"),
-    "--train_batch_size=16",
-)
+RLHF = ("--pretrain={model}/llama", "--save_path={output}")
 
 
 def openrlhf(name: str, task: str, data: str, *further: str) -> Case:
@@ -379,7 +376,7 @@ ENGINES = [
         "DeepSpeedExamples",
         "train_bert_ds.py, save and load",
         "train_bert_ds.py",
-        ("--model={model}/roberta", "--dataset={data}/text", "--checkpoint_dir={output}"),
+        ("--model={model}/roberta", "--dataset={data}/text", "--output_dir={output}"),
     ),
 ]
 

@@ -241,7 +241,7 @@ def _calibrate() -> tuple[float, float, float]:
 
 def python_section(by_stage: Rows) -> Section:
     def longest(row: Row) -> str:
-        functions = list(row["functions_us"].items())[:4]
+        functions = list(row["functions_us"].items())[:2]
         return ", ".join(f"{where.rsplit(':', 1)[0]} {spent:.0f}" for where, spent in functions)
 
     columns = (

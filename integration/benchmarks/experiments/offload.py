@@ -9,15 +9,11 @@ overlap     1 minus the seconds that forward or backward waited for an update, o
             file access
 hidden      1 minus the additional step time relative to states in host memory, over the seconds of
             file access in a step
-
-DeepSpeed compiles its Adam in separate runs before the rounds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -32,12 +28,9 @@ from benchmarks.harness.report import MS, Column, Rows, Section, judged, publish
 from benchmarks.harness.rounds import (
     has_figures,
     measured,
-    missing,
     quotient,
     race_on_cpu,
-    start_on_cpu,
 )
-from benchmarks.harness.sides import NEEDS
 
 BARS = {"overhead_to_rival": 0.4, "memory_to_rival": 0.8, "overlap": 0.8, "loss": 1e-5}
 """Largest allowed values; for overlap the least. ``loss`` bounds the relative difference between
@@ -77,24 +70,11 @@ def main(
             chosen[name] = side, stage, in_files
     found = []
     for jobs in races(chosen, size or ("6x512",), ranks or (2,), steps):
-        rows = _raced(jobs, rounds, runner)
+        rows = race_on_cpu(jobs, rounds, runner)
         found.append((jobs[0], compared(rows, jobs[0])))
     report = report_of(found, rounds=rounds, nvme_path=str(nvme), bars=BARS)
     sections = [section(job.title, rows) for job, rows in found]
     publish(output, "offload", report, sections, columns=2)
-
-
-def _raced(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, Row]:
-    """Return the rows of a race. Contenders that compile their kernels do so in an earlier run."""
-    failures: dict[str, Row] = {}
-    for job in jobs:
-        if job.side in NEEDS and not missing(job.side):
-            print(f"{job.title}: warm-up: {job.name}", flush=True)
-            row = start_on_cpu(replace(job.dry(), ranks=1), runner)
-            failures |= {} if has_figures(row) else {job.name: row}
-    able = [job for job in jobs if job.name not in failures]
-    rows = failures | (race_on_cpu(able, rounds, runner) if able else {})
-    return {job.name: rows[job.name] for job in jobs}
 
 
 def compared(rows: Rows, job: Job) -> dict[str, Row]:

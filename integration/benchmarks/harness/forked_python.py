@@ -3,8 +3,8 @@
 Imports take most of the time of a short program. A server process imports libraries once and forks
 a process for each command line. Its client is a program with the interpreter's command line, to be
 used as ``sys.executable`` or as torchrun's ``PYTHON_EXEC``. The client sends its arguments,
-environment, working directory, open files and namespaces to the server, forwards signals, and exits
-with the forked process's status.
+environment, working directory and open files to the server, forwards signals, and exits with the
+forked process's status.
 
 A server runs until its owner closes its connection (`hold_server`). The server is the process that
 calls `serve`, or one that `start_server` starts. The server of `forked_python` is forked like ranks
@@ -16,7 +16,6 @@ Tests about the start or the end of an interpreter must not use it.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import gc
 import importlib
@@ -47,10 +46,8 @@ CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-files = [0, 1, 2]
-if sys.platform == "linux":
-    files += [os.open("/proc/self/ns/" + kind, os.O_RDONLY) for kind in {namespaces!r}]
-server.sendmsg([b" "], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+files = array.array("i", [0, 1, 2])
+server.sendmsg([b" "], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
 request = {{"arguments": sys.argv[1:], "folder": os.getcwd(), "variables": dict(os.environ)}}
 server.sendall(json.dumps(request).encode() + b"\\n")
 answers = server.makefile()
@@ -64,9 +61,6 @@ if code < 0:
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
-NAMESPACES = ("net", "mnt")
-"""Namespaces that ``ip netns exec`` changes: network devices, and the mounts that show them in
-/sys."""
 
 
 @functools.cache
@@ -94,7 +88,7 @@ def start_server(environment: Mapping[str, str], *modules: str) -> str:
 def listen(folder: str) -> tuple[socket.socket, str]:
     """Create a server's socket and client program in ``folder``. Return socket and program."""
     address, program = f"{folder}/server", Path(folder, "python")
-    client = CLIENT.format(python=sys.executable, address=address, namespaces=NAMESPACES)
+    client = CLIENT.format(python=sys.executable, address=address)
     program.write_text(client, encoding="utf-8")
     program.chmod(0o755)
     return socket.create_server(address, family=socket.AF_UNIX, backlog=64), str(program)
@@ -164,7 +158,7 @@ def _request_of(connection: socket.socket) -> tuple[dict[str, Any] | None, list[
     """Read a client's request and its open files. The request is None if the client was killed."""
     files: list[int] = []
     with suppress(OSError, ValueError):
-        _, files, _, _ = socket.recv_fds(connection, 1, 3 + len(NAMESPACES))
+        _, files, _, _ = socket.recv_fds(connection, 1, 3)
         with connection.makefile() as text:
             return json.loads(text.readline()), files
     for file in files:
@@ -188,15 +182,10 @@ def _start(request: dict[str, Any], files: list[int], connection: socket.socket)
 
 def _run(files: list[int], arguments: list[str], folder: str, variables: dict[str, str]) -> None:
     """Run a command line as the interpreter would, and end the process."""
-    for number, file in enumerate(files[:3]):
+    for number, file in enumerate(files):
         os.dup2(file, number)
     code = 0
     try:
-        for kind, namespace in zip(NAMESPACES, files[3:], strict=False):
-            is_there = os.fstat(namespace).st_ino == os.stat(f"/proc/self/ns/{kind}").st_ino
-            # Python 3.11 has no `os.setns`.
-            if not is_there and ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
-                raise OSError(ctypes.get_errno(), f"cannot enter the namespace {kind!r}")
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(variables)

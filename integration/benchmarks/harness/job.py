@@ -81,9 +81,8 @@ class Job:
         return cls(**{**values, "shape": GptShape(**values["shape"])})
 
     def dry(self) -> Job:
-        warmup, shortest = min(self.warmup, 1), min(self.shortest, 2)
-        small = replace(self, shape=DRY_SHAPE, micro_batch=2, steps=2)
-        return replace(small, warmup=warmup, shortest=shortest)
+        warmup = min(self.warmup, 1)
+        return replace(self, shape=DRY_SHAPE, micro_batch=2, steps=2, warmup=warmup)
 
     def unchecked(self) -> Job:
         """Return the job without overflow checks, which the peers do not make either."""

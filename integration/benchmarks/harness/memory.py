@@ -88,17 +88,10 @@ def limit_device(limit_bytes: int | None, device: torch.device) -> int | None:
     """Limit the memory of torch's allocator. Return the limit, or None where nothing is limited."""
     if limit_bytes is None or device.type == "cpu":
         return None
-    module = torch.get_device_module(device)
-    # foreign: torch's device modules differ in their functions
-    if not hasattr(module, "set_per_process_memory_fraction"):
-        raise RuntimeError(
-            f"torch.{device.type} has no set_per_process_memory_fraction: its memory cannot be "
-            f"limited to {limit_bytes} bytes"
-        )
     _, total = torch.accelerator.get_memory_info(device)
     if total < limit_bytes:
         raise RuntimeError(f"the device has {total} bytes, less than the limit of {limit_bytes}")
-    module.set_per_process_memory_fraction(limit_bytes / total, device)
+    torch.get_device_module(device).set_per_process_memory_fraction(limit_bytes / total, device)
     return limit_bytes
 
 

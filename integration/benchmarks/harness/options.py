@@ -17,9 +17,7 @@ HEAD_WIDTH = 64
 
 Rounds = Annotated[int, typer.Option(min=1, help="Times that every contender runs.")]
 Steps = Annotated[int, typer.Option(min=1, help="Timed steps per round.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Untimed steps before them.")]
 Ranks = Annotated[list[int] | None, typer.Option(min=1, help="Ranks, on the CPU.")]
-Threads = Annotated[int, typer.Option(min=1, help="Threads per rank.")]
 AllThreads = Annotated[int, typer.Option(min=0, help="For everyone; 0 for torch's count.")]
 Sizes = Annotated[
     list[str] | None,

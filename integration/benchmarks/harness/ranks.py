@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ ROOT = Path(__file__).parents[2]
 TIME_LIMIT_S = 600.0
 LOG_LENGTH = 4000
 """Characters kept from the end of a failed process's output."""
+_ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b.*)")
+"""The last line of a traceback."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 CPU_ALONE: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -218,11 +221,13 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], limit_s: float) -> bool:
 
 
 def _why(ranks: Sequence[subprocess.Popen[bytes]], said: str, folder: Path) -> str:
-    """Return the first error that a rank wrote, or the last line of output and the signal."""
+    """Return a rank's first error: from its file, or else from its output."""
     failures = sorted(folder.glob("*.failure"), key=lambda path: path.stat().st_mtime_ns)
     if failures:
         return str(json.loads(failures[0].read_text(encoding="utf-8"))["error"])
-    lines = [line for line in said.splitlines() if line.strip()][-1:]
+    spoken = [line for line in said.splitlines() if line.strip()]
+    raised = [match.group(1)[:300] for line in spoken if (match := _ERROR.match(line))]
+    lines = raised[:1] or spoken[-1:]
     killed = next((-rank.returncode for rank in ranks if rank.returncode < 0), 0)
     # If a rank failed by itself, the others were killed by `_wait`.
     if killed and not any(rank.returncode > 0 for rank in ranks):

@@ -41,7 +41,6 @@ from benchmarks.harness.ranks import Place, Row
 from benchmarks.harness.sides import SIDES
 from zero_engine.machine import processor_name
 
-NUM_LOSSES = 20
 US = 1e-6
 
 
@@ -119,8 +118,6 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
         traced = trace(lambda: side.step(next(following)), what.num_traced, device, what.trace_file)
     if what.is_offloaded:
         peaks = device_peaks(device)
-    else:  # keeps about `NUM_LOSSES` losses, the last one included
-        losses = losses[:: -max(1, len(losses) // NUM_LOSSES)][:NUM_LOSSES][::-1]
     name = processor_name()
     if device.type != "cpu":
         name = str(torch.get_device_module(device).get_device_name(device))

@@ -26,28 +26,14 @@ IDS = torch.arange(12)[None]
 SLACK_BYTES = 10 * 2**20
 
 
-def _settings(kind: str) -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import BitsAndBytesConfig, TorchAoConfig
-
-    if kind == "torchao int8":
-        return TorchAoConfig(Int8WeightOnlyConfig())
-    if kind == "LLM.int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    is_nested = kind == "nested nf4"
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=is_nested,
-        bnb_4bit_quant_storage=torch.bfloat16 if is_nested else torch.uint8,
-    )
-
-
 def _loaded(folder: str, kind: str) -> Any:
+    """Load a model with base weights of ``kind``."""
+    # Imported here, because the process must serve deepspeed before it imports transformers.
+    from test_quantized_bases import BASES
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=_settings(kind), dtype=torch.bfloat16
+        folder, quantization_config=BASES[kind](), dtype=torch.bfloat16
     )
 
 
@@ -115,7 +101,7 @@ def _use(rank: int, world_size: int, folder: str) -> None:
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    for kind in ("nf4", "nested nf4", "LLM.int8", "torchao int8"):
+    for kind in ("nf4", "nf4, nested, stored as bf16", "LLM.int8", "torchao int8"):
         is_grown = kind == "nf4"
         use_dora = "nf4" in kind
         losses = []

@@ -7,8 +7,6 @@ optimizer. ``in_code`` creates a ``DeepSpeedPlugin`` itself.
 
 from __future__ import annotations
 
-import argparse
-
 import measured
 import texts
 import torch
@@ -26,12 +24,7 @@ NUM_STEPS = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=("config_file", "plugin", "in_code"))
-    parser.add_argument("--model")
-    parser.add_argument("--dataset")
-    parser.add_argument("--output_dir")
-    args = parser.parse_args()
+    args = texts.parser("way").parse_args()
     if args.way == "in_code":
         plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2)
         accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
@@ -41,11 +34,7 @@ def main() -> None:
         accelerator = Accelerator()
     set_seed(42)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = []
-    for row in texts.read(args.dataset):
-        found = tokenizer(row["sentence1"], row["sentence2"], truncation=True, max_length=96)
-        ids = found["input_ids"]
-        rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": row["label"]})
+    rows = texts.pairs(tokenizer, args.dataset)
     loader = DataLoader(
         texts.Rows(rows), shuffle=True, collate_fn=default_data_collator, batch_size=8
     )

@@ -6,8 +6,6 @@ and a checkpoint.
 
 from __future__ import annotations
 
-import argparse
-
 import lightning.pytorch as pl
 import measured
 import texts
@@ -55,12 +53,7 @@ class Steps(pl.Callback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("strategy", help="its name in Lightning, or in_code")
-    parser.add_argument("--model")
-    parser.add_argument("--dataset")
-    parser.add_argument("--output_dir")
-    args = parser.parse_args()
+    args = texts.parser("strategy").parse_args()  # its name in Lightning, or in_code
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = [torch.tensor(tokenizer(row["text"])["input_ids"]) for row in texts.read(args.dataset)]
     strategy = args.strategy

@@ -20,10 +20,18 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, get_scheduler, set_seed
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    get_scheduler,
+    set_seed,
+)
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 LEARNING_RATE, WEIGHT_DECAY, BETA, STEPS = 1e-3, 0.01, 0.1, 10
+MICRO_BATCH, BATCH = 4, 16
 NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 AUTO_AT_3 = (
     "stage3_max_live_parameters",
@@ -42,8 +50,8 @@ def common_config(args, stage: int) -> dict:
         "wall_clock_breakdown": False,
         "compile": {"deepcompile": False},
         "tensor_parallel": {"autotp_size": 1},
-        "train_micro_batch_size_per_gpu": args.micro_train_batch_size,
-        "train_batch_size": args.train_batch_size,
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "train_batch_size": BATCH,
         "zero_optimization": {"stage": stage, **dict.fromkeys(AUTO_AT_3, "auto")},
     }
 
@@ -86,12 +94,10 @@ class RewardModel(nn.Module):
         super().__init__()
         self.model = AutoModel.from_pretrained(path)
         self.value_head = nn.Linear(self.model.config.hidden_size, 1, bias=False)
-        if any(hasattr(p, "ds_id") for p in self.model.parameters()):
-            with deepspeed.zero.GatheredParameters([self.value_head.weight], modifier_rank=0):
-                if torch.distributed.get_rank() == 0:
-                    self.value_head.weight.data.normal_(mean=0.0, std=0.02)
-        else:
-            self.value_head.weight.data.normal_(mean=0.0, std=0.02)
+        weight = self.value_head.weight
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                weight.data.normal_(mean=0.0, std=0.02)
 
     def forward(self, input_ids, attention_mask):
         hidden = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
@@ -113,21 +119,15 @@ class Objective:
         self.args, self.model, self.reference, self.tokenizer = args, model, reference, tokenizer
 
     def padded(self, pairs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
-        rows = [texts.labelled(self.tokenizer, *pair) for pair in pairs]
-        longest = max(len(row["input_ids"]) for row in rows)
-        fills = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0, "labels": -100}
-        return {
-            name: torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in rows])
-            for name, fill in fills.items()
-        }
+        collator = DataCollatorForSeq2Seq(self.tokenizer, label_pad_token_id=-100)
+        return collator([texts.labelled(self.tokenizer, *pair) for pair in pairs])
 
     def __call__(self, rows: list[dict]) -> torch.Tensor:
         if self.args.task == "sft":
             batch = self.padded([(row["instruction"], row["output"]) for row in rows])
             labels = batch["labels"][:, 1:]
-            logits = self.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[
-                :, :-1
-            ]
+            found = self.model(batch["input_ids"], attention_mask=batch["attention_mask"])
+            logits = found.logits[:, :-1]
             return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
         chosen = [(row["prompt"], row["chosen"]) for row in rows]
         rejected = [(row["prompt"], row["rejected"]) for row in rows]
@@ -164,8 +164,6 @@ def main() -> None:
     parser.add_argument("--zero_stage", type=int, default=2)
     parser.add_argument("--ref_offload", action="store_true")
     parser.add_argument("--overlap_comm", action="store_true")
-    parser.add_argument("--micro_train_batch_size", type=int, default=4)
-    parser.add_argument("--train_batch_size", type=int, default=16)
     args = parser.parse_args()
 
     set_seed(42)
@@ -175,7 +173,7 @@ def main() -> None:
     ranks = torch.distributed.get_world_size()
     device = deepspeed.accelerator.get_accelerator().device_name()
     mesh = init_device_mesh(device, (ranks, 1, 1), mesh_dim_names=("dp", "sp", "tp"))
-    accumulated = args.train_batch_size // args.micro_train_batch_size // ranks
+    accumulated = BATCH // MICRO_BATCH // ranks
 
     # While this object exists, transformers loads models directly into shards.
     from_shards = HfDeepSpeedConfig(train_config(args)) if args.zero_stage == 3 else None
@@ -226,9 +224,7 @@ def main() -> None:
         seed=42,
         drop_last=True,
     )
-    loader = DataLoader(
-        rows, args.micro_train_batch_size, sampler=sampler, drop_last=True, collate_fn=list
-    )
+    loader = DataLoader(rows, MICRO_BATCH, sampler=sampler, drop_last=True, collate_fn=list)
     objective = Objective(args, engine, reference, tokenizer)
     batches = iter(loader)
     engine.train()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 
 import ray
+import texts
 from ray.train import Checkpoint, RunConfig, ScalingConfig, get_context, report
 from ray.train.torch import TorchTrainer
 
@@ -13,7 +13,6 @@ from ray.train.torch import TorchTrainer
 def train_func(config) -> None:
     import deepspeed
     import measured
-    import texts
     import torch
     from deepspeed.accelerator import get_accelerator
     from torch.utils.data import DataLoader, DistributedSampler
@@ -28,10 +27,7 @@ def train_func(config) -> None:
     with measured.measuring():
         set_seed(42)
         tokenizer = AutoTokenizer.from_pretrained(config["model"])
-        rows = []
-        for row in texts.read(config["dataset"]):
-            found = tokenizer(row["sentence1"], row["sentence2"], truncation=True, max_length=96)
-            rows.append({"input_ids": found["input_ids"], "labels": row["label"]})
+        rows = texts.pairs(tokenizer, config["dataset"])
         model = AutoModelForSequenceClassification.from_pretrained(config["model"], num_labels=2)
         engine, _, _, _ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=config["deepspeed_config"]
@@ -62,11 +58,7 @@ def train_func(config) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model")
-    parser.add_argument("--dataset")
-    parser.add_argument("--output_dir")
-    args = parser.parse_args()
+    args = texts.parser().parse_args()
     deepspeed_config = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}},

@@ -1,12 +1,21 @@
-"""Readers of the local data sets."""
+"""Readers of the local data sets, and the options of scripts."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
+
+
+def parser(*names: str) -> argparse.ArgumentParser:
+    """Return a parser with options for a model, a data set, a folder, and further ``names``."""
+    made = argparse.ArgumentParser()
+    for name in ("--model", "--dataset", "--output_dir", *names):
+        made.add_argument(name)
+    return made
 
 
 def read(folder: str) -> list[dict]:
@@ -23,6 +32,15 @@ class Rows(Dataset):
 
     def __getitem__(self, index: int):
         return self.rows[index]
+
+
+def pairs(tokenizer, folder: str) -> list[dict]:
+    """Tokenize pairs of sentences with labels."""
+    options = {"padding": "max_length", "max_length": 96, "truncation": True}
+    return [
+        {**tokenizer(row["sentence1"], row["sentence2"], **options), "labels": row["label"]}
+        for row in read(folder)
+    ]
 
 
 def labelled(tokenizer, prompt: str, answer: str) -> dict[str, list[int]]:

@@ -6,8 +6,6 @@ resumes from the checkpoint.
 
 from __future__ import annotations
 
-import argparse
-
 import deepspeed
 import measured
 import texts
@@ -35,14 +33,8 @@ def batches(tokenizer, rows: list[dict], size: int, rank: int, ranks: int):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--model")
-    parser.add_argument("--dataset")
-    parser.add_argument("--checkpoint_dir")
-    args = parser.parse_args()
-    rank = args.local_rank
-    device = get_accelerator().device_name(rank)
+    args = texts.parser("--local_rank").parse_args()
+    device = get_accelerator().device_name(int(args.local_rank or -1))
     deepspeed.init_distributed()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
 
@@ -77,9 +69,9 @@ def main() -> None:
 
     half = STEPS // 2
     train(0, half)
-    model.save_checkpoint(save_dir=args.checkpoint_dir, client_state={"checkpoint_step": half})
+    model.save_checkpoint(save_dir=args.output_dir, client_state={"checkpoint_step": half})
     model = make()
-    _, client_state = model.load_checkpoint(load_dir=args.checkpoint_dir)
+    _, client_state = model.load_checkpoint(load_dir=args.output_dir)
     train(client_state["checkpoint_step"], STEPS)
 
 

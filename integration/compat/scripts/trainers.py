@@ -77,11 +77,7 @@ def run_glue(own, training, tokenizer):
     model = AutoModelForSequenceClassification.from_pretrained(
         own.model_name_or_path, config=config
     )
-    rows = []
-    for row in texts.read(own.dataset_name):
-        pair = (row["sentence1"], row["sentence2"])
-        found = tokenizer(*pair, padding="max_length", max_length=96, truncation=True)
-        rows.append({**found, "label": row["label"]})
+    rows = texts.pairs(tokenizer, own.dataset_name)
     return model, rows, {"data_collator": default_data_collator, "compute_metrics": accuracy}
 
 

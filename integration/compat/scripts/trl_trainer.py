@@ -14,23 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    set_seed,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 WORDS = [f"w{number}" for number in range(48)]
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<' + message['role'] + '> ' + message['content'] + ' <eos> ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
-)
 SAMPLES, STEPS = 64, 6
 
 Row = dict[str, Any]
@@ -124,36 +111,6 @@ CASES = {
 }
 
 
-def save_models(folder: Path, shapes: dict[str, tuple[int, int]]) -> None:
-    """Write Llamas of the given numbers of blocks and widths, with tokenizer, by folder name."""
-    from tokenizers import AddedToken, ByteLevelBPETokenizer
-
-    inner = ByteLevelBPETokenizer()
-    turns = [f"<{role}>" for role in ("system", "user", "assistant")]
-    inner.train_from_iterator([" ".join(WORDS)] * 4, vocab_size=320, show_progress=False)
-    inner.add_special_tokens([AddedToken(word) for word in ("<pad>", "<eos>", *turns)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", chat_template=TEMPLATE
-    )
-    for seed, (name, (blocks, width)) in enumerate(shapes.items()):
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=width,
-            intermediate_size=2 * width,
-            num_hidden_layers=blocks,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            initializer_range=0.2,
-        )
-        LlamaForCausalLM(config).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-
-
 def make_trainer(name: str, models: Path, arguments: Row) -> Any:
     case = CASES[name]
     module = importlib.import_module(case.place or f"trl.experimental.{name}")
@@ -179,7 +136,7 @@ def make_trainer(name: str, models: Path, arguments: Row) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=CASES)
-    parser.add_argument("--model", type=Path, required=True, help="what save_models has written")
+    parser.add_argument("--model", type=Path, required=True, help="folder of models")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--deepspeed", help="a configuration of DeepSpeed's")
     options = parser.parse_args()

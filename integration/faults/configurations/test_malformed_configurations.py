@@ -162,24 +162,13 @@ def malformed_configurations() -> Iterator[Malformed]:
 
 
 def _contradictions() -> Iterator[Malformed]:
-    """Yield configurations whose keys are each valid but contradict each other."""
+    """Yield settings that are not served. zero-core's test_config.py has most contradictions."""
     zero = "zero_optimization"
     offload = f"{zero}.offload_optimizer"
     blocks: tuple[tuple[str, Mapping[str, Any]], ...] = (
-        ("train_batch_size", {"train_batch_size": 7}),
-        ("train_batch_size", {"train_batch_size": 5, "gradient_accumulation_steps": 2}),
-        ("train_batch_size", {"train_batch_size": 8, "gradient_accumulation_steps": 3}),
-        ("fp16.enabled", {"fp16": {"enabled": True}, "bf16": {"enabled": True}}),
-        (
-            "torch_autocast.dtype",
-            {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "bf16": {"enabled": True}},
-        ),
-        (f"{zero}.zero_quantized_weights", {zero: {"stage": 2, "zero_quantized_weights": True}}),
-        (f"{zero}.zeropp_loco_param", {zero: {"zeropp_loco_param": {}}}),
         (f"{zero}.mics_shard_size", {zero: {"mics_shard_size": 4}}),
         (f"{zero}.zenflow", {zero: {"zenflow": {"topk_ratio": 0.1}}}),
         (offload, {zero: {"offload_optimizer": {"device": "cpu", "super_offload": True}}}),
-        (offload, {zero: {"offload_optimizer": {"device": "nvme"}}}),
         (
             f"{offload}.nvme_path",
             {zero: {"offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere/at/all"}}},
@@ -187,15 +176,6 @@ def _contradictions() -> Iterator[Malformed]:
         (
             f"{zero}.offload_param.nvme_path",
             {zero: {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nowhere"}}},
-        ),
-        (offload, {zero: {"offload_optimizer": {"ratio": 0.5}}}),
-        (offload, {zero: {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}}),
-        ("bf16.bf16_optimizer_states", {"bf16": {"enabled": True, "bf16_optimizer_states": True}}),
-        ("bf16.bf16_master_weights_and_grads", {"bf16": {"bf16_master_weights_and_grads": True}}),
-        (f"{zero}.zero_hpz_partition_size", {zero: {"stage": 3, "zero_hpz_partition_size": 3}}),
-        (
-            f"{offload}.parameters",
-            {zero: {"offload_optimizer": {"device": "cpu", "parameters": []}}},
         ),
         ("sparse_gradients", {"sparse_gradients": True}),
         ("amp", {"amp": {"enabled": True}}),
@@ -236,14 +216,13 @@ def _texts() -> Iterator[Malformed]:
     yield Malformed("", b"{" + base + b', "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
     yield Malformed("", b'{"a": ' * 100_000 + b"1" + b"}" * 100_000)
     yield Malformed("larger than", b'{"a": "' + b"x" * (5 << 20) + b'"}')
-    for text in (b"", b" ", b"{", b"[]", b"[1, 2]", b"{" + base, b"{" + base + b'} {"a": 1}'):
+    opened = (b"", b" ", b"{", b"[]", b"[1, 2]", b"{" + base, b"{" + base + b'} {"a": 1}')
+    others = (b"null", b"3", b'"x"', b"true", b"\x00", b"{\xff\xfe}", b'{"a": "\xc3"}')
+    for text in (*opened, *others, b'\xff\xfe{\x00"\x00a\x00"\x00'):
         yield Malformed("", text)
-    for text in (b"null", b"3", b'"x"', b"true", b"\x00", b"{\xff\xfe}", b'{"a": "\xc3"}'):
-        yield Malformed("", text)
-    yield Malformed("", b'\xff\xfe{\x00"\x00a\x00"\x00')
-    yield Malformed("", b"\xef\xbb\xbf{" + base + b"}", is_for_deepspeed=False)
-    # Valid Hjson, which DeepSpeed reads.
-    for text in (b"{'a': 1}", b'{"a": 1,}', b"{a: 1}", b'{"a": 1} // x'):
+    # DeepSpeed reads Hjson, and skips a byte order mark.
+    hjson = (b"{'a': 1}", b'{"a": 1,}', b"{a: 1}", b'{"a": 1} // x')
+    for text in (*hjson, b"\xef\xbb\xbf{" + base + b"}"):
         yield Malformed("", text, is_for_deepspeed=False)
 
 
@@ -352,16 +331,9 @@ def _is_served_or_refused(source: Any) -> None:
 
 @MANY
 @given(CONFIGS)
-@example({**BASE, "optimizer": {"type": "AdamW", "params": {"lr": math.inf}}})
-@example({**BASE, "zero_optimization": {"stage": True}})
-@example({**BASE, "fp16": 3})
 @example({**BASE, "train_batch_size": {"\x1b": "auto"}})
-@example({**BASE, "optimizer": {"type": "AdamW", "params": 3}})
-@example({**BASE, "optimizer": {"type": "AdamW", "params": []}})
 @example({**BASE, "fp16": {"enabled": True, "initial_scale_power": 5000}})
 @example({**BASE, "seed": 2**64})
-@example({**BASE, "train_micro_batch_size_per_gpu": 1e300})
-@example({**BASE, "zero_optimization": {"zero_hpz_partition_size": {}}})
 @example({**BASE, "zero_optimization": {"offload_optimizer": {"\n": 1}}})
 def test_any_values_at_any_keys_are_served_or_refused(config: dict[str, Any]) -> None:
     _is_served_or_refused(config)
@@ -378,10 +350,6 @@ TEXT = json.dumps(
 
 @MANY
 @given(st.lists(st.tuples(st.integers(0, len(TEXT)), st.integers(0, 9), st.binary(max_size=6))))
-@example([(0, 0, b"\xef\xbb\xbf")])
-@example([(1, 0, b'"seed": ' + b"9" * 5000 + b", ")])
-@example([(1, 0, b'"a": ' + b"[" * 100_000 + b"]" * 100_000 + b", ")])
-@example([(0, 0, b"\xff\xfe")])
 @example([(1, 0, b"'''")])
 def test_any_bytes_are_served_or_refused(edits: list[tuple[int, int, bytes]]) -> None:
     content = bytearray(TEXT)

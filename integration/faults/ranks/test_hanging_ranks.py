@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import runpy
 import signal
 import socket
 import tempfile
@@ -134,27 +133,25 @@ def _program(folder: Path) -> str:
     return str(program)
 
 
-def _torchrun(folder: Path, **variables: str) -> tuple[str, str]:
-    """Run a launch that fails. Return its output and the output from "Root Cause" on."""
+@pytest.mark.parametrize(
+    ("stopped", "store", "cause"),
+    [
+        ("1", {}, "no sign of life of rank 1"),
+        (
+            *("0", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+            "rank 0 of the job (it hosts the store of the process group at ",
+        ),
+    ],
+)
+def test_torchrun_names_a_rank_that_stops(stopped, store, cause, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    with Program(*launcher, _program(folder), **variables) as run:
+    with Program(*launcher, _program(tmp_path), STOPPED=stopped, **store) as run:
         assert run.end() == 1
         said = run.output
-    return said, said[said.index("Root Cause") :]
-
-
-def test_torchrun_says_who_stopped(tmp_path: Path) -> None:
-    said, summary = _torchrun(tmp_path, STOPPED="1")
-    assert "no sign of life of rank 1" in said
-    assert "(its process is stopped), last seen in" in said
-    assert "CollectiveError: rank 0: " in summary, summary
-    assert "no sign of life of rank 1" in summary
-
-
-def test_torchrun_names_a_rank_that_stops_and_hosts_the_store(tmp_path: Path) -> None:
-    _, summary = _torchrun(tmp_path, STOPPED="0", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    assert "CollectiveError: rank 1: " in summary, summary
-    assert "rank 0 of the job (it hosts the store of the process group at " in summary
+    summary = said[said.index("Root Cause") :]
+    assert f"CollectiveError: rank {1 - int(stopped)}: " in summary, summary
+    assert cause in summary
+    assert store or "(its process is stopped), last seen in" in said
 
 
 def test_a_rank_that_stops_and_hosts_the_store_is_named_without_a_launcher(tmp_path: Path) -> None:
@@ -169,18 +166,6 @@ def test_a_rank_that_stops_and_hosts_the_store_is_named_without_a_launcher(tmp_p
     logged, raised = said.index(found), said.rindex(found)
     assert logged < said.index("Traceback") < raised
     assert "has not answered for" in said[raised:]
-
-
-WATCH = Path(__file__).parents[3] / "packages" / "zero-core" / "tests" / "test_watch.py"
-
-
-def test_no_rank_is_named_in_a_hundred_thousand_healthy_steps(caplog, monkeypatch):
-    monkeypatch.syspath_prepend(WATCH.parent)
-    watch = runpy.run_path(str(WATCH))
-    ranks = watch["_Ranks"](3)
-    ranks.run(watch["healthy"](100_000, 3))
-    assert ranks.now > 50_000.0
-    assert caplog.records == []
 
 
 def _held() -> tuple[int, int, int]:

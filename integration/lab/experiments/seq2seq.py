@@ -91,7 +91,7 @@ Attempt = Callable[[int], Row]
 
 def main(
     rounds: options.Rounds = 2,
-    threads: options.Threads = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Threads per rank.")] = 1,
     dtype: Annotated[str, typer.Option(help="fp32, or bf16 over fp32 weights.")] = "fp32",
     layers: Annotated[int, typer.Option(min=1, help="Of the encoder, and of the decoder.")] = 8,
     width: Annotated[int, typer.Option(min=HEADS, help="A multiple of 16.")] = 256,

@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
+
 from benchmarks.harness.ranks import Node, Place, Row, run_ranks
 
 NODES = (0, 1)
@@ -31,7 +33,7 @@ TOOLS = ("ip", "tc")
 NETWORK = "10.213.0"
 PORT = 29400
 PIECE = 2**20
-TRIES, PAUSE_S, LIMIT_S = 500, 0.1, 60.0
+LIMIT_S = 60.0
 # TCP sends segments of up to 64 KiB. A smaller burst would split them, which costs CPU time and
 # adds one header per frame to the counted bytes. A shorter queue would drop packets.
 BURST, QUEUE = "128kb", "2mb"
@@ -148,22 +150,25 @@ def _transfer(
 
 def transfer(place: Place, ways: Sequence[tuple[int, int, str]], num_bytes: int) -> Row:
     """Send or receive on this rank. A receiver returns ``bytes_per_s``, from first to last byte."""
+    place.join()
     for port, (source, target, address) in enumerate(ways, PORT):
         if place.rank == target:
-            return {"bytes_per_s": _take(address, port)}
+            with socket.create_server((address, port)) as server:
+                return {"bytes_per_s": _take(server)}
         if place.rank == source:
-            with _connect(address, port) as connection:
+            dist.barrier()  # all receivers listen
+            with socket.create_connection((address, port)) as connection:
                 for _ in range(max(1, num_bytes // PIECE)):
                     connection.sendall(bytes(PIECE))
     return {}
 
 
-def _take(address: str, port: int) -> float:
-    with socket.create_server((address, port)) as server:
-        # With a small receive buffer, few bytes are read late if this process is scheduled late.
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**17)
-        server.settimeout(LIMIT_S)  # the sender may have died
-        connection, _ = server.accept()
+def _take(server: socket.socket) -> float:
+    # With a small receive buffer, few bytes are read late if this process is scheduled late.
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**17)
+    server.settimeout(LIMIT_S)  # the sender may have died
+    dist.barrier()
+    connection, _ = server.accept()
     connection.settimeout(LIMIT_S)
     piece = bytearray(PIECE)
     total = first = connection.recv_into(piece)
@@ -172,12 +177,3 @@ def _take(address: str, port: int) -> float:
         total += count
         ended_at = time.perf_counter()
     return (total - first) / (ended_at - started_at)
-
-
-def _connect(address: str, port: int) -> socket.socket:
-    for _ in range(TRIES):
-        try:
-            return socket.create_connection((address, port))
-        except ConnectionRefusedError:  # the receiver has not started listening
-            time.sleep(PAUSE_S)
-    raise TimeoutError(f"no listener at {address}:{port} after {TRIES * PAUSE_S:.0f} s")

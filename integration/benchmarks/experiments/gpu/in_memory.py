@@ -1,12 +1,12 @@
-"""Speed on one device without offload, and memory fragmentation with random sample lengths.
+"""Speed on one device without offload.
 
 [Note: plain torch]
 The reference is a usual torch loop with fused AdamW. In bf16 there are two such loops: autocast
 over fp32 weights, and bf16 weights with hand-written fp32 master weights, which matches the
 engine's arithmetic. The faster one is the reference.
 
-Fragmentation is torch's peak reserved memory over its peak allocated memory in the same steps. The
-allocator keeps freed memory, so a ratio of 1 means that all freed memory was reused.
+"reserved" is torch's peak reserved over its peak allocated memory. The allocator keeps freed
+memory, so a ratio of 1 means that all freed memory was reused.
 """
 
 from __future__ import annotations
@@ -21,18 +21,6 @@ from benchmarks.harness.rounds import race_on_device
 BASELINES = ("torch", "torch, masters by hand")
 BARS = {0: 0.98, 1: 0.98, 2: 0.98, 3: 0.95}
 """Least tokens per second relative to plain torch, by stage."""
-FRAGMENTS_BAR = 1.05
-LENGTHS = 8
-"""Ratio of the longest to the shortest sample."""
-FRAGMENTING = (
-    ("stage 3", "zero", 3),
-    ("torch", "torch", 0),
-    ("deepspeed stage 3", "deepspeed", 3),
-    ("stage 2", "zero", 2),
-    ("fsdp2", "fsdp2", 3),
-    ("stage 1", "zero", 1),
-    ("stage 0", "zero", 0),
-)
 
 
 def single_jobs() -> list[Job]:
@@ -75,49 +63,15 @@ def _section_of_single(found: Row) -> Section:
         Column("ms", "step_s", ".1f", MS),
         Column("to torch", "to_torch", ".3f"),
         Column("device GiB", "device_peak_bytes", ".2f", GIB),
+        Column("reserved", "reserved_to_allocated", ".3f"),
         Column("last loss", lambda row: row["losses"][-1], ".4f"),
     )
     caption = "medians over rounds; bars: 0.98, stage 3 0.95"
     return Section("nothing offloaded", found["rows"], columns, caption)
 
 
-def _run_fragmentation(context: Context) -> Row:
-    shortest = max(2, IN_MEMORY.context // LENGTHS)
-    # The most important rows run first, because the time may end before the last.
-    jobs = [
-        Job(name, side, IN_MEMORY, 8, 500, dtype="bf16", stage=stage, shortest=shortest)
-        for name, side, stage in (FRAGMENTING[:1] if context.is_dry_run else FRAGMENTING)
-    ]
-    jobs = [context.sized(job.unchecked()) for job in jobs]
-    rows = race_on_device(jobs, 1, context.runner)
-    for name, row in rows.items():
-        if "step_s" in row:
-            ratio = row["reserved_to_allocated"]
-            is_judged = name.startswith("stage ") and ratio is not None
-            row |= {"bar": FRAGMENTS_BAR, "is_met": ratio <= FRAGMENTS_BAR if is_judged else None}
-            if ratio is None:
-                row["why_null"] = "this device does not tell what its allocator reserves"
-    return {"rows": rows}
-
-
-def _section_of_fragmentation(found: Row) -> Section:
-    columns = (
-        Column("allocated", "device_peak_bytes", ".3f", GIB),
-        Column("reserved", "device_reserved_bytes", ".3f", GIB),
-        Column("ratio", "reserved_to_allocated", ".3f"),
-        Column("tokens/s", "tokens_per_s", ",.0f"),
-    )
-    caption = f"GiB, at the most; bar: {FRAGMENTS_BAR}"
-    return Section("random lengths", found["rows"], columns, caption)
-
-
 SINGLE = Part(
     *("single", "nothing offloaded, beside plain torch, FSDP2 and DeepSpeed", 8.0),
     _run_single,
     _section_of_single,
-)
-FRAGMENTATION = Part(
-    *("fragmentation", "500 steps of random lengths: reserved over allocated memory", 5.0),
-    _run_fragmentation,
-    _section_of_fragmentation,
 )

@@ -232,35 +232,37 @@ def _run_bounds(context: Context) -> Row:
 
 
 def bounds(row: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> Row:
-    """Return the figures of [Note: bounds of a step]. One that could not be measured is None.
+    """Return the figures of [Note: bounds of a step], or the reason why there are none.
 
-    ``bandwidth`` has bytes per second: ``host``, and ``d2h`` and ``h2d`` in ``pinned`` (None on the
-    CPU).
+    ``bandwidth`` is the result of `bandwidth`, or a row without figures.
     """
-    moved, busy_s, pinned = row["moved_bytes"], row["device_busy_s"], bandwidth.get("pinned")
-    numel, step_s = row["host_share"] * row["num_parameters"], row["step_s"]
-    bus_s = None
-    if pinned is not None:
-        bus_s = max(moved[f"bytes_{way}"] / pinned[way] for way in ("d2h", "h2d"))
-    host_s = numel * HOST_BYTES / bandwidth["host"] if "host" in bandwidth else None
-    found: Row = {"device_idle_s": None, "bus_s": bus_s, "host_s": host_s}
-    found |= dict.fromkeys(("bound", "step_to_bound", "is_met"))
-    parts = {"device": busy_s, "bus": bus_s, "host": host_s}
-    if blind := [name for name, seconds in parts.items() if seconds is None]:
-        found["why_null"] = f"not measured on this device: {', '.join(blind)}"
-    else:
-        bound = max(parts, key=lambda name: float(parts[name]))
-        ratio = step_s / parts[bound]
-        found |= {"bound": bound, "step_to_bound": ratio, "is_met": ratio <= BOUND_GOAL}
-    if busy_s is not None:
-        found["device_idle_s"] = max(0.0, step_s - busy_s)
-        share = found["device_idle_s"] / step_s
-        # The device must wait where the host or the bus is the slowest. The bar applies to steps
-        # that the device bounds, and to the automatically chosen ratio.
-        has_bar = found["bound"] == "device" or row["ratio_report"] is not None
-        is_met = share < IDLE_BAR if has_bar else None
-        found |= {"idle_share": share, "idle_bar": IDLE_BAR, "is_idle_met": is_met}
-    return found
+    moved, busy_s, step_s = row["moved_bytes"], row["device_busy_s"], row["step_s"]
+    pinned = bandwidth.get("pinned")
+    if pinned is None or busy_s is None:
+        return {"why_null": "this device's kernels or its bus could not be measured"}
+    numel = row["host_share"] * row["num_parameters"]
+    parts = {
+        "device": busy_s,
+        "bus": max(moved[f"bytes_{way}"] / pinned[way] for way in ("d2h", "h2d")),
+        "host": numel * HOST_BYTES / bandwidth["host"],
+    }
+    bound = max(parts, key=parts.__getitem__)
+    ratio = step_s / parts[bound]
+    idle_s = max(0.0, step_s - busy_s)
+    # The device must wait where the host or the bus is the slowest. The bar applies to steps that
+    # the device bounds, and to the automatically chosen ratio.
+    has_bar = bound == "device" or row["ratio_report"] is not None
+    return {
+        "device_idle_s": idle_s,
+        "bus_s": parts["bus"],
+        "host_s": parts["host"],
+        "bound": bound,
+        "step_to_bound": ratio,
+        "is_met": ratio <= BOUND_GOAL,
+        "idle_share": idle_s / step_s,
+        "idle_bar": IDLE_BAR,
+        "is_idle_met": idle_s / step_s < IDLE_BAR if has_bar else None,
+    }
 
 
 def bandwidth(place: Place, numel: int) -> Row:
@@ -297,8 +299,7 @@ def _best_s(run: Callable[[], object]) -> float:
 
 def _section_of_bounds(found: Row) -> Section:
     def to_bound(row: Row) -> str | None:
-        ratio = row["step_to_bound"]
-        return None if ratio is None else f"{ratio:.2f} of {row['bound']}"
+        return f"{row['step_to_bound']:.2f} of {row['bound']}" if "bound" in row else None
 
     columns = (
         Column("step", "step_s", ".1f", MS),
@@ -371,14 +372,10 @@ def _row_of_capacity(job: Job, context: Context) -> Row:
     # The CPU ignores a device limit, so a row there shows nothing about the limit.
     is_limited = job.device_limit_bytes is None or row["device_limit_bytes"] is not None
     row["is_met"] = row["is_falling"] and is_within if is_limited else None
-    try:
-        planned = job.plan(has_activations=True).memory.device_bytes
-    except ZeroError as error:
-        return {**row, "planned_peak_bytes": None, "why_not_planned": str(error)}
+    planned = job.plan(has_activations=True).memory.device_bytes
     row |= {"planned_peak_bytes": planned, "plan_bar": PLAN_BAR}
     if row["device_peak_bytes"] is None:
-        why = "this device does not tell its peak"
-        return {**row, "peak_to_plan": None, "is_plan_met": None, "why_null": why}
+        return {**row, "why_null": "this device does not tell its peak"}
     ratio = row["device_peak_bytes"] / planned
     return {**row, "peak_to_plan": ratio, "is_plan_met": abs(ratio - 1) <= PLAN_BAR}
 

@@ -2,7 +2,7 @@
 
 [Note: parts]
 correct        equivalence with DDP and torch's optimizers at every stage, with and without offload
-               and quantized collectives, and identical bits with random delays on every stream
+               and quantized collectives
 twin_flow_1b   tokens/s over the offload ratio, 1.3 B parameters, with FSDP2 and DeepSpeed
 twin_flow_7b   the same for 6.7 B parameters
 roofline       time of an offloaded step over the slowest of device, bus and host
@@ -10,7 +10,6 @@ largest        10 B parameters in 32 GiB of device memory and 13 B in 128 GiB of
                the measured peak over the planned one
 single         the engine without offload against plain torch
 quantizers     Triton kernels against copy bandwidth
-fragmentation  reserved over allocated memory of torch's allocator with random sample lengths
 
 Each part runs in its own processes and needs no network. ``--dry-run`` runs tiny models on the CPU,
 where figures of an accelerator are null.
@@ -18,7 +17,6 @@ where figures of an accelerator are null.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import traceback
@@ -41,7 +39,7 @@ PARTS = {
     part.name: part
     for part in (
         *(correct.PART, offloaded.SMALLER, offloaded.LARGER, offloaded.ROOFLINE),
-        *(offloaded.LARGEST, in_memory.SINGLE, quantizers.PART, in_memory.FRAGMENTATION),
+        *(offloaded.LARGEST, in_memory.SINGLE, quantizers.PART),
     )
 }
 PACKAGES = (
@@ -57,14 +55,13 @@ def main(
     minutes: Annotated[
         float, typer.Option(min=0, help="Time for everything; what is left then is skipped.")
     ] = 9.0,
-    out: Annotated[Path, typer.Option(help="Folder for gpu.json and traces.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="Folder for results and traces.")] = RESULTS,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny, on the CPU.")] = False,
 ) -> None:
     """Measure one accelerator, part by part.
 
-    The file ``gpu.json`` is ``{"parts": {name: {"measured": ..., "rows": ...}}}``. A run replaces
-    the parts that it measures and keeps the others, so each part has its own date, machine and
-    commit.
+    A part with figures writes ``gpu-PART.json``: date, machine, commit and rows. A dry run writes
+    no results.
     """
     parts = [PARTS[name] for name in only or PARTS]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -74,18 +71,7 @@ def main(
         )
     # Only the type, because asking for the device's index would allocate memory on the device.
     device_type = "cpu" if dry_run or accelerator is None else accelerator.type
-    path = out / "gpu.json"
-    try:
-        results = _read(path) if path.exists() else {}
-        real = [name for name, part in results.items() if not part["measured"]["is_dry_run"]]
-        if kept := [part.name for part in parts if dry_run and part.name in real]:
-            raise ValueError(
-                f"{path} has figures of an accelerator for {', '.join(kept)}, and a dry run "
-                "would replace them; give another --out"
-            )
-        about = provenance(device_type, is_dry_run=dry_run)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    about = {} if dry_run else provenance()
     clock = Runner(60 * minutes, device_type=device_type)
     found: dict[str, Row] = {}
     for place, part in enumerate(parts):
@@ -100,55 +86,33 @@ def main(
             traceback.print_exc()
             failure = f"{type(error).__name__}: {error}"
             found[part.name] = {"rows": {"all": {"failure": failure}}}
-        earlier = results.get(part.name, {}).get("rows", {})
-        if measured(earlier) and not measured(found[part.name]["rows"]):
-            print(f"{part.name}: no figures; those of an earlier run stay")
-        else:
-            results[part.name] = {"measured": about, **found[part.name]}
-            # Written after every part, because a later part may be killed.
-            write_report(out, "gpu", {"parts": results})
-    print(f"written to {out}")
+        # Written after every part, because a later part may be killed.
+        if not dry_run and measured(found[part.name]["rows"]):
+            write_report(out, f"gpu-{part.name}", {"measured": about, **found[part.name]})
     for part in parts:
         rows = found[part.name]["rows"]
         section = part.section(found[part.name]) if measured(rows) else Section(part.name, rows, ())
         section.show(f"{part.name}: ")
 
 
-def provenance(device_type: str, *, is_dry_run: bool) -> Row:
-    """Return date, machine, commit and versions. A real run without a commit raises ValueError."""
+def provenance() -> Row:
+    """Return date, machine, commit and versions. Without a commit raises `typer.BadParameter`."""
     given = os.environ.get(COMMIT_VARIABLE)
     commit = given or _output("git", "describe", "--always", "--abbrev=12", "--dirty")
-    if commit is None and not is_dry_run:
-        raise ValueError(
+    if commit is None:
+        raise typer.BadParameter(
             f"the sources lie in no repository: set {COMMIT_VARIABLE} to the commit measured"
         )
+    # The driver's program, because torch would allocate memory on the device for the answer.
+    said = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
-        "is_dry_run": is_dry_run,
-        "device": "CPU" if device_type == "cpu" else _from_driver("name"),
-        "driver": None if device_type == "cpu" else _from_driver("driver_version"),
+        "device_and_driver": said and said.split("\n")[0],
         **machine(),
         "host_bytes": memory_limit_bytes(),
         "versions": {name: version(name) for name in PACKAGES},
     }
-
-
-def _read(path: Path) -> dict[str, Row]:
-    try:
-        parts = json.loads(path.read_text(encoding="utf-8"))["parts"]
-        return {name: dict(part) for name, part in parts.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not a result of this program, and would be overwritten: {error!r}; move it "
-            "away, or give another --out"
-        ) from error
-
-
-def _from_driver(what: str) -> str | None:
-    """Return a property of the first device. torch would allocate memory there for the answer."""
-    said = _output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader")
-    return None if said is None else said.split("\n")[0].strip()
 
 
 def _output(*command: str) -> str | None:

@@ -5,11 +5,8 @@ A row is one operation (encode, decode, decode_sum of 8 rows), kind, dtype and s
 are the bytes that the operation must read and write. Three contenders take turns in the same
 rounds: the Triton kernel, the plain torch backend on the device, and a device-to-device copy of as
 many bytes. The share is the copy's time over the kernel's. The bar (0.8) applies to sizes of at
-least 64 Mi elements, which no cache holds. Each result is first compared with that of the torch
-backend on the host. A kernel with a different result becomes a row with a failure.
-
-The tensors repeat a pattern of whole blocks. Blocks are independent, so the result is the repeated
-result of the pattern, which the host computes once for all sizes.
+least 64 Mi elements, which no cache holds. A kernel whose result differs from plain torch's on the
+device, which zero-comm's tests compare with the host's, becomes a row with a failure.
 
 A dry run uses Triton's interpreter, or only the torch backend where triton is not installed. Its
 figures of an accelerator are null.
@@ -22,7 +19,6 @@ import itertools
 import math
 import os
 import statistics
-import time
 import timeit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,35 +46,25 @@ BAR_NUMEL: Final = 64 * MI
 """Elements of the smallest tensor to which the bar applies."""
 SUM_ROWS: Final = 8
 FIRST_KINDS, OTHER_KINDS = ("int8", "int4"), ("e4m3", "e5m2")
-MEASURING: Final = 0.8
-"""Share of the part's time after which no row begins."""
 _BUSY_WIDTH = 4096
-_HOST = TorchBackend()
 
 
 @dataclass(frozen=True)
 class Settings:
     numels: Sequence[int]
-    """Elements per tensor, each a multiple of ``pattern_numel``."""
-    pattern_numel: int
-    """Elements of the repeated pattern, a multiple of every block size."""
     rounds: int
     calls: int
     """Calls of each contender in a round, timed together."""
 
 
-REAL: Final = Settings((MI, 4 * MI, 16 * MI, 64 * MI, 256 * MI), MI, rounds=7, calls=10)
-DRY: Final = Settings((1 << 10, 1 << 12), 1 << 10, rounds=1, calls=1)
+REAL: Final = Settings((MI, 4 * MI, 16 * MI, 64 * MI, 256 * MI), rounds=7, calls=10)
+DRY: Final = Settings((1 << 10, 1 << 12), rounds=1, calls=1)
 
 
 def _run(context: Context) -> Row:
-    # The measurement stops itself before its process would be killed.
-    deadline = time.time() + MEASURING * context.runner.left_s()
-    arguments = {"is_dry_run": context.is_dry_run, "deadline": deadline}
+    arguments = {"is_dry_run": context.is_dry_run}
     (found,) = context.runner.start(f"{__name__}:measure", arguments)
     rows: dict[str, Row] = {_name(row): row for row in found.pop("rows", ())}
-    if num_left := found.pop("num_left", 0):
-        rows["others"] = {"skipped": f"{num_left} rows: the time was over"}
     if not has_figures(found):
         rows["all"] = found
     return {"bar": BAR, "backend": found.get("backend"), "rows": rows}
@@ -88,26 +74,19 @@ def _name(row: Row) -> str:
     return f"{row['operation']} {row['kind']} {row['dtype']} {row['numel']}"
 
 
-def measure(place: Place, is_dry_run: bool, deadline: float) -> Row:
-    """Measure all rows in this process. A target of `benchmarks.harness.ranks`.
-
-    The result is written after every row. Rows that would begin after ``deadline`` (a `time.time`)
-    are only counted.
-    """
+def measure(place: Place, is_dry_run: bool) -> Row:
+    """Measure all rows in this process, and write the result after every row."""
     what = DRY if is_dry_run else REAL
     device = find_device()
-    backend = interpreted() if device.type == "cpu" else on_device(device)
+    backend = kernels(device)
     stopwatch = Stopwatch(device)
-    found: Row = {"backend": backend.name, "rows": [], "num_left": 0}
+    found: Row = {"backend": backend.name, "rows": []}
     # The kinds and sizes with a bar are measured first, because the time may end before the last
     # row.
     large = [numel for numel in what.numels if numel >= BAR_NUMEL]
     small = [numel for numel in what.numels if numel < BAR_NUMEL]
     for kinds, numels in itertools.product((FIRST_KINDS, OTHER_KINDS), (large, small)):
-        for job in operations(kinds, numels, what.pattern_numel, device):
-            if time.time() > deadline:
-                found["num_left"] += 1
-                continue
+        for job in operations(kinds, numels, device):
             row = dict(job.about)
             try:
                 row |= compare(job, backend, what, stopwatch, device)
@@ -118,22 +97,19 @@ def measure(place: Place, is_dry_run: bool, deadline: float) -> Row:
     return found
 
 
-def on_device(device: torch.device) -> Backend:
-    """Return Triton's backend, or raise LookupError if another backend serves ``device``."""
-    backend = find_backend(device)
-    if backend.name != "triton":
-        raise LookupError(
-            f"the {backend.name} backend serves {device}, and Triton's kernels are what is "
-            "measured: install triton, unset ZERO_COMM_BACKEND"
-        )
-    return backend
+def kernels(device: torch.device) -> Backend:
+    """Return Triton's backend: on a CPU in its interpreter, or plain torch if there is no triton.
 
-
-def interpreted() -> Backend:
-    """Return Triton's backend in its interpreter, or the torch backend without triton.
-
-    Sets TRITON_INTERPRET in this process, before triton is imported.
+    Raises LookupError if another backend serves the accelerator ``device``.
     """
+    if device.type != "cpu":
+        backend = find_backend(device)
+        if backend.name != "triton":
+            raise LookupError(
+                f"the {backend.name} backend serves {device}, and Triton's kernels are what is "
+                "measured: install triton, unset ZERO_COMM_BACKEND"
+            )
+        return backend
     if importlib.util.find_spec("triton") is None:
         return TorchBackend()
     os.environ["TRITON_INTERPRET"] = "1"  # triton reads this variable when it is imported
@@ -152,93 +128,48 @@ class Operation:
     """``operation``, ``kind``, ``dtype``, ``numel`` and ``moved_bytes``, the least bytes read and
     written."""
     run: Callable[[Backend], object]
-    spoil: Callable[[], object]
-    """Overwrites the last run's result."""
-    is_right: Callable[[], bool]
-    """Returns whether the last run's result equals the host's. Waits for the device."""
+    out: Tensor
+    """The result of ``run``."""
 
 
 def operations(
-    kinds: Sequence[str], numels: Sequence[int], pattern_numel: int, device: torch.device
+    kinds: Sequence[str], numels: Sequence[int], device: torch.device
 ) -> Iterator[Operation]:
     """Yield operations one at a time, because the tensors of all would not fit on the device."""
     for fmt in map(BlockFormat.make, kinds):
         for dtype, numel in itertools.product(DTYPES, numels):
-            pattern = _pattern(1, pattern_numel).to(DTYPES[dtype])
-            yield _encode(fmt, dtype, numel, pattern, device)
-            yield _decode(fmt, dtype, numel, pattern, device)
+            x = _values(1, numel, device).to(DTYPES[dtype])
+            yield _encode(fmt, dtype, x)
+            yield _decode(fmt, dtype, x)
         for numel in numels:
-            pattern = _pattern(SUM_ROWS, pattern_numel)
-            yield _decode(fmt, "fp32", numel, pattern, device)
+            yield _decode(fmt, "fp32", _values(SUM_ROWS, numel, device))
 
 
-def _pattern(num_rows: int, numel: int) -> Tensor:
-    """Return fp32 values on the host whose magnitude changes every 32 elements."""
-    generator = torch.Generator().manual_seed(numel + num_rows)
-    x = torch.randn(num_rows, numel, generator=generator)
-    runs = torch.randint(-20, 5, (num_rows, numel // 32), generator=generator)
-    return x * torch.exp2(runs.float()).repeat_interleave(32, 1)
+def _values(num_rows: int, numel: int, device: torch.device) -> Tensor:
+    """Return fp32 values whose magnitude changes every 32 elements."""
+    x = torch.randn(num_rows, numel // 32, 32, device=device)
+    return x.mul_(torch.exp2(torch.randint_like(x[..., :1], -20, 5))).view(num_rows, numel)
 
 
-def _encoded(pattern: Tensor, fmt: BlockFormat) -> Tensor:
-    rows = torch.empty(len(pattern), fmt.nbytes(pattern.shape[1]), dtype=torch.uint8)
-    _HOST.encode(pattern, rows, fmt, None)
-    return rows
+def _encode(fmt: BlockFormat, dtype: str, x: Tensor) -> Operation:
+    out = torch.zeros(len(x), fmt.nbytes(x.shape[1]), dtype=torch.uint8, device=x.device)
+    about = _about("encode", fmt, dtype, x.shape[1], x.nbytes + out.nbytes)
+    return Operation(about, lambda backend: backend.encode(x, out, fmt, None), out)
 
 
-def _repeated_rows(pattern: Tensor, numel: int, fmt: BlockFormat, device: torch.device) -> Tensor:
-    """Return the quantized rows of ``pattern`` repeated up to ``numel`` elements each."""
-    part = pattern.shape[1]
-    rows = _encoded(pattern, fmt)
-    whole = torch.zeros(len(rows), fmt.nbytes(numel), dtype=torch.uint8, device=device)
-    # Positions in bytes where codes begin, codes end, and scales end.
-    stops = (0, fmt.codes_nbytes(part), fmt.used_nbytes(part))
-    stops_of_whole = (0, fmt.codes_nbytes(numel), fmt.used_nbytes(numel))
-    for i in (0, 1):
-        source = rows[:, stops[i] : stops[i + 1]].to(device)
-        target = whole[:, stops_of_whole[i] : stops_of_whole[i + 1]]
-        target.view(len(rows), numel // part, -1).copy_(source[:, None, :])
-    return whole
+def _decode(fmt: BlockFormat, dtype: str, x: Tensor) -> Operation:
+    rows = _encode(fmt, dtype, x)
+    rows.run(TorchBackend())
+    out = torch.empty_like(x[:1])
 
-
-def _encode(
-    fmt: BlockFormat, dtype: str, numel: int, pattern: Tensor, device: torch.device
-) -> Operation:
-    x = pattern.to(device).repeat(1, numel // pattern.shape[1])
-    out = torch.empty(1, fmt.nbytes(numel), dtype=torch.uint8, device=device)
-    return Operation(
-        _about("encode", fmt, dtype, numel, x.nbytes + out.nbytes),
-        run=lambda backend: backend.encode(x, out, fmt, None),
-        spoil=lambda: out.fill_(0xA5),
-        is_right=lambda: torch.equal(out, _repeated_rows(pattern, numel, fmt, device)),
-    )
-
-
-def _decode(
-    fmt: BlockFormat, dtype: str, numel: int, pattern: Tensor, device: torch.device
-) -> Operation:
-    def run(backend: Backend, rows: Tensor, out: Tensor) -> None:
-        if len(rows) > 1:
-            backend.decode_sum(rows, out[0], fmt)
+    def run(backend: Backend) -> None:
+        if len(x) > 1:
+            backend.decode_sum(rows.out, out[0], fmt)
         else:
-            backend.decode(rows, out, fmt)
+            backend.decode(rows.out, out, fmt)
 
-    def is_right() -> bool:
-        """Return whether the result repeats the pattern's result. 0 and -0 count as equal."""
-        there = expected[0].to(device)
-        return bool((out[0].view(-1, len(there)) == there).all())
-
-    rows = _repeated_rows(pattern, numel, fmt, device)
-    out = torch.empty(1, numel, dtype=DTYPES[dtype], device=device)
-    expected = torch.empty_like(pattern[:1])
-    run(_HOST, _encoded(pattern, fmt), expected)
-    name = f"decode_sum of {len(rows)}" if len(rows) > 1 else "decode"
-    return Operation(
-        _about(name, fmt, dtype, numel, rows.nbytes + out.nbytes),
-        run=lambda backend: run(backend, rows, out),
-        spoil=lambda: out.fill_(-77),
-        is_right=is_right,
-    )
+    name = f"decode_sum of {len(x)}" if len(x) > 1 else "decode"
+    return Operation(_about(name, fmt, dtype, x.shape[1], rows.out.nbytes + out.nbytes), run, out)
 
 
 def _about(operation: str, fmt: BlockFormat, dtype: str, numel: int, moved_bytes: int) -> Row:
@@ -288,7 +219,7 @@ class Stopwatch:
 
 
 class WrongResultError(RuntimeError):
-    """A backend's result differs from the host's."""
+    """A backend's result differs from plain torch's."""
 
 
 def compare(
@@ -296,15 +227,14 @@ def compare(
 ) -> Row:
     """Check ``backend``, then time ``backend``, plain torch, and a copy of as many bytes."""
     backends: dict[str, Backend] = {"torch": TorchBackend(), backend.name: backend}
-    is_equal = {}
-    for name, contender in backends.items():
-        job.spoil()
-        job.run(contender)
-        is_equal[name] = job.is_right()
-    if not is_equal[backend.name]:
+    job.run(backends["torch"])
+    expected = job.out.clone()
+    job.out.fill_(77)
+    job.run(backend)
+    if not torch.equal(job.out, expected):
         raise WrongResultError(
             f"{_name(job.about)}: the {backend.name} backend on {device} gives another result than "
-            "torch on the host: run packages/zero-comm/tests/test_quantizer_backends.py there"
+            "torch: run packages/zero-comm/tests/test_quantizer_backends.py there"
         )
     source = torch.zeros(job.about["moved_bytes"] // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -323,7 +253,6 @@ def compare(
     times = {name: statistics.median(row["s"] for row in rows) for name, rows in found.items()}
     return {
         "backend": backend.name,
-        "is_equal_to_host": is_equal,
         "median_s": times,
         **figures(times, job.about, backend.name, device),
     }

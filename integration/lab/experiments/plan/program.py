@@ -229,7 +229,7 @@ def _over_link(calibration: Calibration, link: Link) -> Calibration:
 def main(
     sets: Annotated[list[str] | None, of(SETS, "--set")] = None,
     steps: options.Steps = 12,
-    warmup: options.Warmup = 3,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed steps before them.")] = 3,
     only: Annotated[
         list[str] | None, typer.Option(help="Cases whose name has these words. Repeatable.")
     ] = None,
