@@ -38,7 +38,8 @@ def rollouts(patches, texts):
 def main(folder):
     os.makedirs(folder, exist_ok=True)
     dist.init_process_group()
-    engine, tokens = zero_core.build(make_model(), CONFIG), torch.randint(256, (4, 32))
+    engine = zero_core.build(make_model(), CONFIG)
+    tokens = torch.randint(256, (4, 32), device=engine.device)
     spawn = get_context("spawn")
     patches, texts = spawn.Queue(), spawn.Queue()
     if engine.rank == 0:
@@ -51,7 +52,8 @@ def main(folder):
         expected = engine.full_state_dict(rank=0)
         if engine.rank == 0:
             patches.put(path)
-            tokens, found = texts.get(timeout=300)
+            written, found = texts.get(timeout=300)
+            tokens.copy_(written)
             assert all(torch.equal(found[name], value) for name, value in expected.items())
             print(f"version {patch.version}: {patch.nbytes} bytes, the same bits there")
         dist.broadcast(tokens, src=0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.tiers import MadeTier
+from torch import nn
 
 import zero_core
 from zero_core import building
@@ -14,6 +15,7 @@ from zero_core.init.values import put_in_slices
 from zero_core.testing.failing import Failure, described, failing
 from zero_core.testing.models import batch, make_model, seeded
 from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import spawn
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train_steps
 
@@ -166,3 +168,29 @@ def test_values_that_are_lost_with_a_peer_are_refused_until_they_are_replaced(ki
     with mock.patch.object(building, "release_free_pages", side_effect=error):
         models = simulate(_lost, 2, kind)
     simulate(_replaced, 2, models)
+
+
+def _build_on_small_devices(rank, world_size, stage, small):
+    torch.accelerator.set_device_index(rank)
+    torch.cuda.set_per_process_memory_fraction(2**-7 if rank in small else 1.0)  # 64 MiB
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(5)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    expected = described(model, optimizer, has_places=False)
+    with pytest.raises((torch.OutOfMemoryError, CollectiveError)) as caught:
+        zero_core.build(model, Case(stage).config(), optimizer=optimizer)
+    if rank in small:
+        assert isinstance(caught.value, torch.OutOfMemoryError)
+        assert "zero_core.plan" in caught.value.__notes__[0]
+    assert described(model, optimizer, has_places=False) == expected
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    engine = zero_core.build(model, Case(stage).config(), optimizer=optimizer)
+    engine.backward(engine(torch.ones(2, 1024, device=engine.device)).sum())
+    engine.step()
+    engine.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("small", [(0, 1), (1,)])
+def test_device_without_memory_is_named_and_the_model_can_be_built_again(stage, small):
+    spawn(_build_on_small_devices, 2, stage, small, backend="nccl")

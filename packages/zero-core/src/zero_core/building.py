@@ -34,7 +34,7 @@ from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.core.units import UnitSet
 from zero_core.engine import Engine
-from zero_core.errors import ConfigError
+from zero_core.errors import CollectiveError, ConfigError
 from zero_core.extensions import (
     Site,
     attach_extensions,
@@ -210,6 +210,11 @@ def build(
         release_free_pages()  # return memory of the parameters' former storage to the system
         return engine
     except BaseException as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note(
+                "build() allocates all memory that it keeps on the device. zero_core.plan() lists "
+                "the bytes, and the stages and offloads that fit"
+            )
         try:
             former.restore_after(error)
         finally:
@@ -281,17 +286,19 @@ def _lay_out(
     used = make_collectives(collectives, transport, config, layout, per_node)
     communicator = Communicator(used, joined.control, layout.describe_segments())
     joined.arithmetic.check(config, communicator, ranks)
-    memory = Memory(
-        drawn.found,
-        layout,
-        config,
-        rank=ranks.rank,
-        device=ranks.device,
-        exchanged=shared.zeros if shared is not None and communicator.reduces_in_place else None,
-        is_accelerated=ranks.device.type != "cpu",
-        offloaded=make_param_tier(param_tier, layout, config, ranks.device),
-    )
-    tier = make_state_tier(state_tier, memory, drawn, config, joined.control, joined.meter)
+    exchanged = shared.zeros if shared is not None and communicator.reduces_in_place else None
+    with on_all_ranks(joined.control, CollectiveError):  # one device may have less memory
+        memory = Memory(
+            drawn.found,
+            layout,
+            config,
+            rank=ranks.rank,
+            device=ranks.device,
+            exchanged=exchanged,
+            is_accelerated=ranks.device.type != "cpu",
+            offloaded=make_param_tier(param_tier, layout, config, ranks.device),
+        )
+        tier = make_state_tier(state_tier, memory, drawn, config, joined.control, joined.meter)
     is_own = state_tier is not None
     units = memory.make_units(tier, communicator, joined.arithmetic, has_own_tier=is_own)
     flats = (flat for unit in units for flat in unit.params)
@@ -322,10 +329,11 @@ def _begin(
     """Allocate memory that backward needs, and publish the initial parameter values."""
     tier, memory = held.state.tier, held.memory
     if joined.ranks.device.type != "cpu":
-        memory.pools.reserve()
-        if isinstance(tier, ReservingTier):
-            grads = [grads for unit in held.units for grads in unit.grads]
-            tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
+        with on_all_ranks(joined.control, CollectiveError):
+            memory.pools.reserve()
+            if isinstance(tier, ReservingTier):
+                grads = [grads for unit in held.units for grads in unit.grads]
+                tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
     for extension in held.state.extensions:
         extension.reset()
     for follow in followers.begun:

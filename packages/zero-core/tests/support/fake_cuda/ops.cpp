@@ -513,14 +513,15 @@ int64_t choose_math_attention(const Tensor&, const Tensor&, const Tensor&,
   return static_cast<int64_t>(sdp::SDPBackend::math);
 }
 
-// Operators that keep torch's CUDA kernel because it touches no values, and operators for which
-// `replace_kernels` registers a function.
+// Operators that keep torch's CUDA kernel because it touches no values or only calls operators, and
+// operators for which `replace_kernels` registers a function.
 const std::set<std::string> own_kernels{
     "empty",           "empty_strided",       "resize_",        "set_",
     "_pin_memory",     "is_pinned",           "as_strided",     "view",
     "unfold",          "record_stream",       "_reshape_alias", "copy_",
     "_resize_output_", "_local_scalar_dense", "native_dropout", "_fused_sdp_choice",
-    "view_as_real",    "view_as_complex",     "is_set_to",      "_has_same_storage_numel"};
+    "view_as_real",    "view_as_complex",     "is_set_to",      "_has_same_storage_numel",
+    "multinomial"};
 
 // Composite operators that launch a kernel by themselves.
 const std::set<std::string> launching_composites{"ldexp"};
