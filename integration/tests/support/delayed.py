@@ -35,6 +35,9 @@ class Delayed:
     def coded(self, codec: Any) -> Delayed:
         return Delayed(self._native.coded(codec), self._chance)
 
+    def prepare(self, *wanted: Any) -> None:
+        self._native.prepare(*wanted)
+
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._native.zeros(numel, dtype, device)
 
