@@ -22,6 +22,7 @@ from zero_core.core.grads import Arithmetic
 NUM_WORDS = 3
 """Number of 16-bit words in a hash."""
 _HASH, _SQUARED_HASH, _SUMS, _DAMAGED = "hash", "squares of the hash", "sums", "damaged"
+_VOID = ("unreduced", "written", _DAMAGED)
 
 
 def _sizes(num_params: int, num_units: int, arithmetic: Arithmetic) -> dict[str, int]:
@@ -133,8 +134,7 @@ class Facts:
     @property
     def is_void(self) -> bool:
         """Whether the host must act before the update: see `device_is_void`."""
-        marks = ("unreduced", "written", _DAMAGED)
-        return any(map(self.is_any, marks)) or not self.is_hash_agreed
+        return any(map(self.is_any, _VOID)) or not self.is_hash_agreed
 
     @property
     def is_hash_agreed(self) -> bool:
@@ -164,12 +164,9 @@ class Facts:
         True if gradients are not reduced yet, parameters were written, a message was damaged, or
         hashes differ.
         """
-        late, written, damaged = (
-            self._total[self._slots[name].start] for name in ("unreduced", "written", _DAMAGED)
-        )
+        late, written, damaged = (self._total[self._slots[name].start] for name in _VOID)
         sums, squares = (self._total[self._slots[name]] for name in (_HASH, _SQUARED_HASH))
-        is_void = (late > 0) | (written > 0) | (damaged > 0)
-        return is_void | ~self._has_one_hash(sums, squares)
+        return (late > 0) | (written > 0) | (damaged > 0) | ~self._has_one_hash(sums, squares)
 
     def _has_one_hash(self, sums: Tensor, squares: Tensor) -> Tensor:
         return (sums.square() == squares * self._communicator.world_size).all()

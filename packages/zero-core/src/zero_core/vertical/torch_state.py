@@ -39,29 +39,36 @@ def _set_autocast_depth(depth: int) -> None:
         pass
 
 
-def _stack(top: Callable[[], Any], pop: Callable[[], Any], push: Callable[[Any], Any]) -> _Setting:
-    def put(items: list[Any]) -> None:
-        while top() is not None:
-            pop()
-        for item in items:
-            push(item)
-
-    def get() -> list[Any]:
-        items: list[Any] = []
-        while (item := top()) is not None:
-            items.insert(0, item)
-            pop()
-        put(items)
-        return items
-
-    return get, put
+def _saved_hooks() -> list[Any]:
+    items: list[Any] = []
+    while (hooks := _C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        items.insert(0, hooks)
+        _C._autograd._pop_saved_tensors_default_hooks()
+    _set_saved_hooks(items)
+    return items
 
 
-_HOOKS = (
-    partial(_C._autograd._top_saved_tensors_default_hooks, True),
-    _C._autograd._pop_saved_tensors_default_hooks,
-    lambda hooks: _C._autograd._push_saved_tensors_default_hooks(*hooks),
-)
+def _set_saved_hooks(items: list[Any]) -> None:
+    while _C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        _C._autograd._pop_saved_tensors_default_hooks()
+    for hooks in items:
+        _C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def _set_function_modes(modes: list[Any]) -> None:
+    for _ in overrides._get_current_function_mode_stack():
+        overrides._pop_mode()
+    for mode in modes:
+        overrides._push_mode(mode)
+
+
+def _set_dispatch_modes(modes: list[Any]) -> None:
+    for _ in dispatch._get_current_dispatch_mode_stack():
+        dispatch._pop_mode()
+    for mode in modes:
+        dispatch._push_mode(mode)
+
+
 _SETTINGS: list[_Setting] = [
     (torch.is_grad_enabled, _C._set_grad_enabled),
     (_C._is_fwd_grad_enabled, _C._set_fwd_grad_enabled),
@@ -73,9 +80,9 @@ _SETTINGS: list[_Setting] = [
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
-    _stack(*_HOOKS),
-    _stack(overrides._get_current_function_mode, overrides._pop_mode, overrides._push_mode),
-    _stack(dispatch._get_current_dispatch_mode, dispatch._pop_mode, dispatch._push_mode),
+    (_saved_hooks, _set_saved_hooks),
+    (overrides._get_current_function_mode_stack, _set_function_modes),
+    (dispatch._get_current_dispatch_mode_stack, _set_dispatch_modes),
     *(
         (partial(getattr, module, name), partial(setattr, module, name))
         for module in (_device, dispatch)
