@@ -60,9 +60,7 @@ class Facts:
         self._has_stream = device.type != "cpu"
         self._sent = torch.zeros(numel, dtype=torch.float64, pin_memory=self._has_stream)
         self._total = torch.zeros(numel, dtype=torch.float64, device=device)
-        self._read = self._total
-        if self._has_stream:
-            self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
+        self._read = self._sent.clone().pin_memory() if self._has_stream else self._total
         self._event: torch.Event | None = None  # end of a copy to the host not yet awaited
         self.is_known = False  # whether the host has read the sum
 
@@ -96,8 +94,7 @@ class Facts:
         total = self._total
         total.copy_(self._sent, non_blocking=True)
         total[self._slots[_SUMS]] = square_sums
-        damaged = self._communicator.num_damaged()
-        if damaged is not None:
+        if (damaged := self._communicator.num_damaged()) is not None:
             total[self._slots[_DAMAGED]] = damaged
         self._meter.add("all_reduce", FACTS, self._meter.links.all_reduce(total.nbytes))
         self._communicator.sum_statistics(total)

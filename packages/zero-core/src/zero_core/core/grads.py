@@ -20,7 +20,7 @@ from zero_core.comm.groups import Ranks
 from zero_core.config import Config
 from zero_core.core.pool import BufferPool, SegmentViews, Wait
 from zero_core.layout.arithmetic import Segment
-from zero_core.layout.gradient_plan import GradientCase, GradientPlan, small_slots
+from zero_core.layout.gradient_plan import GradientCase, GradientPlan
 from zero_core.protocols import EXACT_GRADIENTS, StateTier
 
 _STRIDED = torch.strided
@@ -75,8 +75,7 @@ class FullGrad:
         self._views = views
         self._predivide = plan.predivide
         self._missing = missing
-        is_cpu = views.placeholders.slots[0].is_cpu
-        self._is_small = small_slots(segment, plan.predivide, is_cpu=is_cpu)
+        self._is_small = plan.small_slots(segment, is_cpu=views.placeholders.slots[0].is_cpu)
         self._held: dict[int, Tensor] = {}  # gradients to add, by position
         self._held_numel = 0
         self._undivided: list[Tensor] = []  # views of gradients that were only copied
@@ -120,8 +119,7 @@ class FullGrad:
 
     def flush(self) -> None:
         """Add the held gradients to the memory, by one kernel for all of them."""
-        if self._held:
-            self._add_held()
+        self._add_held()
         if self.memory is not None and len(self._undivided) == len(self._slots):
             self.memory.mul_(self._predivide)
         elif self._undivided:

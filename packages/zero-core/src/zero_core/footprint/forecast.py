@@ -45,7 +45,7 @@ from zero_core.footprint.footprints import (
     learning_rate,
 )
 from zero_core.layout.arithmetic import Layout, Segment
-from zero_core.layout.gradient_plan import accumulated_dtype, communicated_dtype, small_slots
+from zero_core.layout.gradient_plan import accumulated_dtype, communicated_dtype
 from zero_core.optim.device_tier import TURN_NUMEL, optimizer_maker, probe_states, widened_numel
 from zero_core.optim.factory import has_kernel_rule
 from zero_core.optim.whole_tier import step_bytes
@@ -222,8 +222,8 @@ class Forecast:
         held: Counter[int] = Counter()
         for index, plan in self.gradients.items():
             s = layout.segments[index]
-            small = small_slots(s, plan.predivide, is_cpu=not is_accelerated)
-            sizes = (slot.stop - slot.start for slot in compress(s.slots, small))
+            small = compress(s.slots, plan.small_slots(s, is_cpu=not is_accelerated))
+            sizes = (slot.stop - slot.start for slot in small)
             held[s.unit] += min(sum(sizes), s.padded_numel // 2) * s.dtype.itemsize
         # bytes of each allocation, by kind
         self._fixed = {

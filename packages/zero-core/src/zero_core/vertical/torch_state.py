@@ -21,6 +21,8 @@ from torch.utils import _device
 from torch.utils import _python_dispatch as dispatch
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # functions that get and set a value
+_autograd: Any = _C._autograd
+_overrides: Any = overrides  # torch has not annotated its stack
 
 
 def _dispatch_keys() -> Any:
@@ -41,25 +43,25 @@ def _set_autocast_depth(depth: int) -> None:
 
 def _saved_hooks() -> list[Any]:
     items: list[Any] = []
-    while (hooks := _C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (hooks := _autograd._top_saved_tensors_default_hooks(True)) is not None:
         items.insert(0, hooks)
-        _C._autograd._pop_saved_tensors_default_hooks()
+        _autograd._pop_saved_tensors_default_hooks()
     _set_saved_hooks(items)
     return items
 
 
 def _set_saved_hooks(items: list[Any]) -> None:
-    while _C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        _C._autograd._pop_saved_tensors_default_hooks()
+    while _autograd._top_saved_tensors_default_hooks(True) is not None:
+        _autograd._pop_saved_tensors_default_hooks()
     for hooks in items:
-        _C._autograd._push_saved_tensors_default_hooks(*hooks)
+        _autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 def _set_function_modes(modes: list[Any]) -> None:
-    for _ in overrides._get_current_function_mode_stack():
-        overrides._pop_mode()
+    for _ in _overrides._get_current_function_mode_stack():
+        _overrides._pop_mode()
     for mode in modes:
-        overrides._push_mode(mode)
+        _overrides._push_mode(mode)
 
 
 def _set_dispatch_modes(modes: list[Any]) -> None:
