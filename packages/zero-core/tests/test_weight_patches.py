@@ -118,8 +118,8 @@ def test_a_patch_is_small_at_a_small_rate(ranks):
     # Five steps have made five versions.
     held = engine.memory_report()["weight patches"]
     assert 0 < held < 0.15 * whole / ranks.size
-    # The plan counts per element 1/4 byte for marks, 5/32 byte for each of eight versions, and marks
-    # under way from a device in page-locked memory, here a little above a power of two.
+    # The plan counts per element 1/4 byte for marks, 5/32 byte for each of eight versions, and the
+    # page-locked memory of marks under way from a device, here a little above a power of two.
     most, bounded = (
         zero_core.plan(_mlp(0, 512), _mlp_config(3, **more), ranks.size).memory.host
         for more in ({}, {"weight_patches": {"versions": 8, "max_bytes": 1000}})
