@@ -85,7 +85,7 @@ def group_names_begin_at() -> int:
 
 
 def begin_group_names_at(number: int) -> None:
-    """From now on, name process groups that all ranks create by numbers >= ``number``."""
+    """Name later process groups that all ranks create by numbers >= ``number``."""
     world = dist.distributed_c10d._world
     world.group_count = max(world.group_count, number)
 

@@ -1,8 +1,9 @@
 """Ownership of a model's parameters by an engine, from ``build`` until the engine ends.
 
-A rank may close its engine because of a failure, so closing waits for no other rank. After
-`Ownership.close`, parameters that other ranks hold a part of have no value: a mix of current and
-stale values would look like a valid model.
+A rank may close its engine because of a failure, so closing needs no collective. On a device it
+waits up to 10 seconds for the other ranks to close, unless one has failed. After `Ownership.close`,
+parameters that other ranks hold a part of have no value: a mix of current and stale values would
+look like a valid model.
 
 [Note: copies of a model]
 `copy.deepcopy` of a module copies the engine's hooks, too. A copy with these hooks would gather

@@ -479,7 +479,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         """End the engine and return this rank's part of each parameter that is not whole.
 
         At stages 0 to 2, if every rank has all values, as after `publish`, parameters keep their
-        values and nothing is returned. Like `close`, it waits for no other rank.
+        values and nothing is returned. It waits as `close` does, without a collective.
         """
         ownership = self._parts.ownership
         if ownership.is_ended:

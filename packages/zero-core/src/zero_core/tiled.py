@@ -106,7 +106,13 @@ class TiledLogits(Tensor):
         return f"TiledLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         name, first = func.__name__, args[0] if args else None
         is_in_place = name.endswith("_") and not name.startswith("__")
@@ -133,7 +139,9 @@ class TiledLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise RuntimeError(
             f"{func} was called with tiled logits where torch looks for no subclasses: leave the "
             "head out of tiled_compute.logits"

@@ -29,7 +29,7 @@ import copy
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import GetSetDescriptorType
 from typing import Any, NamedTuple, Protocol
@@ -122,7 +122,13 @@ class _Closed:
     __slots__ = ()
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func in NEEDS_NO_VALUE or (func == set_data and args[0] is args[1]):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]

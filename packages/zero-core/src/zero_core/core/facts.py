@@ -22,6 +22,7 @@ from zero_core.core.grads import Arithmetic
 NUM_WORDS = 3
 """Number of 16-bit words in a hash."""
 _HASH, _SQUARED_HASH, _SUMS, _DAMAGED = "hash", "squares of the hash", "sums", "damaged"
+_VOID = ("unreduced", "written", _DAMAGED)
 
 
 def _sizes(num_params: int, num_units: int, arithmetic: Arithmetic) -> dict[str, int]:
@@ -59,9 +60,7 @@ class Facts:
         self._has_stream = device.type != "cpu"
         self._sent = torch.zeros(numel, dtype=torch.float64, pin_memory=self._has_stream)
         self._total = torch.zeros(numel, dtype=torch.float64, device=device)
-        self._read = self._total
-        if self._has_stream:
-            self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
+        self._read = self._sent.clone().pin_memory() if self._has_stream else self._total
         self._event: torch.Event | None = None  # end of a copy to the host not yet awaited
         self.is_known = False  # whether the host has read the sum
 
@@ -95,8 +94,7 @@ class Facts:
         total = self._total
         total.copy_(self._sent, non_blocking=True)
         total[self._slots[_SUMS]] = square_sums
-        damaged = self._communicator.num_damaged()
-        if damaged is not None:
+        if (damaged := self._communicator.num_damaged()) is not None:
             total[self._slots[_DAMAGED]] = damaged
         self._meter.add("all_reduce", FACTS, self._meter.links.all_reduce(total.nbytes))
         self._communicator.sum_statistics(total)
@@ -133,8 +131,7 @@ class Facts:
     @property
     def is_void(self) -> bool:
         """Whether the host must act before the update: see `device_is_void`."""
-        marks = ("unreduced", "written", _DAMAGED)
-        return any(map(self.is_any, marks)) or not self.is_hash_agreed
+        return any(map(self.is_any, _VOID)) or not self.is_hash_agreed
 
     @property
     def is_hash_agreed(self) -> bool:
@@ -164,12 +161,9 @@ class Facts:
         True if gradients are not reduced yet, parameters were written, a message was damaged, or
         hashes differ.
         """
-        late, written, damaged = (
-            self._total[self._slots[name].start] for name in ("unreduced", "written", _DAMAGED)
-        )
+        late, written, damaged = (self._total[self._slots[name].start] for name in _VOID)
         sums, squares = (self._total[self._slots[name]] for name in (_HASH, _SQUARED_HASH))
-        is_void = (late > 0) | (written > 0) | (damaged > 0)
-        return is_void | ~self._has_one_hash(sums, squares)
+        return (late > 0) | (written > 0) | (damaged > 0) | ~self._has_one_hash(sums, squares)
 
     def _has_one_hash(self, sums: Tensor, squares: Tensor) -> Tensor:
         return (sums.square() == squares * self._communicator.world_size).all()

@@ -75,12 +75,7 @@ class FullGrad:
         self._views = views
         self._predivide = plan.predivide
         self._missing = missing
-        # A small gradient costs less to read twice than to add by a kernel of its own. On a CPU the
-        # division of copies pays only if it is one pass over the memory, so if all are small.
-        is_cpu = views.placeholders.slots[0].is_cpu
-        self._is_small = [s.stop - s.start <= 1 << (13 if is_cpu else 20) for s in segment.slots]
-        if is_cpu and plan.predivide != 1.0 and not all(self._is_small):
-            self._is_small = [False] * len(self._is_small)
+        self._is_small = plan.small_slots(segment, is_cpu=views.placeholders.slots[0].is_cpu)
         self._held: dict[int, Tensor] = {}  # gradients to add, by position
         self._held_numel = 0
         self._undivided: list[Tensor] = []  # views of gradients that were only copied
@@ -107,9 +102,10 @@ class FullGrad:
         view, is_small = self._slots[position], self._is_small[position]
         given, into = grad.dtype, view.dtype
         wide = given if given is into else torch.promote_types(given, into)
-        if into is wide and (is_small or given is not into):
-            if position in self._held:
-                self.flush()
+        is_held = into is wide and (is_small or given is not into)
+        if position in self._held or (self._undivided and position in self._added and not is_held):
+            self.flush()  # an earlier gradient, which may have another dtype
+        if is_held:
             self._held[position] = grad
             self._held_numel += view.numel()
             # Two copies per unit, so that held gradients take half of the unit's memory at most.
@@ -123,8 +119,7 @@ class FullGrad:
 
     def flush(self) -> None:
         """Add the held gradients to the memory, by one kernel for all of them."""
-        if self._held:
-            self._add_held()
+        self._add_held()
         if self.memory is not None and len(self._undivided) == len(self._slots):
             self.memory.mul_(self._predivide)
         elif self._undivided:

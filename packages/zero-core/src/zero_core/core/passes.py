@@ -291,10 +291,11 @@ class BackwardPass:
             self.reductions.finish()
         grads.add(position, grad)
         self.params_with_grad.add(grads.param_numbers[position])
-        if num_missing == 0 and self._is_reducing:
-            self._reduce_ready()
-        elif num_missing <= 0:
-            grads.full.flush()
+        if num_missing <= 0:
+            if num_missing == 0 and self._is_reducing:
+                self._reduce_ready()
+            for segment in unit.grads:  # it may wait its turn in the order of reductions
+                segment.full.flush()
 
     def _gather_skipped(self, skipped: int) -> None:
         """Gather a unit that this backward skips, because other ranks may enter it."""

@@ -107,6 +107,11 @@ class SavedWeights:
         """Reset the address range. No unit is gathered, and the buffers' memory is freed."""
         self._low, self._high = sys.maxsize, 0
 
+    def release_references(self) -> None:
+        """Release the parameters that this backward gathered for `SavedParam`."""
+        self.referenced.clear()
+        self.references.pop_all().close()
+
     def begin_forward(self, forward: Forward, backward: Backward) -> None:
         """Pack tensors that autograd saves until `end_forward`, to be unpacked by ``backward``."""
         self._forward, self._backward = forward, backward

@@ -237,7 +237,13 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._moved: set[int] = set()  # storages of blocks' inputs that may be moved to the host
         self._stay: set[int] = set()  # storages that another reference keeps on the device
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         call = Operator.of(func, args, kwargs or {}, out)
         self.calls.setdefault(self._unit, Counter())[call] += 1
@@ -319,7 +325,13 @@ class _WithoutData(TorchFunctionMode):
         # By id: a truth value or element count. Tensors are kept alive, so no id is reused.
         self._values: dict[int, tuple[Tensor, int]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         if func is functional.scaled_dot_product_attention:
             return _attention(*args, **(kwargs or {}))
         known = self._values[id(args[0])][1] if args and id(args[0]) in self._values else None

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -185,8 +186,11 @@ class Forecast:
             has_nodes = links.num_nodes > 1
             copies = 2 * kept * (1 + config.memory_checkpoint.copies * has_nodes)
         if (wanted := config.weight_patches) is not None:  # upper bound: changed positions
-            numel = sum(s.shard_numel for *_, s in self.spans if s.dtype.itemsize == 2)
+            compared = [s.shard_numel for *_, s in self.spans if s.dtype.itemsize == 2]
+            numel = sum(compared)
             being_made, most = numel // 4, wanted.versions * numel * 5 // 32
+            if is_accelerated:  # bits of two sets, on their way from the device
+                being_made += sum(page_locked_bytes(-(-n // 8), 2, 1) for n in compared)
             patches = being_made + min(most, most if wanted.max_bytes is None else wanted.max_bytes)
         self._fixed_on_host = {
             **resting,
@@ -213,14 +217,20 @@ class Forecast:
             for s in self.resting
             if is_accelerated and not is_offloaded and s.dtype != config.master_dtype(s.dtype)
         )
+        # Made by autograd: the largest gradient, while small ones wait to be added, by unit.
         trained = (p.numel * p.dtype.itemsize for p in layout.params if p.is_trainable)
+        held: Counter[int] = Counter()
+        for index, plan in self.gradients.items():
+            s = layout.segments[index]
+            small = compress(s.slots, plan.small_slots(s, is_cpu=not is_accelerated))
+            sizes = (slot.stop - slot.start for slot in small)
+            held[s.unit] += min(sum(sizes), s.padded_numel // 2) * s.dtype.itemsize
         # bytes of each allocation, by kind
         self._fixed = {
             **memory.expected_blocks(),
             EXCHANGED: self._exchange_blocks(),
             "micro-step gradient": [max(further.values(), default=0)],
-            # Made by autograd, before it is copied to the unit's gradient buffer.
-            "parameter gradient": [max(trained, default=0)],
+            "parameter gradient": [max(held.values(), default=0), max(trained, default=0)],
             "gradients of tied weights": self.tied * (2 if are_tied_moved else steps),
             **messages,
             UPDATED: [max(rounded, default=0)],

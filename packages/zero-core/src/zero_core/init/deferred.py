@@ -169,7 +169,9 @@ class Recording(TorchDispatchMode):
                     break
         return needed
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         with DisableTorchFunction():  # meta tensors report the meta device here
             return self._dispatch(func, args, dict(kwargs or {}))
 
@@ -328,7 +330,9 @@ class _OnCpu(TorchFunctionMode):
         super().__init__()
         self._recording = recording
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if args and isinstance(args[0], Tensor) and self._recording.knows(args[0]):
             if func in _PRETENDED:
                 return _PRETENDED[func]

@@ -74,6 +74,15 @@ class GradientPlan:
     def is_shard_kept(self) -> bool:
         return self.case not in (GradientCase.PASS_ON, GradientCase.PASS_ON_EACH)
 
+    def small_slots(self, segment: Segment, *, is_cpu: bool) -> list[bool]:
+        """Return for each parameter whether its gradient is held, to be added with others.
+
+        A small gradient costs less to read twice than to add by a kernel of its own. On a CPU the
+        division of copies pays only if it is one pass over the memory, so if all are small.
+        """
+        small = [slot.stop - slot.start <= 1 << (13 if is_cpu else 20) for slot in segment.slots]
+        return small if not is_cpu or self.predivide == 1.0 or all(small) else [False] * len(small)
+
 
 def plan_gradient(
     segment: Segment, config: Config, *, stage: int, owns_grads: bool, adds_grads: bool

@@ -52,6 +52,7 @@ class HostCopy:
     values: Tensor  # view of the buffer, in the tensor's shape and dtype
     last_copy: torch.Event  # end of the copy to the host, or of the last copy back
     given: Tensor | None  # the tensor on the device, until `HostCopies.free`
+    stream: torch.Stream  # the stream that stored ``given``
     fetched: Tensor | None = None  # the values on the device, until used
     is_fetched: bool = False  # whether they have been fetched
 
@@ -116,19 +117,23 @@ class HostCopies:
         values = buffer[: given.nbytes].view(given.dtype).view(given.shape)
         if last_copy is not None:
             self._down.wait_event(last_copy)
-        self._down.wait_stream(torch.accelerator.current_stream(self._device))
+        stream = torch.accelerator.current_stream(self._device)
+        self._down.wait_stream(stream)
         with self._down:
             values.copy_(given, non_blocking=True)
-        return HostCopy(self, buffer, values, self._down.record_event(), given)
+        return HostCopy(self, buffer, values, self._down.record_event(), given, stream)
 
     def free(self, stored: HostCopy) -> None:
-        """Drop the tensor on the device, once the current stream awaits its copy.
+        """Drop the tensor on the device, once the stream that stored it awaits its copy.
 
-        With ``record_stream`` the memory would be free only when torch's allocator sees the copy's
-        end, and the host is several blocks ahead.
+        With ``record_stream``, as on other streams, the memory is free only when torch's allocator
+        sees the copy's end, and the host is several blocks ahead.
         """
         if stored.given is not None:
-            self._wait(stored)
+            if torch.accelerator.current_stream(self._device) == stored.stream:
+                self._wait(stored)
+            else:
+                stored.given.record_stream(self._down)
             stored.given = None
 
     def _wait(self, stored: HostCopy) -> None:

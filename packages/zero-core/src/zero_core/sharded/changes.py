@@ -356,7 +356,9 @@ class ChangeLog:
 
     def collect(self, params: Sequence[FlatParams]) -> bool:
         """Record changes made without `write`. Return whether the open version has any changes."""
-        for copied, _ in self._arriving:
+        with self._lock:
+            arriving = [*self._arriving]
+        for copied, _ in arriving:
             copied.synchronize()
         self._add_arrived()
         for flat in params:

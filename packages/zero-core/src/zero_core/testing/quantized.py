@@ -127,7 +127,9 @@ class WrappedCodes(Tensor):
         return cls(inner["codes"], inner["absmax"], size)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func not in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             raise TypeError(f"{func} of {cls.__name__}")
         own = args[0]

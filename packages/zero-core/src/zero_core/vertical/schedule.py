@@ -376,6 +376,8 @@ class VerticalSchedule(MicroBatches):
         self._turn = None
         if unit is not None and unit.grads and self._backward.will_reduce():
             self._backward.reductions.start(unit.index)
+        for grads in () if unit is None else unit.grads:
+            grads.full.flush()  # unless reduced, which adds the held gradients, too
 
     def _add(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
         reductions = self._backward.reductions

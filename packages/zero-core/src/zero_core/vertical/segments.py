@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -211,7 +211,13 @@ class Segments(TorchFunctionMode):
         self.__enter__()  # type: ignore[no-untyped-call]
         return output
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         given = (tuple(args), dict(kwargs or {}))
         if self._is_between and func not in METADATA_READS and torch.is_grad_enabled():
             given = self._replace(given, self._entries)

@@ -21,6 +21,8 @@ from torch.utils import _device
 from torch.utils import _python_dispatch as dispatch
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # functions that get and set a value
+_autograd: Any = _C._autograd
+_overrides: Any = overrides  # torch has not annotated its stack
 
 
 def _dispatch_keys() -> Any:
@@ -39,29 +41,36 @@ def _set_autocast_depth(depth: int) -> None:
         pass
 
 
-def _stack(top: Callable[[], Any], pop: Callable[[], Any], push: Callable[[Any], Any]) -> _Setting:
-    def put(items: list[Any]) -> None:
-        while top() is not None:
-            pop()
-        for item in items:
-            push(item)
-
-    def get() -> list[Any]:
-        items: list[Any] = []
-        while (item := top()) is not None:
-            items.insert(0, item)
-            pop()
-        put(items)
-        return items
-
-    return get, put
+def _saved_hooks() -> list[Any]:
+    items: list[Any] = []
+    while (hooks := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        items.insert(0, hooks)
+        _autograd._pop_saved_tensors_default_hooks()
+    _set_saved_hooks(items)
+    return items
 
 
-_HOOKS = (
-    partial(_C._autograd._top_saved_tensors_default_hooks, True),
-    _C._autograd._pop_saved_tensors_default_hooks,
-    lambda hooks: _C._autograd._push_saved_tensors_default_hooks(*hooks),
-)
+def _set_saved_hooks(items: list[Any]) -> None:
+    while _autograd._top_saved_tensors_default_hooks(True) is not None:
+        _autograd._pop_saved_tensors_default_hooks()
+    for hooks in items:
+        _autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def _set_function_modes(modes: list[Any]) -> None:
+    for _ in _overrides._get_current_function_mode_stack():
+        _overrides._pop_mode()
+    for mode in modes:
+        _overrides._push_mode(mode)
+
+
+def _set_dispatch_modes(modes: list[Any]) -> None:
+    for _ in dispatch._get_current_dispatch_mode_stack():
+        dispatch._pop_mode()
+    for mode in modes:
+        dispatch._push_mode(mode)
+
+
 _SETTINGS: list[_Setting] = [
     (torch.is_grad_enabled, _C._set_grad_enabled),
     (_C._is_fwd_grad_enabled, _C._set_fwd_grad_enabled),
@@ -73,9 +82,9 @@ _SETTINGS: list[_Setting] = [
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
-    _stack(*_HOOKS),
-    _stack(overrides._get_current_function_mode, overrides._pop_mode, overrides._push_mode),
-    _stack(dispatch._get_current_dispatch_mode, dispatch._pop_mode, dispatch._push_mode),
+    (_saved_hooks, _set_saved_hooks),
+    (overrides._get_current_function_mode_stack, _set_function_modes),
+    (dispatch._get_current_dispatch_mode_stack, _set_dispatch_modes),
     *(
         (partial(getattr, module, name), partial(setattr, module, name))
         for module in (_device, dispatch)

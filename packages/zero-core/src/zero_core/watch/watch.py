@@ -72,9 +72,7 @@ _WINDOW = 64  # number of ranks whose beats are read at once
 _READ = 1 / 16  # time between two reads, as a share of a long wait
 _FLUSH_S = 1.0  # longest wait for a beat that reports a failure or end
 _NUM_WATCHED = 1024  # maximal number of watched collectives of a device
-_LAST_REPORT_S = (
-    2.0  # for torch's report of a timeout: its watchdog ends the process a minute later
-)
+_LAST_REPORT_S = 2.0  # for torch's report of a timeout, before this process ends
 _LAST_WAIT_S = 10.0  # longest wait for pending collectives when an engine ends
 
 
@@ -283,13 +281,11 @@ class DeviceWaits:
     """
 
     def __init__(self, device: torch.device, limit_s: float | None = None) -> None:
-        self.limit_s = (
-            limit_s or math.inf
-        )  # longest wait for a collective, after which the process ends
+        self.limit_s = limit_s or math.inf  # longest wait, after which the process ends
         self._device = device
         self._lock = threading.Lock()
         self._waited: deque[tuple[str, torch.Event]] = deque(maxlen=_NUM_WATCHED)
-        self._has_failed = False
+        self.has_failed = False  # whether the device reports errors
 
     def note(self, name: str) -> None:
         """Record that the current stream waits for the collective ``name``."""
@@ -299,7 +295,7 @@ class DeviceWaits:
         with self._lock:
             if len(self._waited) % 64 == 0:
                 self._drop_ended()
-            if not self._has_failed:
+            if not self.has_failed:
                 self._waited.append((name, event))
 
     def oldest(self) -> tuple[str, torch.Event] | None:
@@ -326,7 +322,7 @@ class DeviceWaits:
         except RuntimeError as error:  # every later call to the device raises the same error
             text, names = f"{self._device} has failed: {error}", (name for name, _ in self._waited)
             _log.error("%s. These collectives may not have ended: %s", text, "; ".join(names))
-            self._has_failed = True
+            self.has_failed = True
             self._waited.clear()
 
 
@@ -571,9 +567,10 @@ class Watch:
         drop what it sends. So all ranks close before. Both waits are limited.
         """
         waits, others = self.device_waits, set[int]()
-        if waits is not None and not (self._cause or self._has_given_up or sys.exception()):
+        if waits is not None:
             waits.close()
-            others = {*range(self._world_size)} - {self._rank}
+            if not (self._cause or self._has_given_up or waits.has_failed):
+                others = {*range(self._world_size)} - {self._rank}
         self.close("its engine was closed")
         deadline = time.monotonic() + _LAST_WAIT_S
         while others and not self._board.is_lost and time.monotonic() < deadline:
@@ -583,7 +580,7 @@ class Watch:
             with self._lock:
                 self._add_answers(time.monotonic())
                 seen = self._wait.seen.items()
-                others -= {r for r, of in seen if _failure(r, of, self._silence_s)}
+                others -= {r for r, of in seen if _failure(r, of, math.inf)}
 
     def close(self, how: str) -> None:
         """Publish ``how`` the engine ended, and stop publishing."""
