@@ -210,8 +210,11 @@ class Forecast:
         # Rounded by a tier on the device, on their way to the host.
         rounded = (
             s.shard_numel * s.dtype.itemsize
-            for s in self.resting
-            if is_accelerated and not is_offloaded and s.dtype != config.master_dtype(s.dtype)
+            for *_, s in self.spans
+            if s in self.resting
+            and is_accelerated
+            and not is_offloaded
+            and s.dtype != config.master_dtype(s.dtype)
         )
         trained = (p.numel * p.dtype.itemsize for p in layout.params if p.is_trainable)
         # bytes of each allocation, by kind
