@@ -31,7 +31,7 @@ def outside_of_tensors(
     Kinds in ``apart`` are allocated on streams of their own.
     """
     streams = [[n for kind, sizes in blocks.items() if kind not in apart for n in sizes]]
-    streams += [sizes for kind, sizes in blocks.items() if kind in apart and any(sizes)]
+    streams += [sizes for kind, sizes in blocks.items() if kind in apart]
     # The program's group, and one each for gathers and reductions, which are all-to-alls. Sums in
     # two levels have two more for reductions, and gathers in two phases two.
     levels, num_groups = links.sums_in_two_levels, 3 * (links.world_size > 1)

@@ -301,8 +301,7 @@ class Planner:
         link_bytes = forecast.host_link_bytes(self._ratio) if machine.is_accelerated else (0, 0)
         by_key = {choice.key: choice for choice in reversed(choices)}
         memory = self._memory(forecast, config, self._ratio)
-        blocks = {kind: [nbytes] for kind, nbytes in memory.device.items()}  # of activations
-        blocks |= forecast.device_blocks(self._ratio)
+        blocks = {kind: [nbytes] for kind, nbytes in memory.device.items()} | forecast.blocks
         outside = outside_of_tensors(blocks, forecast.apart, config, self.links)
         return Plan(
             world_size=machine.world_size,
