@@ -133,9 +133,9 @@ def _release() -> _Row:
     for name, builds in json.loads(_RELEASES.read_text(encoding="utf-8"))["torch"].items():
         cell = builds.get(build or builds["default"], {}).get(python, {})
         if "run" in cell and name.startswith(f"{minor}."):
-            is_passed, date = cell["run"]["passed"], cell["run"]["date"]
-            said = f"{shown}: torch {name} {'passed' if is_passed else 'failed'} the tests on {date}"
-            return "release", said, "ok" if is_passed else "note"
+            run = cell["run"]
+            said = f"torch {name} {'passed' if run['passed'] else 'failed'} tests on {run['date']}"
+            return "release", f"{shown}: {said}", "ok" if run["passed"] else "note"
     return "release", f"{shown}: not tested together", "note", "see docs/tested-releases.md"
 
 

@@ -11,8 +11,9 @@ as having equally many consecutive ranks: see `fold`.
 [Note: a rank's device]
 A rank uses the device bound to its process group (``init_process_group(device_id=...)``). If none
 is bound, it uses the current device, unless that is device 0, the default. In that case the rank
-uses the device of its local rank (`LOCAL_RANKS`: torchrun, mpirun or srun), if that exists. With ``CUDA_VISIBLE_DEVICES`` set per rank, only device 0 exists. ``build`` compares
-the devices of all ranks (`check_devices`).
+uses the device of its local rank (`LOCAL_RANKS`: torchrun, mpirun or srun), if that exists. With
+``CUDA_VISIBLE_DEVICES`` set per rank, only device 0 exists. ``build`` compares the devices of all
+ranks (`check_devices`).
 """
 
 from __future__ import annotations

@@ -204,7 +204,8 @@ class Forecast:
         # Buffers grow to the largest message, so the worst case counts.
         worst = footprints.collectives(config, links, is_worst_case=True)
         messages = collectives_memory(worst, layout, config)
-        self.apart = {"exchange buffers", "updated shards", *messages}  # kinds allocated on streams of their own
+        # kinds allocated on streams of their own
+        self.apart = {"exchange buffers", "updated shards", *messages}
         # Rounded by a tier on the device, on their way to the host.
         rounded = (
             s.shard_numel * s.dtype.itemsize
