@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 import zero_core
 import zero_engine
+from compat import releases
 from zero_core.errors import (
     CheckpointError,
     CheckpointFailedError,
@@ -257,20 +258,21 @@ def test_doctor_finds_everything_and_shows_the_same_names_as_json() -> None:
         assert finding["name"] in table
 
 
-def test_doctor_prints_whether_this_torch_was_tested_with_this_python(monkeypatch, tmp_path):
-    table = tmp_path / "releases.json"
-    monkeypatch.setattr(doctor, "_RELEASES", table)
-    monkeypatch.setattr(torch, "__version__", "2.14.3+cu130")
-    assert "no table" in by_name()["release"].value
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    for failed, state in ((0, "ok"), (2, "note")):
-        run = {"date": "2026-11-30", "passed": 30, "failed": failed}
-        builds = {"default": "cu126", "cu130": {python: {"run": run}}}
-        table.write_text(json.dumps({"torch": {"2.14.1": builds}}), encoding="utf-8")
-        found = by_name()["release"]
-        assert (f"30 tests passed, {failed} failed" in found.value, found.state) == (True, state)
-    monkeypatch.setattr(torch, "__version__", "2.14.3")  # of the default build
+def test_doctor_names_the_tested_release_of_this_build_and_python(monkeypatch, tmp_path):
+    table, python = tmp_path / "table.json", f"{sys.version_info.major}.{sys.version_info.minor}"
+    cells = {"nightly": {"builds": {}}, "torch": {"2.14.1": {"default": "cpu", "cpu": {}}}}
+    table.write_text(json.dumps(cells), encoding="utf-8")
+    for module, name in ((releases, "TABLE"), (doctor, "_RELEASES")):
+        monkeypatch.setattr(module, name, table)
+    monkeypatch.setattr(releases, "PAGE", tmp_path / "page.md")
+    releases.PAGE.touch()
+    monkeypatch.setattr(torch, "__version__", "2.14.3+cpu")
     assert "not tested together" in by_name()["release"].value
+    for is_passed, state in ((True, "ok"), (False, "note")):
+        releases.record("2.14.1", "cpu", python, is_passed=is_passed)
+        found = by_name()["release"]
+        assert f": torch 2.14.1 {'passed' if is_passed else 'failed'} tests on 20" in found.value
+        assert found.state == state
 
 
 def test_doctor_names_a_missing_and_a_broken_package_and_an_optional_library(monkeypatch, tmp_path):
@@ -304,7 +306,7 @@ def test_doctor_says_what_devices_and_their_allocator_need(monkeypatch: pytest.M
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     found = by_name()
-    expected = "8 devices: each rank takes the one of its number on the node"
+    expected = "8 devices: each rank takes the one of its local rank"
     assert found["device of a rank"].value == expected
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"].advice == "unset it, or set it to 8"
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)

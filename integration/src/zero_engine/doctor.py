@@ -123,28 +123,20 @@ def _packages() -> Iterator[_Row]:
 
 
 def _release() -> _Row:
-    """Describe torch, its build, Python and the driver, and whether they were tested together."""
+    """Describe torch, its build, Python and the driver, and whether the first three were tested."""
     release, _, build = torch.__version__.partition("+")
     python, minor = ".".join(platform.python_version_tuple()[:2]), release.rpartition(".")[0]
     shown = f"torch {release}, {build or 'default build'}, Python {python}"
     if _DRIVER.exists():
         found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
         shown += f", driver {found.group() if found else 'unknown'}"
-    if not _RELEASES.exists():
-        return (
-            "release",
-            f"{shown}: no table of tested ones here",
-            "note",
-            "install zero-engine anew",
-        )
-    table = json.loads(_RELEASES.read_text(encoding="utf-8"))["torch"]
-    alike = [found for name, found in table.items() if name.startswith(f"{minor}.")]
-    builds: dict[str, Any] = alike[0] if alike else {}
-    run = builds.get(build or builds.get("default", ""), {}).get(python, {}).get("run")
-    if run is None:
-        return "release", f"{shown}: not tested together", "note", "see docs/tested-releases.md"
-    said = f"{shown}: {run['passed']} tests passed, {run['failed']} failed on {run['date']}"
-    return "release", said, "note" if run["failed"] else "ok"
+    for name, builds in json.loads(_RELEASES.read_text(encoding="utf-8"))["torch"].items():
+        cell = builds.get(build or builds["default"], {}).get(python, {})
+        if "run" in cell and name.startswith(f"{minor}."):
+            run = cell["run"]
+            said = f"torch {name} {'passed' if run['passed'] else 'failed'} tests on {run['date']}"
+            return "release", f"{shown}: {said}", "ok" if run["passed"] else "note"
+    return "release", f"{shown}: not tested together", "note", "see docs/tested-releases.md"
 
 
 def _entry_points() -> Iterator[_Row]:
@@ -169,8 +161,9 @@ def _backends() -> Iterator[_Row]:
         yield "GPU", f"none found (CUDA {torch.version.cuda})", "note", advice
     count = torch.accelerator.device_count()
     if count > 1:
-        value = f"{count} devices: each rank takes the one of its number on the node"
-        advice = "none under torchrun, srun or mpirun; else torch.accelerator.set_device_index()"
+        value = f"{count} devices: each rank takes the one of its local rank"
+        advice = "none under torchrun, srun or mpirun; else torch.accelerator.set_device_index() "
+        advice += "or init_process_group(device_id=...)"
         yield "device of a rank", value, "note", advice
     if count and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         value = "1: all streams share a hardware queue, nothing overlaps"

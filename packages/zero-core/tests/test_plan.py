@@ -269,16 +269,10 @@ def test_a_choice_takes_the_same_whatever_stage_is_configured():
     assert zero == three
 
 
-def test_memory_outside_of_tensors_grows_with_threads_and_peers(monkeypatch):
-    for workspaces, nbytes in (("", 8 * 2**22), (":16:8:4096:2", 2 * 2**22 + 8 * 2**14)):
-        if workspaces:
-            monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspaces)
-        one, eight, far = (
-            zero_core.plan(wide_blocks(2, 256), make_config(3), *sizes).outside
-            for sizes in ((1,), (8,), (16,))
-        )
-        assert one["cuBLAS"] == eight["cuBLAS"] == 2 * nbytes
-        assert 0 == one["NCCL"] < eight["NCCL"] < far["NCCL"]
+def test_memory_outside_of_tensors_grows_with_peers():
+    plans = (zero_core.plan(wide_blocks(2, 256), make_config(3), size) for size in (1, 8, 16))
+    one, eight, far = (planned.outside["NCCL"] for planned in plans)
+    assert 0 == one < eight < far
     cpu = zero_core.plan(wide_blocks(2, 256), make_config(3), 2, device_type="cpu")
     assert not cpu.outside
 

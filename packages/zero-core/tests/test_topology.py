@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zero_core
 from zero_core import ConfigError
 from zero_core.comm.groups import Ranks
-from zero_core.comm.topology import check_devices, count_per_node, find_ranks, fold
-from zero_core.config import LOCAL_RANK_OF
+from zero_core.comm.topology import LOCAL_RANKS, check_devices, count_per_node, find_ranks, fold
 from zero_core.testing import Case, alone, on_processes, spawn
 
 
@@ -119,7 +118,7 @@ def test_a_mesh_tells_the_ranks_and_the_nodes(ranks):
 
 
 def _found(**environment):
-    for variable in LOCAL_RANK_OF.values():
+    for variable in LOCAL_RANKS:
         os.environ.pop(variable, None)
     os.environ.update(environment)
     device = find_ranks(None, None).device
@@ -137,12 +136,11 @@ def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank(
     assert _found(LOCAL_RANK="2") == "cuda:2"
     assert _found(LOCAL_RANK="3") == "cuda:2"  # the device that the program selected wins
     # srun and mpirun set no LOCAL_RANK. mpirun starts its proxies by srun, torchrun starts in both.
-    given = {"SLURM_LOCALID": "1", "PMI_LOCAL_RANK": "4", "MPI_LOCALRANKID": "5"}
-    given |= {"OMPI_COMM_WORLD_LOCAL_RANK": "6", "LOCAL_RANK": "7"}
-    for number in range(len(given)):
+    given = {}
+    for number, variable in enumerate(reversed(LOCAL_RANKS), 3):
         torch.accelerator.set_device_index(0)
-        inner = dict(list(given.items())[: number + 1])
-        assert _found(**inner) == f"cuda:{list(inner.values())[-1]}"
+        given[variable] = str(number)
+        assert _found(**given) == f"cuda:{number}"
     torch.accelerator.set_device_index(0)
     assert _found(LOCAL_RANK="8") == "cuda:0"  # the launcher set CUDA_VISIBLE_DEVICES for each rank
     world = dist.group.WORLD

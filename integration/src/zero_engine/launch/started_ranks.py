@@ -23,7 +23,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zero_core.config import LOCAL_RANK_OF
 from zero_core.errors import ConfigError
 
 _INTERVAL_S = 1.0
@@ -49,13 +48,13 @@ MPI = (
         "mpirun",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
-        LOCAL_RANK_OF["Open MPI"],
+        "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Starter("mpirun", "PMI_RANK", "PMI_SIZE", LOCAL_RANK_OF["MPICH"], "MPI_LOCALNRANKS"),
-    _Starter("mpiexec", "PMI_RANK", "PMI_SIZE", LOCAL_RANK_OF["Cray PALS"], "PMI_LOCAL_SIZE"),
+    _Starter("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Starter("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
-SLURM = _Starter("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", LOCAL_RANK_OF["SLURM"], "")
+SLURM = _Starter("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS")
 """Variables that srun sets, and that the script of a batch job lacks."""
 

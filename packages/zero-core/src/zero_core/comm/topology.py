@@ -11,9 +11,9 @@ as having equally many consecutive ranks: see `fold`.
 [Note: a rank's device]
 A rank uses the device bound to its process group (``init_process_group(device_id=...)``). If none
 is bound, it uses the current device, unless that is device 0, the default. In that case the rank
-uses the device of its number among the node's ranks (`LOCAL_RANK_OF`: torchrun, mpirun or srun), if
-that exists. With ``CUDA_VISIBLE_DEVICES`` set per rank, only device 0 exists. ``build`` compares
-the devices of all ranks (`check_devices`).
+uses the device of its local rank (`LOCAL_RANKS`: torchrun, mpirun or srun), if that exists. With
+``CUDA_VISIBLE_DEVICES`` set per rank, only device 0 exists. ``build`` compares the devices of all
+ranks (`check_devices`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.groups import Ranks, backend_on, exchange_once, group_of_mesh, known_group
-from zero_core.config import LOCAL_RANK_OF
 from zero_core.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+# torchrun's, Open MPI's, MPICH's, Cray PALS's and SLURM's variable. A launcher may start another
+# one: the innermost comes first.
+LOCAL_RANKS = (
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK",
+    "SLURM_LOCALID",
+)
 
 
 def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Ranks:
@@ -57,8 +65,7 @@ def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None)
             device = torch.device("cpu")
         if device.type != "cpu":
             bound = known_group(group).bound_device_id
-            found = (os.environ.get(variable) for variable in LOCAL_RANK_OF.values())
-            local_rank = int(next(filter(None, found), "0"))
+            local_rank = int(next(filter(None, map(os.environ.get, LOCAL_RANKS)), "0"))
             if bound is not None:
                 device = torch.device(bound.type, bound.index)
             elif device.index == 0 and local_rank < torch.accelerator.device_count():

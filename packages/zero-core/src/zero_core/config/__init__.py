@@ -24,7 +24,6 @@ from zero_core.config.blocks import (
     as_whole,
     block_of,
 )
-from zero_core.config.launchers import LOCAL_RANK_OF
 from zero_core.config.rules import find_unneeded
 from zero_core.config.schema import (
     MAX_DEPTH,
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "LARGEST",
-    "LOCAL_RANK_OF",
     "MAX_DEPTH",
     "SCHEMA_FILE",
     "UNNEEDED",

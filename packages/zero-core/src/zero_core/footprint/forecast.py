@@ -57,8 +57,6 @@ from zero_core.step.update import may_speculate
 
 _META = torch.device("meta")
 _WHOLES = "whole parameters in a step"
-EXCHANGED = "exchange buffers"
-UPDATED = "updated shards"
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ class Forecast:
         shape = (2,) if drawn.updates_slices else (2, 2)  # factored states need a matrix
         updated = config.master_dtype(torch.bfloat16)
         states = probe_states(make, drawn.groups, torch.device("cpu"), updated, shape)
-        self._state_bytes = [dtype.itemsize for dtype in states.values()]  # of each state
+        self._state_bytes = sum(dtype.itemsize for dtype in states.values())
         self.collectives = footprints.collectives(config, links)
         # gradients per element that the tier gets in a step. 1: nothing to add up
         is_each = any(plan.is_passed_on_each for plan in self.gradients.values())
@@ -154,7 +152,7 @@ class Forecast:
         self.tier = self._tier_footprint(drawn, memory) if is_offloaded else None
         # largest host memory of `Engine.async_save`: one copy of this rank's states
         self.async_save_bytes = sum(
-            s.shard_numel * (config.master_dtype(s.dtype).itemsize + sum(self._state_bytes))
+            s.shard_numel * (config.master_dtype(s.dtype).itemsize + self._state_bytes)
             for *_, s in self.spans
         )
         # whether every package that the configuration needs is installed
@@ -209,14 +207,16 @@ class Forecast:
                 further[s.unit] += s.shard_numel * accumulated_dtype(s, config).itemsize
         # Buffers grow to the largest message, so the worst case counts.
         worst = footprints.collectives(config, links, is_worst_case=True)
-        messages = {kind: [n] for kind, n in collectives_memory(worst, layout, config).items()}
-        self.apart = {EXCHANGED, UPDATED, *messages}  # kinds allocated on streams of their own
+        messages = collectives_memory(worst, layout, config)
+        # kinds allocated on streams of their own
+        self.apart = {"exchange buffers", "updated shards", *messages}
         # Rounded by a tier on the device, on their way to the host.
         rounded = (
             s.shard_numel * s.dtype.itemsize
-            for s in self.resting
-            if is_accelerated and not is_offloaded and s.dtype != config.master_dtype(s.dtype)
+            for *_, s in self.spans
+            if s in self.resting and s.dtype != config.master_dtype(s.dtype)
         )
+        is_rounded = is_accelerated and not is_offloaded
         # Made by autograd: the largest gradient, while small ones wait to be added, by unit.
         trained = (p.numel * p.dtype.itemsize for p in layout.params if p.is_trainable)
         held: Counter[int] = Counter()
@@ -225,22 +225,21 @@ class Forecast:
             small = compress(s.slots, plan.small_slots(s, is_cpu=not is_accelerated))
             sizes = (slot.stop - slot.start for slot in small)
             held[s.unit] += min(sum(sizes), s.padded_numel // 2) * s.dtype.itemsize
-        # bytes of each allocation, by kind
+        self.blocks = memory.expected_blocks()  # bytes of each allocation, by kind, of some kinds
         self._fixed = {
-            **memory.expected_blocks(),
-            EXCHANGED: self._exchange_blocks(),
-            "micro-step gradient": [max(further.values(), default=0)],
-            "parameter gradient": [max(held.values(), default=0), max(trained, default=0)],
-            "gradients of tied weights": self.tied * (2 if are_tied_moved else steps),
+            **{kind: sum(sizes) for kind, sizes in self.blocks.items()},
+            "exchange buffers": self._exchange_bytes(),
+            "micro-step gradient": max(further.values(), default=0),
+            "parameter gradient": max(held.values(), default=0) + max(trained, default=0),
+            "gradients of tied weights": (2 if are_tied_moved else steps) * sum(self.tied),
             **messages,
-            UPDATED: [max(rounded, default=0)],
-            "model buffers": [buffer_bytes],
+            "updated shards": max(rounded, default=0) * is_rounded,
+            "model buffers": buffer_bytes,
         }
 
     def _tier_footprint(self, drawn: Blueprint, memory: Memory) -> TierFootprint | None:
         if self._whole_bytes is not None:
-            blocks = self._own_tier_blocks(0, self._numel)
-            kept = {kind: sum(sizes) for kind, sizes in blocks.items()}
+            kept = self._own_tier_bytes(0, self._numel)
             down = up = 0
             for low, stop, segment in self.spans:
                 numel, is_resting = stop - low, segment in self.resting
@@ -281,27 +280,20 @@ class Forecast:
 
     def memory(self, ratio: float) -> MemoryUse:
         """Return the bytes with share ``ratio`` of the states on the host."""
-        host = {} if self.tier is None else self.tier.host_bytes(ratio)
-        device = {kind: sum(sizes) for kind, sizes in self.device_blocks(ratio).items()}
-        by_place = device, {**host, **self._fixed_on_host}
-        return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
-
-    def device_blocks(self, ratio: float) -> dict[str, list[int]]:
-        """Return the bytes of each allocation on the device, by kind, as `memory`.
-
-        A kind of another package counts as one allocation.
-        """
-        kept: dict[str, list[int]] = {"master weights": [], "optimizer states": []}  # fixes order
+        host: dict[str, int] = {}
+        kept = {"master weights": 0, "optimizer states": 0}  # fixes the order of kinds
         if self.tier is not None:
             if self._links.is_ring and self._whole_bytes is None:
-                kept |= self._own_tier_blocks(*self.tier.device_span(ratio))
-            kept |= {kind: [n] for kind, n in self.tier.device_bytes(ratio).items()}
+                kept |= self._own_tier_bytes(*self.tier.device_span(ratio))
+            kept |= self.tier.device_bytes(ratio)
+            host = self.tier.host_bytes(ratio)
         elif self._config.zero_optimization.offload_optimizer.device == "none":
-            kept |= self._own_tier_blocks(0, self._numel)
-        return {**self._fixed, **kept}
+            kept |= self._own_tier_bytes(0, self._numel)
+        by_place = {**self._fixed, **kept}, {**host, **self._fixed_on_host}
+        return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
 
-    def _own_tier_blocks(self, start: int, stop: int) -> dict[str, list[int]]:
-        masters: list[int] = []
+    def _own_tier_bytes(self, start: int, stop: int) -> dict[str, int]:
+        masters = 0
         sizes: dict[torch.dtype, list[int]] = {}  # elements of each part, by master dtype
         has_narrow: set[torch.dtype] = set()  # master dtypes of gradients that are widened
         for low, high, segment in self.spans:
@@ -310,17 +302,17 @@ class Forecast:
                 continue
             master = self._config.master_dtype(segment.dtype)
             if segment.dtype != master or segment in self.resting:
-                masters.append(numel * master.itemsize)
+                masters += numel * master.itemsize
             sizes.setdefault(master, []).append(numel)
             plan = self.gradients[segment.index]  # sums over micro-steps have the master dtype
             if plan.offered != master and not plan.is_passed_on_each:
                 has_narrow.add(master)
-        states = [(stop - start) * nbytes for nbytes in self._state_bytes]
+        states = (stop - start) * self._state_bytes
         kept = {"master weights": masters, "optimizer states": states}
         if self._whole_bytes is not None:
-            return {**kept, _WHOLES: list(self._whole_bytes)}
-        widened = [min(widened_numel(sizes[d]), TURN_NUMEL) * d.itemsize for d in has_narrow]
-        return {**kept, "widened gradients": widened}
+            return {**kept, _WHOLES: sum(self._whole_bytes)}
+        widened = (min(widened_numel(sizes[d]), TURN_NUMEL) * d.itemsize for d in has_narrow)
+        return {**kept, "widened gradients": sum(widened)}
 
     def host_link_bytes(self, ratio: float) -> tuple[int, int]:
         """Return the bytes per step from the device to the host, and back.
@@ -345,8 +337,8 @@ class Forecast:
                 new = min(new, sum(sent))
         return down, up + new
 
-    def _exchange_blocks(self) -> list[int]:
-        """Return the bytes of each buffer that reductions receive into.
+    def _exchange_bytes(self) -> int:
+        """Return the bytes of the buffers that reductions receive into.
 
         On accelerators reductions run one by one and share a buffer. On hosts a unit's reductions
         run at once, and buffers are kept by size. Encoded gradients are sent unit by unit.
@@ -354,7 +346,7 @@ class Forecast:
         links, footprint = self._links, self.collectives
         has_shared_memory = links.num_nodes == 1 and not self._links.is_ring
         if links.world_size == 1 or has_shared_memory:
-            return []
+            return 0
         num_messages = links.world_size - links.ranks_per_node
         if links.sums_in_two_levels:
             num_messages = links.num_nodes - 1
@@ -378,9 +370,9 @@ class Forecast:
             messages |= coded
         if self._links.is_ring:
             largest = max((numel * dtype.itemsize for numel, dtype in slices), default=0)
-            return [largest] + 2 * [max(messages, default=0)]
-        held = Counter(numel * dtype.itemsize for numel, dtype in slices.elements())
-        return [*held.elements(), *messages.elements(), *messages.elements()]
+            return largest + 2 * max(messages, default=0)
+        held = sum(n * numel * dtype.itemsize for (numel, dtype), n in slices.items())
+        return held + 2 * sum(n * nbytes for nbytes, n in messages.items())
 
 
 def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:

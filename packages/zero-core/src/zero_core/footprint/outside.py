@@ -10,8 +10,6 @@ of 12 MiB. Between nodes it has a shared buffer of 512 MiB (issue 2363). Context
 with lazy loading (pytorch/pytorch, issue 109888).
 """
 
-import os
-import re
 from collections.abc import Collection, Iterable, Mapping
 
 from zero_core.comm.meter import Links
@@ -19,6 +17,7 @@ from zero_core.config import Config
 from zero_core.layout.arithmetic import round_up
 
 _MIB = 1 << 20
+_NUM_THREADS = 2  # that multiply: the forward's and autograd's
 _CONTEXT = _COMMUNICATOR = 500 * 10**6
 _PEER = 470 * 10**6  # each peer of the node in an all-to-all
 _NETWORK = 512 * _MIB  # an all-to-all's peers on other nodes
@@ -32,10 +31,7 @@ def outside_of_tensors(
     Kinds in ``apart`` are allocated on streams of their own.
     """
     streams = [[n for kind, sizes in blocks.items() if kind not in apart for n in sizes]]
-    streams += [sizes for kind, sizes in blocks.items() if kind in apart and any(sizes)]
-    # The forward's thread and autograd's. A vertical schedule pauses a thread per micro-batch.
-    num_threads = 2 + config.is_vertical * config.gradient_accumulation_steps
-    asked = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
+    streams += [sizes for kind, sizes in blocks.items() if kind in apart]
     # The program's group, and one each for gathers and reductions, which are all-to-alls. Sums in
     # two levels have two more for reductions, and gathers in two phases two.
     levels, num_groups = links.sums_in_two_levels, 3 * (links.world_size > 1)
@@ -45,7 +41,7 @@ def outside_of_tensors(
     return {
         # Each stream has some small tensors, too.
         "allocator": sum(reserved_bytes([*sizes, 1]) - sum(sizes) for sizes in streams),
-        "cuBLAS": num_threads * 1024 * sum(int(kib) * int(number) for kib, number in asked),
+        "cuBLAS": _NUM_THREADS * 32 * _MIB,
         "NCCL": num_groups * _COMMUNICATOR + peers * _PEER + far * _NETWORK,
         "CUDA context": _CONTEXT,
     }

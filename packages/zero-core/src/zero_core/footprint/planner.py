@@ -74,10 +74,10 @@ def plan(
 ) -> Plan:
     """Compute the memory and traffic of `build` and a training step. Nothing is allocated.
 
-    Bytes of long-lived memory are exact, because the allocating code computes them. Not counted are
-    temporaries of an operation or an optimizer step, and memory of torch, the communication library
-    and the allocator. Memory and traffic of Muon's gather of momenta are not counted. Bytes of
-    packages that are not installed are not counted either: ``missing`` of the result names them.
+    Bytes of long-lived memory are exact, because the allocating code computes them. ``outside`` of
+    the result estimates memory of torch, its allocator and the communication library. Not counted
+    are temporaries of an operation or an optimizer step, Muon's gather of momenta, and packages
+    that are not installed, which ``missing`` of the result names.
 
     Args:
         model: a module on any device, best on the meta device; or a Hugging Face configuration (an
@@ -301,8 +301,7 @@ class Planner:
         link_bytes = forecast.host_link_bytes(self._ratio) if machine.is_accelerated else (0, 0)
         by_key = {choice.key: choice for choice in reversed(choices)}
         memory = self._memory(forecast, config, self._ratio)
-        blocks = {kind: [nbytes] for kind, nbytes in memory.device.items()}  # of activations
-        blocks |= forecast.device_blocks(self._ratio)
+        blocks = {kind: [nbytes] for kind, nbytes in memory.device.items()} | forecast.blocks
         outside = outside_of_tensors(blocks, forecast.apart, config, self.links)
         return Plan(
             world_size=machine.world_size,

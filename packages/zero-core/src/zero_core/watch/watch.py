@@ -66,7 +66,7 @@ _STOPPED = {"T": "its process is stopped", "t": "a debugger holds its process"}
 # without a beat before a rank counts as silent, of a wait before a line is logged.
 _BEAT, _OBSERVE, _SILENCE, _LOG = 0.1, 0.3, 0.3, 0.7
 _MIN_SILENCE_S = 0.5
-_LONG = 6  # factor on ``within_s`` before a live rank that uses a disk is named
+_LONG = 6  # factor on ``within_s`` before a live rank that compiles or uses a disk is named
 _LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkpoint:")
 _WINDOW = 64  # number of ranks whose beats are read at once
 _READ = 1 / 16  # time between two reads, as a share of a long wait
@@ -380,7 +380,7 @@ class Watch:
                     wait.window += is_due
                     self._request(now)
                 verdict = self._judge() if is_due else None
-                before = logging.NOTSET if wait.logged is None else wait.logged.level
+                before = logging.INFO if wait.logged is None else wait.logged.level
                 if verdict is not None and verdict.level > before:
                     self._log(what, waited_s, verdict)
                 if waited_s >= self._limit_s and not self._place.waits_for:
@@ -428,8 +428,9 @@ class Watch:
 
     def _log(self, what: str, waited_s: float, verdict: Verdict) -> None:
         is_error = verdict.level >= logging.ERROR
-        is_patient = not is_error and any(phase in verdict.text for phase in _LONG_PHASES)
-        if is_patient and waited_s < _LONG * self._within_s:
+        is_long = any(phase in verdict.text for phase in _LONG_PHASES)
+        compiles = not self._place.num_steps and OUTSIDE not in verdict.text  # kernels, in step 1
+        if not verdict.is_final and (is_long or compiles) and waited_s < _LONG * self._within_s:
             return
         self._wait.logged = verdict
         line = f"rank {self._rank}: {what} has not ended for {waited_s:.1f} s: {verdict.text}"
@@ -476,11 +477,9 @@ class Watch:
                 is_outside = place.startswith(OUTSIDE)
                 more = " (evaluation, data or a file, if it is healthy)" if is_outside else ""
                 said.append(f"rank {rank} has been in {place} for {seen.still_s:.1f} s{more}")
-            text = join_few(said)
-            compiles = not self._place.num_steps and OUTSIDE not in text  # kernels, in step 1
-            return Verdict(text, logging.INFO if compiles else logging.WARNING, False)
+            return Verdict(join_few(said), logging.WARNING, False)
         if others and not at_work:
-            return Verdict(f"{count_ranks(sorted(others))} gave up before", logging.NOTSET, True)
+            return Verdict(f"{count_ranks(sorted(others))} gave up before", logging.INFO, True)
         waits: dict[str, list[int]] = {}
         for rank, seen in found:
             if seen.beat.waits_for and (rank == self._rank or rank in at_work):
