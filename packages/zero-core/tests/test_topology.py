@@ -137,9 +137,9 @@ def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank(
     assert _found(LOCAL_RANK="3") == "cuda:2"  # the device that the program selected wins
     # srun and mpirun set no LOCAL_RANK. mpirun starts its proxies by srun, torchrun starts in both.
     given = {}
-    for number, variable in enumerate(reversed(LOCAL_RANKS), 3):
+    for variable, number in zip(reversed(LOCAL_RANKS), "14567", strict=True):
         torch.accelerator.set_device_index(0)
-        given[variable] = str(number)
+        given[variable] = number
         assert _found(**given) == f"cuda:{number}"
     torch.accelerator.set_device_index(0)
     assert _found(LOCAL_RANK="8") == "cuda:0"  # the launcher set CUDA_VISIBLE_DEVICES for each rank

@@ -10,7 +10,7 @@ of 12 MiB. Between nodes it has a shared buffer of 512 MiB (issue 2363). Context
 with lazy loading (pytorch/pytorch, issue 109888).
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from zero_core.comm.meter import Links
 from zero_core.config import Config
@@ -39,27 +39,23 @@ def outside_of_tensors(
     peers = (1 + levels) * (links.ranks_per_node - 1)
     far = (1 + levels) * (links.num_nodes > 1)
     return {
-        # Each stream has some small tensors, too.
-        "allocator": sum(reserved_bytes([*sizes, 1]) - sum(sizes) for sizes in streams),
+        "allocator": sum(map(_unused_bytes, streams)),
         "cuBLAS": _NUM_THREADS * 32 * _MIB,
         "NCCL": num_groups * _COMMUNICATOR + peers * _PEER + far * _NETWORK,
         "CUDA context": _CONTEXT,
     }
 
 
-def reserved_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes of the segments in which torch's allocator puts blocks of ``sizes``."""
-    small = total = 0
-    free: list[int] = []  # bytes left of each segment
-    for size in (round_up(size, 512) for size in sizes):
-        if size <= _MIB:
-            small += size
-            continue
-        place = min((n for n in free if n >= size), default=0)
+def _unused_bytes(sizes: list[int]) -> int:
+    """Return the bytes that blocks of ``sizes`` leave unused in segments of torch's allocator."""
+    unused: list[int] = []  # bytes left of each segment of larger blocks
+    for size in (n for n in sizes if n > _MIB):
+        place = min((n for n in unused if n >= size), default=0)
         if place:
-            free.remove(place)
+            unused.remove(place)
         else:
             place = 20 * _MIB if size < 10 * _MIB else round_up(size, 2 * _MIB)
-            total += place
-        free.append(place - size)
-    return total + round_up(small, 2 * _MIB)
+        unused.append(place - size)
+    # Each stream has some small tensors.
+    small = 1 + sum(n for n in sizes if n <= _MIB)
+    return sum(unused) + round_up(small, 2 * _MIB) - small
