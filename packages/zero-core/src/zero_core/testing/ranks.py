@@ -167,7 +167,8 @@ def _run_rank(
     _prepare()
     per_host = world_size if backend == "nccl" else ranks_per_node or world_size  # a device each
     os.environ["LOCAL_RANK"] = str(rank % per_host)
-    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks_per_node)} if ranks_per_node else {}
+    if ranks_per_node:
+        os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
     # When one rank fails, torch terminates the others, which then print a traceback.
     faulthandler.register(signal.SIGTERM, chain=True)
     dist.init_process_group(
