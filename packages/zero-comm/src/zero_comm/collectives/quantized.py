@@ -103,8 +103,8 @@ def create_collectives(
     if settings.codes_gradients and world_size > ranks_per_node:
         if not isinstance(native, CodingCollectives):
             raise ValueError(
-                "zero_optimization.zero_lossless_gradients needs collectives with coded() and prepare(), "
-                f"got {type(native).__name__}: leave the key out"
+                "zero_optimization.zero_lossless_gradients needs collectives with coded() and "
+                f"prepare(), got {type(native).__name__}: leave the key out"
             )
         native = native.coded(GradientMessages(checks))
     if settings == CommSettings(

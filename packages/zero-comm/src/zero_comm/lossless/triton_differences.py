@@ -132,7 +132,7 @@ def decode_kernel(
             # The scalar is_good alone would be no mask of a block.
             is_read = byte < frame.LANES * is_good.to(tl.int32)
             bitmap = tl.load(codes_ptr + at + byte, mask=is_read, other=0).to(tl.int32)
-            is_member = (bitmap[None, :] >> tl.arange(0, frame.EACH)[:, None]) & 1 > 0
+            is_member = ((bitmap[None, :] >> tl.arange(0, frame.EACH)[:, None]) & 1) > 0
             at += BITMAP_NBYTES
         z = (is_member & (num_all == 0)).to(tl.uint32)
         is_changed = is_member
