@@ -55,12 +55,12 @@ def spawn(
     ranks_per_node: int | None = None,
     backend: str = "gloo",
 ) -> None:
-    """Run ``worker(rank, world_size, *args)`` on gloo ranks, and raise if a rank raises.
+    """Run ``worker(rank, world_size, *args)`` on ranks, and raise if a rank raises.
 
     ``worker`` must be a module-level function. Ranks are forked from a server that has already
     imported torch, and connect through a file store. ``ranks_per_node`` sets torchrun's environment
     variables for nodes of that size. A ``backend`` such as "cpu:gloo,cuda:gloo" lets all ranks
-    share one accelerator.
+    share one accelerator. With "nccl" each rank has its own, and LOCAL_RANK is the rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
