@@ -130,7 +130,7 @@ def decode_kernel(
             is_good = is_good & (nbytes >= BITMAP_NBYTES)
             byte = tl.arange(0, frame.LANES)
             # The scalar is_good alone would be no mask of a block.
-            is_read = byte < frame.LANES * is_good.to(tl.int32)
+            is_read = byte < is_good.to(tl.int32) * frame.LANES
             bitmap = tl.load(codes_ptr + at + byte, mask=is_read, other=0).to(tl.int32)
             is_member = ((bitmap[None, :] >> tl.arange(0, frame.EACH)[:, None]) & 1) > 0
             at += BITMAP_NBYTES
