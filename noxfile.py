@@ -176,14 +176,15 @@ def resolve(session: nox.Session) -> None:
     session.run("python", "integration/compat/releases.py", "resolve", *session.posargs)
 
 
-NIGHTLY = (slow, examples, experiments, clusters, report, kernels, sanitize, resolve)
+_parts = (slow, examples, experiments, clusters, report, kernels, sanitize, resolve)
+NIGHTLY = {each.__name__: each for each in _parts}
 
 
 @nox.session
-@parts(*(each.__name__ for each in NIGHTLY))
+@parts(*NIGHTLY)
 def nightly(session: nox.Session, part: str) -> None:
     """Run checks and tests outside the gate (decision 228)."""
-    {each.__name__: each for each in NIGHTLY}[part](session)
+    NIGHTLY[part](session)
 
 
 @nox.session
@@ -318,15 +319,15 @@ def cuda(session: nox.Session) -> None:
 )
 def matrix(session: nox.Session, torch: str, build: str) -> None:
     """Test all packages with a build of torch, on the CPU and over the fake CUDA."""
-    releases.record(torch, build, str(session.python), is_passed=False)  # unless all is
     install_build(session, torch, build, *FOLDERS)
+    releases.record(torch, build, str(session.python), session.posargs, is_passed=False)  # for now
     session.env["CUDA_VISIBLE_DEVICES"] = ""
     for package in FOLDERS:
         run_tests(session, package)
     del session.env["CUDA_VISIBLE_DEVICES"]
     if build != "cpu":
         test_on_fake_cuda(session, is_all=True)
-    releases.record(torch, build, str(session.python), is_passed=True)
+    releases.record(torch, build, str(session.python), session.posargs, is_passed=True)
 
 
 def install_build(session: nox.Session, torch: str, build: str, *tested: str) -> None:

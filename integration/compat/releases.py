@@ -21,6 +21,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,14 @@ PACKAGES = {
 
 
 def read_table() -> dict[str, Any]:
-    """Return the table."""
-    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return table
+    return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
 def builds() -> list[tuple[str, str]]:
     """Return each release with each of its builds, torch's nightly builds included."""
     table = read_table()
-    releases = {**table["torch"], "nightly": table["nightly"]["builds"]}
-    found = [(release, name) for release, names in releases.items() for name in names]
-    return [(release, name) for release, name in found if name not in ("default", "with")]
+    of = {**table["torch"], "nightly": table["nightly"]["builds"]}
+    return [(torch, name) for torch, names in of.items() for name in names if name[0] == "c"]
 
 
 def requirements(torch: str, build: str) -> tuple[list[str], list[str]]:
@@ -70,10 +68,8 @@ def is_reachable(index: str) -> bool:
     """Whether ``index`` answers. If it answers that it has no torch, uv's error will say so."""
     try:
         urllib.request.urlopen(f"{index}/torch/", timeout=30).close()
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, urllib.error.HTTPError)
     return True
 
 
@@ -88,13 +84,17 @@ def is_resolved(python: str, torch: str, build: str) -> bool:
     command = ("uv", "pip", "compile", "--quiet", "-", *running, *target, *options)
     given = "\n".join([*own, *required])
     run = subprocess.run(command, input=given, text=True, stdout=subprocess.DEVNULL, check=False)
+    if run.returncode not in (0, 1):  # 1: no solution
+        raise SystemExit(f"uv ended with {run.returncode}, which is no result of a resolution")
     return run.returncode == 0
 
 
 def resolve(*chosen: str) -> int:
     """Resolve all cells, or those of ``chosen`` releases. Returns 1 if one has a conflict."""
     table = read_table()
-    results = []
+    if unknown := {*chosen} - {*table["torch"]}:
+        raise SystemExit(f"no releases of {TABLE.name}: {', '.join(unknown)}")
+    has_conflict = False
     today = datetime.date.today().isoformat()
     for torch, build in builds():
         for python in PYTHONS if torch in (chosen or table["torch"]) else ():
@@ -106,16 +106,18 @@ def resolve(*chosen: str) -> int:
             cell = table["torch"][torch][build].get(python, {})
             table["torch"][torch][build][python] = result | {k: cell[k] for k in cell if k == "run"}
             print(f"torch {torch}, {build}, Python {python}: {show(result)}", flush=True)
-            results.append(result)
+            has_conflict |= "conflict" in result
     write(table)
-    return int(any("conflict" in result for result in results))
+    return int(has_conflict)
 
 
-def record(torch: str, build: str, python: str, *, is_passed: bool) -> None:
-    """Record a run of all packages' tests in a cell."""
+def record(
+    torch: str, build: str, python: str, arguments: Sequence[str] = (), *, is_passed: bool
+) -> None:
+    """Record a run of all packages' tests in a cell. ``arguments`` may choose fewer tests."""
+    if torch == "nightly" or arguments:  # the nightly build is another one tomorrow
+        return
     table = read_table()
-    if torch == "nightly":
-        return  # another build tomorrow
     run = {"date": datetime.date.today().isoformat(), "passed": is_passed}
     table["torch"][torch][build].setdefault(python, {})["run"] = run
     write(table)
@@ -123,7 +125,7 @@ def record(torch: str, build: str, python: str, *, is_passed: bool) -> None:
 
 def show(cell: dict[str, Any]) -> str:
     """Return the page's text for a cell of the table."""
-    if "run" in cell:
+    if "run" in cell and "conflict" not in cell:
         return f"{'passed' if cell['run']['passed'] else '**failed**'} {cell['run']['date']}"
     return next(iter(cell), "-") + "*" * ("by" in cell)
 

@@ -35,6 +35,10 @@ def indexes(tmp_path, monkeypatch):
     (tmp_path / "own/pyproject.toml").write_text(OWN)
     for name in ("TABLE", "PAGE"):
         monkeypatch.setattr(releases, name, Path(shutil.copy(getattr(releases, name), tmp_path)))
+    table = releases.read_table()
+    for build in ("cpu", "cu126", "cu130", "cu132"):
+        table["torch"]["2.13.0"][build] = {}  # no earlier runs
+    releases.write(table)
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -102,8 +103,8 @@ def create_collectives(
     if settings.codes_gradients and world_size > ranks_per_node:
         if not isinstance(native, CodingCollectives):
             raise ValueError(
-                "zero_optimization.zero_lossless_gradients needs collectives that have coded(), "
-                f"got {type(native).__name__}: leave the key out"
+                "zero_optimization.zero_lossless_gradients needs collectives with coded() and "
+                f"prepare(), got {type(native).__name__}: leave the key out"
             )
         native = native.coded(GradientMessages(checks))
     if settings == CommSettings(
@@ -171,15 +172,13 @@ class QuantizedCollectives:
         is_kept = out.data_ptr() < shard_end and shard.data_ptr() < out_end  # they overlap
         gather = None if version < 0 else self._gather_for(shard, unit, is_kept=is_kept)
         if gather is None:
-            return self._transport.all_gather(
-                out, shard, unit=unit, version=version, backward=backward
-            )
+            exact = self._transport.all_gather
+            return exact(out, shard, unit=unit, version=version, backward=backward)
         if is_kept and not isinstance(gather, PublishedGather):
             raise ValueError(
                 "shard must not overlap out in a gather that quantizes or keeps weights: out would "
                 "replace the exact weights by rounded ones; gather into a buffer of its own"
             )
-
         current = 0 if unit in self._frozen else version
         job = partial(gather.gather, out, shard, unit=unit, version=current, backward=backward)
         return _Exchange(self._transport.launch(job, is_reduction=False), self._packings.values())
@@ -227,24 +226,24 @@ class QuantizedCollectives:
             self._transport.prepare(gathered, [r for r in reduced if r not in coded], device)
         if backend(device) != "triton":
             return
-        alone = Rehearsal(size, rank)
+        alone, per_node = Rehearsal(size, rank), self._ranks_per_node
         used = QuantizedCollectives(
-            alone,
-            self._settings,
-            Checks(),
-            ranks_per_node=self._ranks_per_node,
-            frozen=self._frozen,
+            alone, self._settings, Checks(), ranks_per_node=per_node, frozen=self._frozen
         )
-        for unit, numel, dtype in gathered:
+        # All lengths are multiples of 32 elements, so the longest ones use all kernels.
+        longest = {(g[0] in self._frozen, g[2]): g for g in sorted(gathered, key=itemgetter(1))}
+        for unit, numel, dtype in longest.values():
             out = torch.zeros(size, min(numel, _REHEARSED), dtype=dtype, device=device)
             shards = [torch.zeros_like(out[0])]
             if self._settings.is_lossless and unit not in self._frozen:
                 shards.append(out[rank])
             for version, shard in enumerate(shards * 2):  # the first version may be sent exactly
                 used.all_gather(out.view(-1), shard, unit=unit, version=version, backward=False)
-        for numel, dtype, _ in coded:
-            full = torch.zeros(size, min(numel // size, _REHEARSED), dtype=dtype, device=device)
-            used.reduce_scatter(full[0].float(), full.view(-1), unit=0)
+        sums = {dtype: numel // size for numel, dtype, _ in sorted(coded, key=itemgetter(0))}
+        for unit, (dtype, numel) in enumerate(sums.items()):
+            full = torch.zeros(size, min(numel, _REHEARSED), dtype=dtype, device=device)
+            for _ in range(2):  # the second one decodes the errors of the first
+                used.reduce_scatter(full[0].float(), full.view(-1), unit=unit)
 
     @property
     def reduces_in_place(self) -> bool:

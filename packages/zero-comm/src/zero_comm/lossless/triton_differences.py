@@ -129,10 +129,10 @@ def decode_kernel(
         elif is_bitmap:
             is_good = is_good & (nbytes >= BITMAP_NBYTES)
             byte = tl.arange(0, frame.LANES)
-            bitmap = tl.load(codes_ptr + at + byte, mask=is_good & (byte >= 0), other=0)
-            is_member = (
-                (bitmap.to(tl.int32)[None, :] >> tl.arange(0, frame.EACH)[:, None]) & 1
-            ) > 0
+            # The scalar is_good alone would be no mask of a block.
+            is_read = byte < is_good.to(tl.int32) * frame.LANES
+            bitmap = tl.load(codes_ptr + at + byte, mask=is_read, other=0).to(tl.int32)
+            is_member = ((bitmap[None, :] >> tl.arange(0, frame.EACH)[:, None]) & 1) > 0
             at += BITMAP_NBYTES
         z = (is_member & (num_all == 0)).to(tl.uint32)
         is_changed = is_member

@@ -2,10 +2,10 @@
 
 [Note: the block frame] in `block_frame` defines the bytes. One program, of one warp, handles one
 block, so a block's mode and width are scalars that the program branches on. The elements of a block
-form a matrix of ``LANES`` columns. Each thread (lane) holds one column, so a column's sum needs no
-exchange between threads. Elements are passed as int16 or int32 and processed as uint32. Descriptors
-and codes may start at any even address. The kernels are not specialized on it, so one compilation
-serves all addresses.
+form a matrix of ``LANES`` columns. In a warp of ``LANES`` threads each thread (lane) holds one, so
+a column's sum needs no exchange between threads. Elements are passed as int16 or int32 and
+processed as uint32. Descriptors and codes may start at any even address. The kernels are not
+specialized on it, so one compilation serves all addresses.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.

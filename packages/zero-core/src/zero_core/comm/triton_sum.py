@@ -83,9 +83,8 @@ def sum_kernel(
     if OUT_DTYPE == "bf16":
         bits = total.to(tl.float32).to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # ties to even
-        bits = tl.where(
-            total == total, bits, 0x7FC0
-        )  # rounding could overflow a NaN's bits to zero
+        # Rounding could overflow a NaN's bits to zero.
+        bits = tl.where(total == total, bits, 0x7FC0)
         tl.store(out_ptr + offsets, bits.to(tl.int16), mask=is_inside)
         stored = (bits << 16).to(tl.float32, bitcast=True)
     else:

@@ -55,12 +55,12 @@ def spawn(
     ranks_per_node: int | None = None,
     backend: str = "gloo",
 ) -> None:
-    """Run ``worker(rank, world_size, *args)`` on gloo ranks, and raise if a rank raises.
+    """Run ``worker(rank, world_size, *args)`` on ranks, and raise if a rank raises.
 
     ``worker`` must be a module-level function. Ranks are forked from a server that has already
     imported torch, and connect through a file store. ``ranks_per_node`` sets torchrun's environment
     variables for nodes of that size. A ``backend`` such as "cpu:gloo,cuda:gloo" lets all ranks
-    share one accelerator.
+    share one accelerator. With "nccl" each rank has its own, and LOCAL_RANK is the rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
@@ -167,7 +167,8 @@ def _run_rank(
     _prepare()
     per_host = world_size if backend == "nccl" else ranks_per_node or world_size  # a device each
     os.environ["LOCAL_RANK"] = str(rank % per_host)
-    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks_per_node)} if ranks_per_node else {}
+    if ranks_per_node:
+        os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
     # When one rank fails, torch terminates the others, which then print a traceback.
     faulthandler.register(signal.SIGTERM, chain=True)
     dist.init_process_group(

@@ -157,7 +157,7 @@ def _compile_library(
         objects.append(str(folder / f"{own}.o"))
         _run(*_FLAGS, *includes, "-c", str(HERE / own), "-o", objects[0])
     # From the object, because CUDA's headers rename functions: cudaGetDeviceProperties_v2.
-    listed = _output("nm", "--defined-only", *objects).splitlines() if objects else []
+    listed = _output("nm", "-g", "--defined-only", *objects).splitlines() if objects else []
     missing = sorted(set(names).difference(line.split()[-1] for line in listed))
     stubs = folder / "stubs.c"
     stubs.write_text(_STUB + "".join(map(_stub, missing)))
