@@ -364,10 +364,12 @@ def context_settings(device: torch.device) -> list[_Setting]:
 
     Names are looked up in this call: one that a release renames breaks the vertical schedule alone.
     """
+    from torch.utils import _device
+    from torch.utils import _python_dispatch as dispatch
+
     c: Any = torch._C
     overrides: Any = torch.overrides
-    utils: Any = torch.utils
-    dispatch, cuda = utils._python_dispatch, torch.backends.cuda
+    cuda = torch.backends.cuda
 
     def anomaly_mode() -> tuple[bool, bool]:
         return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
@@ -404,7 +406,7 @@ def context_settings(device: torch.device) -> list[_Setting]:
         (dispatch._get_current_dispatch_mode_stack, set_dispatch_modes),
         *(
             (partial(getattr, module, name), partial(setattr, module, name))
-            for module in (utils._device, dispatch)
+            for module in (_device, dispatch)
             for name in vars(module)
             if name == "CURRENT_DEVICE" or name.startswith("_is_in_")
         ),
