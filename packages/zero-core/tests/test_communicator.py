@@ -127,10 +127,10 @@ def events(monkeypatch):
 
 
 def _watched(device="xpu:1"):
-    board = Board({}, 1)
-    board.take = lambda: board.table
+    board, place = Board({}, 1), Place()
+    board.take, place.num_steps = lambda: board.table, 2
     waits = DeviceWaits(torch.device(device))
-    watch = Watch(board, Place(), rank=1, world_size=2, within_s=10.0, device_waits=waits)
+    watch = Watch(board, place, rank=1, world_size=2, within_s=10.0, device_waits=waits)
     return _communicator(_Work(), watch), watch, board
 
 

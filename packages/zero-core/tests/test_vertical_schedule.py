@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -159,6 +160,32 @@ def _in_inference_mode(net, x):
         return net.blocks[0](x)
 
 
+def _casts_apart(net, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        x = net.first(x)
+        with torch.autocast("cpu", enabled=False):  # the cast of net.first stays shared
+            for block in net.blocks:
+                x = block(x.float())
+        return net.out(net.first(x))
+
+
+def _casts_around_a_pause(net, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        x = net.blocks[0](x)
+        return _in_order(1, 2, 3)(net, net.first(x))
+
+
+class _CastsTwice(_UnevenBlock):
+    def forward(self, x):
+        first, second = (self.side.weight.to(torch.bfloat16).float() for _ in range(2))
+        return self.inner(x @ first) @ second
+
+
+def _in_autocast(net, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return _plain(net, x)
+
+
 def _ties(net, x):
     return nn.functional.linear(_adds_the_first(net, x), net.first.weight)
 
@@ -177,11 +204,19 @@ WAYS = {
     "boxed": _boxes,
     "stashed": lambda net, x: _plain(net, x) + net.stashed,
     "reads another": _reads_another,
+    "casts apart": _casts_apart,
+    "casts around a pause": _casts_around_a_pause,
+    "casts twice": _in_autocast,
     "in inference mode": _in_inference_mode,
     "a weight with a hook": _ties,
     "a weight with a hook and dropout": lambda net, x: _drops(net, x) + net.first.weight.sum(),
 }
-BLOCKS = {"mappings": _UnevenBlock, "encoder and decoder": _Decoder, "boxed": _Decoder}
+BLOCKS = {
+    "casts twice": _CastsTwice,
+    "mappings": _UnevenBlock,
+    "encoder and decoder": _Decoder,
+    "boxed": _Decoder,
+}
 
 
 def _make(kind):
@@ -197,6 +232,8 @@ def _make(kind):
         net.blocks[1][0].weight.register_hook(lambda grad: grad * 0.5)
     elif kind.startswith("a weight with a hook"):
         net.first.weight.register_hook(lambda grad: grad * 0.5)
+    elif kind == "casts around a pause":
+        net.blocks[1].register_forward_pre_hook(lambda _, args: net.first(args[0]))
     elif kind == "stashed":
 
         def stash(module, args):
@@ -251,6 +288,7 @@ SETTINGS = {
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     "sums in bf16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
     "a seed": {"seed": 5},
+    "a weight that is cast twice": {},
     "any number of ranks": {"world_size_invariant": True},
     "a sum, not a mean": {"gradient_allreduce_op": "sum"},
     "Muon": {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}},
@@ -263,7 +301,7 @@ SETTINGS = {
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bits_are_the_same_with(world_size, stage, name):
     # Below stage 3 a tied weight is refused with autocast, which shares one cast for all its uses.
-    kind = "plain" if name == "autocast" else "tied"
+    kind = {"autocast": "plain", "a weight that is cast twice": "casts twice"}.get(name, "tied")
     config = _config(stage) | SETTINGS[name]
     skipped = simulate(_same_bits, world_size, kind, config)
     assert [0 < num < STEPS for num in skipped] == [name == "clipping and overflow"] * world_size
@@ -373,6 +411,8 @@ def test_training_goes_on_after_a_forward_that_failed_and_an_evaluation(fails_in
         ("stashed", r"leaves a tensor in the attribute stashed, where another micro-batch would"),
         ("a weight with a hook", r"before the blocks and code behind it use first.weight, on wh"),
         ("reads another", r"uses blocks.3.0.bias of unit 4"),
+        ("casts apart", r"code behind the blocks uses a tensor .* code before the blocks computed"),
+        ("casts around a pause", r"unit 2 \(blocks.1\) uses a tensor"),
         ("in inference mode", r"blocks.0\) is called on another thread, or within torch.inference"),
     ],
 )
@@ -382,10 +422,16 @@ def test_blocks_that_are_no_sequence_are_refused_by_name(kind, message):
         engine.train_batch(_batches(0))
 
 
-def test_vertical_schedule_without_greenlet_is_refused(monkeypatch):
+def test_vertical_schedule_without_greenlet_is_refused_and_auto_is_horizontal(monkeypatch, caplog):
     monkeypatch.setattr("zero_core.vertical.schedule.greenlet", None)
-    with pytest.raises(MissingPartError, match=r"accumulation_schedule: .* pip install greenlet"):
+    said = r"accumulation_schedule = 'vertical' needs .*zero-core\[vertical\]\", or set 'horiz"
+    with pytest.raises(MissingPartError, match=said):
         zero_core.build(_make("plain"), _config() | VERTICAL)
+    caplog.set_level("INFO", "zero_core")
+    simulate(_same_bits, 2, "called again", _config(), "auto")
+    assert re.findall("auto chose .*", caplog.text) == [
+        'auto chose horizontal: greenlet is not installed: pip install "zero-core[vertical]"'
+    ]
 
 
 CONTEXTS = {
@@ -393,6 +439,9 @@ CONTEXTS = {
     "no_grad": torch.no_grad,
     "device": lambda: torch.device("cpu"),
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
+    "one autograd thread": lambda: torch.autograd.set_multithreading_enabled(False),
+    "view replay": lambda: _force_original_view_tracking(True),
     "function mode": BaseTorchFunctionMode,
     "dispatch mode": lambda: FlopCounterMode(display=False),
     "hooks on saved tensors": save_on_cpu,
@@ -404,8 +453,10 @@ def _visible_state():
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     depth, _ = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
     flags = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), hooks is not None, depth
-    kernels = torch.backends.cuda.flash_sdp_enabled(), _python_dispatch._is_in_torch_dispatch_mode
-    return num_modes, flags, kernels, _device.CURRENT_DEVICE, threading.get_ident()
+    kernels = torch.backends.cuda.flash_sdp_enabled(), torch._C._get_overrideable_sdp_enabled()
+    modes = torch.is_anomaly_enabled(), _python_dispatch._is_in_torch_dispatch_mode
+    backward = torch._C._is_multithreading_enabled(), torch._C._is_view_replay_enabled()
+    return num_modes, flags, kernels, modes, backward, _device.CURRENT_DEVICE, threading.get_ident()
 
 
 @pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
@@ -445,7 +496,8 @@ def test_context_holds_where_it_was_entered_on_one_thread(name, inner):
     assert_same(found[2], expected[2])
 
 
-def test_paused_forwards_are_unwound_and_the_error_has_the_line_of_the_model():
+@pytest.mark.parametrize("error", [AttributeError, KeyboardInterrupt])
+def test_paused_forwards_are_unwound_and_the_error_has_the_line_of_the_model(error):
     def keeps_on(net, x):
         with torch.autocast("cpu", torch.bfloat16), save_on_cpu():
             for block in net.blocks:
@@ -455,13 +507,16 @@ def test_paused_forwards_are_unwound_and_the_error_has_the_line_of_the_model():
                     left.append(x.shape[0])
                     if x.shape[0] == 3:
                         raise
+                    if x.shape[0] == 2 and error is KeyboardInterrupt:  # as the frames unwind
+                        raise error("missing") from None
         return x
 
     left, before = [], _visible_state()
     engine = zero_core.build(_Net(keeps_on, _mlp), _config() | VERTICAL)
-    with pytest.raises(AttributeError, match="missing") as caught:
+    with pytest.raises(error, match="missing") as caught:
         engine.train_batch(_batches(0))
-    assert any("net.missing if" in str(entry.statement) for entry in caught.traceback)
+    line = "net.missing if" if error is AttributeError else "raise error("
+    assert any(line in str(entry.statement) for entry in caught.traceback)
     assert set(left) == {2, 3, 4}
     assert _visible_state() == before
 

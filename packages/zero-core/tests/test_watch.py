@@ -163,6 +163,47 @@ def test_each_rank_that_waits_names_the_cause_once_in_time(act, said, caplog):
     assert len(caplog.records) == len(waiting)
 
 
+class _Device:
+    """`DeviceWaits` of one collective, which the test sets."""
+
+    limit_s = 30.0
+    current = None
+
+    def oldest(self):
+        return self.current
+
+
+@pytest.mark.parametrize(
+    ("way", "begin", "times"),
+    [
+        ("hangs", 1, range(40)),
+        ("ends late", 1, range(40)),  # while this rank sends its last beat
+        ("of the host", 99, range(40)),  # a host's wait that ends while its cause is looked for
+        ("begins after a pause", 41, (0, 1, 41)),  # of the process
+        ("paused", 1, (0, 1, 2, 42)),
+    ],
+)
+def test_only_a_collective_that_hangs_on_the_device_ends_the_process(
+    way, begin, times, monkeypatch
+):
+    aborts, device, board, place = [], _Device(), Board({}, 0), Place()
+    monkeypatch.setattr(watches, "_LAST_REPORT_S", 0.0)
+    monkeypatch.setattr(watches.os, "abort", lambda: aborts.append(now))
+    watch = Watch(board, place, rank=0, world_size=2, within_s=WITHIN_S, device_waits=device)
+    if way == "ends late":
+        board.flush = lambda limit_s: setattr(device, "current", None)
+    if way == "of the host":
+        place.begin_wait("control exchange")
+        board.take = lambda: (now == 33 and place.end_wait()) or {}
+    start = time.monotonic()
+    for now in times:
+        if now == begin:
+            device.current = "all_gather of unit 1", object()
+        watch.tick(start + now)
+    assert bool(aborts) == (way == "hangs")
+    assert json.loads(board.table[0])[6] == (way == "hangs")  # whether it has given up
+
+
 def test_a_rank_that_gave_up_is_not_the_cause():
     ranks = _Ranks(3, within_s=0.0)
     ranks.watches[1].note_cause("the forward of unit 1 (blocks.0) raised ArithmeticError: NaN")

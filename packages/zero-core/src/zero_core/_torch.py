@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -55,6 +56,7 @@ function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_
 call_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 _CALL = nn.Module.__call__.__name__
 _FIRST_OWN_NUMBER = 1 << 32
+_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # functions that get and set a value
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
@@ -319,3 +321,100 @@ def cast_floats(inputs: Any, dtype: torch.dtype | None) -> Any:
     return pytree.tree_map_only(
         Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs
     )
+
+
+def dispatch_keys() -> Any:
+    """Return an object that differs within contexts which `context_settings` does not reach."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def autocast_depth() -> int:
+    """Return the number of autocast contexts that this thread has entered."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _set_autocast_depth(depth: int) -> None:
+    while torch.autocast_increment_nesting() <= depth:
+        pass
+    while torch.autocast_decrement_nesting() > depth:
+        pass
+
+
+def _saved_hooks() -> list[Any]:
+    c: Any = torch._C._autograd
+    items: list[Any] = []
+    while (hooks := c._top_saved_tensors_default_hooks(True)) is not None:
+        items.insert(0, hooks)
+        c._pop_saved_tensors_default_hooks()
+    _set_saved_hooks(items)
+    return items
+
+
+def _set_saved_hooks(items: list[Any]) -> None:
+    c: Any = torch._C._autograd
+    while c._top_saved_tensors_default_hooks(True) is not None:
+        c._pop_saved_tensors_default_hooks()
+    for hooks in items:
+        c._push_saved_tensors_default_hooks(*hooks)
+
+
+def context_settings(device: torch.device) -> list[_Setting]:
+    """Return functions that get and set each part of the state of torch's contexts.
+
+    Names are looked up in this call: one that a release renames breaks the vertical schedule alone.
+    """
+    from torch.utils import _device
+    from torch.utils import _python_dispatch as dispatch
+
+    c: Any = torch._C
+    overrides: Any = torch.overrides
+    cuda = torch.backends.cuda
+
+    def anomaly_mode() -> tuple[bool, bool]:
+        return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+    def set_function_modes(modes: list[Any]) -> None:
+        for _ in function_modes():
+            overrides._pop_mode()
+        for mode in modes:
+            overrides._push_mode(mode)
+
+    def set_dispatch_modes(modes: list[Any]) -> None:
+        for _ in dispatch._get_current_dispatch_mode_stack():
+            dispatch._pop_mode()
+        for mode in modes:
+            dispatch._push_mode(mode)
+
+    settings: list[_Setting] = [
+        (torch.is_grad_enabled, c._set_grad_enabled),
+        (c._is_fwd_grad_enabled, c._set_fwd_grad_enabled),
+        (c._is_multithreading_enabled, c._set_multithreading_enabled),
+        (c._is_view_replay_enabled, c._set_view_replay_enabled),
+        (anomaly_mode, lambda mode: torch.set_anomaly_enabled(*mode)),
+        (c._get_torch_function_state, c._set_torch_function_state),
+        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        (autocast_depth, _set_autocast_depth),
+        (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+        (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+        (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        (c._get_overrideable_sdp_enabled, c._set_sdp_use_overrideable),
+        (c._get_sdp_priority_order, c._set_sdp_priority_order),
+        (_saved_hooks, _set_saved_hooks),
+        (function_modes, set_function_modes),
+        (dispatch._get_current_dispatch_mode_stack, set_dispatch_modes),
+        *(
+            (partial(getattr, module, name), partial(setattr, module, name))
+            for module in (_device, dispatch)
+            for name in vars(module)
+            if name == "CURRENT_DEVICE" or name.startswith("_is_in_")
+        ),
+    ]
+    for kind in {"cpu", device.type}:
+        get = partial(torch.is_autocast_enabled, kind), partial(torch.get_autocast_dtype, kind)
+        put = partial(torch.set_autocast_enabled, kind), partial(torch.set_autocast_dtype, kind)
+        settings += zip(get, put, strict=True)
+    if device.type != "cpu":  # `set_stream` sets the device, too
+        settings.append((torch.accelerator.current_stream, torch.accelerator.set_stream))
+    return settings

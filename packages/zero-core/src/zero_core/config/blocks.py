@@ -572,7 +572,8 @@ class Config(_Block):
     wait goes on. 0 disables the log. Not in DeepSpeed's configuration."""
     collective_timeout_s: _Positive | None = None
     """Seconds after which a wait for another rank fails. None selects the process group's timeout.
-    With NCCL, the process group itself keeps the new timeout. Not in DeepSpeed's configuration."""
+    With NCCL, the process group itself keeps the new timeout, and a process whose device still
+    waits 2 seconds later ends. Not in DeepSpeed's configuration."""
     check_replicas_every: NonNegativeInt = 0
     """Steps from one comparison of all ranks' parameter values to the next, at stages 0 to 2. 0
     disables the comparisons. Not in DeepSpeed's configuration."""

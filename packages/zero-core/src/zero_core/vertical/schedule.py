@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from itertools import pairwise
 from typing import Any
@@ -48,9 +48,8 @@ from zero_core.config import Config
 from zero_core.core.grads import FlatGrads
 from zero_core.core.passes import Driver, Passes
 from zero_core.core.unit import Unit
-from zero_core.errors import AccumulationScheduleError
+from zero_core.errors import AccumulationScheduleError, MissingPartError
 from zero_core.optim.train_state import TrainState
-from zero_core.parts import missing_part
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.micro_batches import MicroBatches, ScaledLoss
@@ -60,7 +59,7 @@ from zero_core.watch.place import OUTSIDE
 
 try:
     from greenlet import getcurrent, greenlet
-except ImportError:  # `make_micro_batches` raises if it is needed
+except ImportError:  # `make_micro_batches` raises, or chooses the horizontal schedule
     greenlet = None
 
 _log = logging.getLogger(__name__)
@@ -269,12 +268,17 @@ class VerticalSchedule(MicroBatches):
             self._forward.leave(self._root, needs_grad=True, error=None)
             self._run_backward(micro_batches)
             self._in_attributes = None
-        except BaseException:
+        except BaseException as error:
+            interruptions: list[BaseException] = []
             try:
                 for one in micro_batches:
-                    while one.greenlet:  # frames may catch GreenletExit, and enter the next block
-                        with suppress(Exception):  # raised by the frames as they end
+                    # Frames may catch GreenletExit and enter the next block, or be interrupted.
+                    while not one.greenlet.dead:
+                        try:
                             one.greenlet.throw()
+                        except BaseException as other:
+                            if not isinstance(other, Exception):
+                                interruptions.append(other)
             finally:
                 self._running = self._turn = None
                 torch_state.exchange()
@@ -282,6 +286,8 @@ class VerticalSchedule(MicroBatches):
                 self._passes.drive_by_hooks()
                 self._forward.abandon()  # the next forward drops the passes' gradients
                 self._units.release_all()
+            if interruptions and isinstance(error, Exception):
+                raise interruptions[0] from error
             raise
         finally:
             if host_inputs is not None:
@@ -463,14 +469,21 @@ def make_micro_batches(
     host_inputs: HostInputs | None,
 ) -> MicroBatches:
     """Return the driver of a step's micro-batches for the configured schedule."""
-    wanted = config.accumulation_schedule
+    wanted, needs = config.accumulation_schedule, 'pip install "zero-core[vertical]"'
+    if greenlet is None and wanted == "vertical":
+        raise MissingPartError(
+            f"accumulation_schedule = {wanted!r} needs the package greenlet, which is not "
+            f"installed: {needs}, or set 'horizontal'"
+        )
+    is_vertical = wanted == "vertical" or (config.is_vertical and greenlet is not None)
     if wanted == "auto" and state.control.rank == 0:
-        chosen = "vertical:" if config.is_vertical else "horizontal: no"
-        _log.info("accumulation_schedule: auto chose %s gathers are saved", chosen)
-    if wanted != "vertical" and not config.is_vertical:
+        why = (
+            f"greenlet is not installed: {needs}" if config.is_vertical else "no gathers are saved"
+        )
+        chosen = "vertical: gathers are saved" if is_vertical else f"horizontal: {why}"
+        _log.info("accumulation_schedule: auto chose %s", chosen)
+    if not is_vertical:
         return MicroBatches(train, state)
-    if greenlet is None:
-        raise missing_part("accumulation_schedule: vertical", "greenlet")
     blocks = [modules[unit.index] for unit in passes.units.blocks]
     kind = AutoSchedule if wanted == "auto" else VerticalSchedule
     return kind(blocks, passes, train, state, host_inputs)

@@ -37,9 +37,9 @@ from torch.overrides import TorchFunctionMode
 from zero_core._torch import (
     METADATA_READS,
     AccumulateGrad,
+    autocast_depth,
     cast_param,
     function_modes,
-    is_autocast_enabled,
     next_sequence_number,
     pytree,
     sequence_number,
@@ -174,7 +174,8 @@ class Segments(TorchFunctionMode):
         self._is_between = False
         # By id of the parameter: its copy by autocast, which torch shares within a forward.
         self._casts: dict[int, Any] = {}
-        self._shares_casts = False  # whether autocast was on at the start of a block
+        self._shares_casts = False  # whether a block was entered within an autocast context
+        self._pauses: list[int] = []  # `next_sequence_number` at the start of each block
 
     @property
     def number(self) -> int:
@@ -191,7 +192,8 @@ class Segments(TorchFunctionMode):
 
     def enter(self, inputs: Any) -> Any:
         """Replace earlier segments' tensors in a block's nested ``inputs`` by borders."""
-        self._shares_casts |= is_autocast_enabled() and torch.is_autocast_cache_enabled()
+        self._shares_casts |= autocast_depth() > 0 and torch.is_autocast_cache_enabled()
+        self._pauses.append(next_sequence_number())
         if self.number == 0:
             self._begin()
         else:
@@ -272,7 +274,8 @@ class Segments(TorchFunctionMode):
             else:
                 if self._shares_casts and (param := cast_param(node)) is not None:
                     first = self._casts.setdefault(id(param), node)
-                    if first is not node:  # a pause came between, which ended the sharing
+                    at = [bisect_right(self._pauses, sequence_number(n)) for n in (first, node)]
+                    if at[0] != at[1]:  # a pause came between, which ended the sharing
                         raise SegmentCrossing(self._number_of(first))
                 for following, _ in node.next_functions:
                     if following is not None and following not in seen:

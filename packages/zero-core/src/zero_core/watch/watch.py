@@ -71,6 +71,7 @@ _LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkp
 _WINDOW = 64  # number of ranks whose beats are read at once
 _READ = 1 / 16  # time between two reads, as a share of a long wait
 _FLUSH_S = 1.0  # longest wait for a beat that reports a failure or end
+_MAX_TICK = 3  # maximal number of beats for which one pause of the process counts
 _NUM_WATCHED = 1024  # maximal number of watched collectives of a device
 _LAST_REPORT_S = 2.0  # for torch's report of a timeout, before this process ends
 _LAST_WAIT_S = 10.0  # longest wait for pending collectives when an engine ends
@@ -130,6 +131,7 @@ class _Wait:
 
     identity: object  # identity of this wait, None if this rank does not wait
     since: float
+    watched_s: float = 0.0  # shorter than the wait if this process was suspended meanwhile
     last_read: float = -math.inf
     window: int = 0  # number of the window being read
     logged: Verdict | None = None
@@ -371,6 +373,8 @@ class Watch:
             identity, what = self._find_wait()
             if identity != self._wait.identity:
                 self._wait = _Wait(identity, self._last_tick)
+            else:
+                self._wait.watched_s += min(now - self._last_tick, _MAX_TICK * self.interval_s)
             wait = self._wait
             waited_s = now - wait.since
             is_due = waited_s >= _LOG * self._within_s
@@ -383,15 +387,23 @@ class Watch:
                 before = logging.INFO if wait.logged is None else wait.logged.level
                 if verdict is not None and verdict.level > before:
                     self._log(what, waited_s, verdict)
-                if waited_s >= self._limit_s and not self._place.waits_for:
-                    cause = "the cause is unknown" if wait.logged is None else wait.logged.text
-                    self._log(what, waited_s, Verdict(cause, logging.CRITICAL, True))
-                    self._has_given_up = True  # so that no other rank takes this one for the cause
-                    self._publish(now)
-                    self._board.flush(_FLUSH_S)
-                    time.sleep(_LAST_REPORT_S)
-                    os.abort()  # the main thread may wait for the device in a call of the driver
+                # Only a wait of the device: one of the host ends with an error of its own.
+                if isinstance(identity, tuple) and wait.watched_s >= self._limit_s:
+                    self._abort(now, what)
             self._last_tick = now
+
+    def _abort(self, now: float, what: str) -> None:
+        wait = self._wait
+        cause = "the cause is unknown" if wait.logged is None else wait.logged.text
+        self._log(what, now - wait.since, Verdict(cause, logging.CRITICAL, True))
+        self._has_given_up = True  # so that no other rank takes this one for the cause
+        self._publish(now)
+        self._board.flush(_FLUSH_S)
+        time.sleep(_LAST_REPORT_S)
+        if self._find_wait()[0] is wait.identity:
+            os.abort()  # the main thread may wait for the device in a call of the driver
+        self._has_given_up = False
+        _log.warning("rank %d: %s has ended after all, and training goes on", self._rank, what)
 
     def _request(self, now: float) -> None:
         self._wait.last_read = now

@@ -959,8 +959,8 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {
   auto &first = event_of(start), &last = event_of(end);
-  Lock first_lock(first->mutex), last_lock(last->mutex, std::defer_lock);
-  if (first != last) last_lock.lock();
+  Lock first_lock(first->mutex, std::defer_lock), last_lock(last->mutex, std::defer_lock);
+  first == last ? first_lock.lock() : std::lock(first_lock, last_lock);
   bool are_timed = first->has_timing && last->has_timing && first->recorded && last->recorded;
   if (!are_timed || first->home != last->home) return failed(cudaErrorInvalidResourceHandle);
   if (first->done < first->recorded || last->done < last->recorded)
