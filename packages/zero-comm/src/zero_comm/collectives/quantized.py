@@ -184,6 +184,10 @@ class QuantizedCollectives:
         job = partial(gather.gather, out, shard, unit=unit, version=current, backward=backward)
         return _Exchange(self._transport.launch(job, is_reduction=False), self._packings.values())
 
+    @property
+    def announces(self) -> bool:
+        return LOSSLESS in self._gathers
+
     def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
         """Start to exchange the lengths of the next gathers' messages. A collective.
 
@@ -201,7 +205,7 @@ class QuantizedCollectives:
             self._differences.announce(numbers, self._transport.world_size, gather_numbers)
 
         def gather_numbers(out: Tensor, own: Tensor) -> None:
-            self._transport.all_gather(out, own, unit=-1, version=-1, backward=False).wait()
+            self._transport.all_gather(out, own, unit=-1, version=-2, backward=False).wait()
 
         return self._transport.launch(job, is_reduction=False)
 

@@ -345,8 +345,7 @@ def _exchanged(numbers: list[Tensor], num_ranks: int, gather: _Gather) -> Callab
     event = torch.accelerator.current_stream(found.device).record_event()
 
     def read() -> Tensor:
-        if not event.query():
-            event.synchronize()
+        event.synchronize()
         return copied
 
     return read
@@ -355,15 +354,7 @@ def _exchanged(numbers: list[Tensor], num_ranks: int, gather: _Gather) -> Callab
 class LosslessGather(WeightGather):
     """Gathers weights as lossless differences, if every rank has the earlier values."""
 
-    def __init__(
-        self,
-        transport: TransportCollectives,
-        grid: Grid,
-        scratch: Scratch,
-        differences: Differences,
-    ) -> None:
-        super().__init__(transport, grid, scratch)
-        self._differences = differences
+    differences: Differences  # set by the owner, and shared by its gathers
 
     @abstractmethod
     def numbers(self, out: Tensor | None, shard: Tensor, unit: int) -> Tensor:
