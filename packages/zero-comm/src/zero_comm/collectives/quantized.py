@@ -318,8 +318,8 @@ class QuantizedCollectives:
         has_secondary = self._settings.partition_size > 1 and not is_one_group
         gathers: dict[str | None, WeightGather] = {}
         if self._settings.is_lossless and not is_one_group:
-            gathers[LOSSLESS] = LosslessSecondaryGather(*shared, self._differences)
-            gathers[_PUBLISHED] = PublishedGather(*shared, self._differences)
+            gathers[LOSSLESS] = LosslessSecondaryGather(self._differences, *shared)
+            gathers[_PUBLISHED] = PublishedGather(self._differences, *shared)
         for kind, packing in self._packings.items():
             if kind != DIFFERENCE and not has_secondary:
                 gathers[kind] = MessageGather(*shared, packing)
