@@ -37,7 +37,7 @@ buffer, with its own slice as published. The ranks compare the checksums, messag
 versions. If any differ, if nothing was published before, or if a difference is not shorter, all
 ranks send whole values. A rank that lost its kept values thus enters the same collectives as the
 others. The exchange is part of the gather, for which a host waits. An engine on accelerators
-announces the gathers of all units after its update instead: one exchange, without a wait.
+announces the gathers of all units after its update instead: one exchange, and one wait.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ sends encoded slices or partial sums, in messages as long as the longest. The ho
 length to start the exchange. The reduction is therefore two jobs. The first one encodes and gathers
 the lengths. The second one exchanges, decodes and sums. It is launched when the reduction is waited
 for, one unit later: while the host waits for the lengths, the device computes that unit. A fixed
-length would be exact only if it left room for slices that cannot be shortened.
+length would be exact only if it left room for slices that cannot be shortened. The first job's
+messages stay in a buffer until the second one has sent a copy, and then arrive in that buffer.
 """
 
 from __future__ import annotations
