@@ -242,8 +242,8 @@ def _reads_damaged_messages(ranks: SimulatedRanks) -> str:
     return ends(engine.step)
 
 
-def _batch(ranks: SimulatedRanks, step: int) -> dict[str, Any]:
-    inputs = batch(step, 0, ranks.rank)
+def _batch(ranks: SimulatedRanks, step: int, rank: int | None = None) -> dict[str, Any]:
+    inputs = batch(step, 0, ranks.rank if rank is None else rank)
     return {**inputs, "ids": inputs["ids"].to(ranks.device)}
 
 
@@ -264,38 +264,46 @@ def test_no_rank_updates_after_a_message_was_damaged_on_a_device() -> None:
             assert re.search(named, text), text
 
 
-def _counts_waits(ranks: SimulatedRanks, case: Case) -> Any:
-    engine = case.build(ranks, make_model(CODED))
+def _counts_waits(ranks: SimulatedRanks, case: Case, after: str) -> Any:
+    engine = case.build(ranks, model := make_model(CODED))
     losses, waits = [], []
-    for step in range(3):
-        inputs, counters = _batch(ranks, step), fake_cuda.counters
-        before = Counter(counters(ranks.device.index).syncs)
-        losses.append(engine(**inputs)["loss"])
+    inputs = [_batch(ranks, step, 0) for step in range(6)]
+    for step in range(4):  # with equal batches, so that all ranks use the same parameters
+        before = Counter(fake_cuda.counters(ranks.device.index).syncs)
+        losses.append(engine(**inputs[step])["loss"])
         engine.backward(losses[-1])
+        if after == "no_sync" and step == 2:
+            with engine.no_sync():
+                engine.backward(engine(**inputs[5])["loss"])
         engine.step()
-        waits.append(Counter(counters(ranks.device.index).syncs) - before)
+        waits.append(Counter(fake_cuda.counters(ranks.device.index).syncs) - before)
+        if after == "write":
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.clamp_(-1e3, 1e3)
     values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
     engine.close()
     return [loss.item() for loss in losses], values, waits
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "after"), [(2, ""), (3, ""), (2, "write"), (2, "no_sync")])
 @alone
 def test_lossless_messages_on_a_device_have_few_waits_and_the_bits_of_plain_ones(
-    stage: int,
+    stage: int, after: str
 ) -> None:
-    cases = [Case(stage, "bf16", zero=zero, top=SMALL_STEPS) for zero in ({}, WEIGHTS, BOTH)]
-    plain, *coded = (
-        simulate_on_devices(_counts_waits, 4, case, ranks_per_node=2) for case in cases
-    )
-    # Each reduction between nodes waits for the lengths of its messages, one unit later. Lengths of
-    # weights are exchanged again in steps in which only some ranks use a parameter.
-    for found, most in zip(coded, (2, 2 + NUM_CODED), strict=True):
-        for (losses, values, waits), (exact, expected, _) in zip(found, plain, strict=True):
+    # One wait for the facts, one for the lengths of all weights, and one for each coded reduction.
+    most = {"": 1, "weights": 2, "gradients": 1 + NUM_CODED, "both": 2 + NUM_CODED}
+    ways = {"": {}, "weights": WEIGHTS, **({} if after else {"gradients": GRADIENTS, "both": BOTH})}
+    found = {}
+    for name, zero in ways.items():
+        case = Case(stage, "bf16", zero=zero, top=SMALL_STEPS)
+        found[name] = simulate_on_devices(_counts_waits, 4, case, after, ranks_per_node=2)
+        for own, (exact, expected, _) in zip(found[name], found[""], strict=True):
+            losses, values, waits = own
             assert losses == exact
             torch.testing.assert_close(values, expected, rtol=0.0, atol=0.0)
-            assert all(of.total() <= most for of in waits[1:]), waits
+            assert after or all(of.total() == most[name] for of in waits[2:]), (name, waits)
 
 
 UNIT_WIDTH = 64

@@ -30,6 +30,7 @@ from zero_core.core import hooks
 from zero_core.core.extension import Extension, Extensions
 from zero_core.core.facts import Facts
 from zero_core.core.grads import Arithmetic
+from zero_core.core.params import DeviceShard
 from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.core.units import UnitSet
@@ -52,6 +53,7 @@ from zero_core.init.values import (
     on_all_ranks,
 )
 from zero_core.lifecycle import Ownership, Removable, check_is_free
+from zero_core.optim.device_tier import DeviceTier
 from zero_core.optim.train_state import TrainState
 from zero_core.plugins import make_collectives, make_param_tier, make_state_tier
 from zero_core.protocols import (
@@ -379,6 +381,14 @@ def _make_engine(
     extensions = Extensions(followers)
     gradient = StepGradient(state, communicator, train, config, facts, extensions, arithmetic)
     unit_set = UnitSet(held.units, communicator, has_sharded_params=memory.has_sharded_params)
+    # A host may wait for lengths. The shards of other tiers are not updated yet when a step ends.
+    if (
+        communicator.announcing
+        and ranks.device.type != "cpu"
+        and isinstance(state.tier, DeviceTier)
+    ):
+        exchanged = (f for f in state.params if f.is_exchanged and f.segment.is_trainable)
+        unit_set.announced = [f for f in exchanged if isinstance(f.source, DeviceShard)]
     passes = Passes(unit_set, communicator, gradient, facts)
     modules = [module for _, module, _ in drawn.found.units]
     is_apart = config.has_inputs_on_host and ranks.device.type != "cpu"

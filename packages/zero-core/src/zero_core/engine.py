@@ -159,8 +159,6 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 backward.check_last()
                 # if this rank fails after it sends its statistics, other ranks still update
                 place.unfinished = "step()"
-                # Pre-hooks may change the groups, so with hooks no update starts before them.
-                self._gradient.has_hooks = has_step_pre_hooks(self.optimizer)
                 try:
                     backward.start_agreement()
                     # Checks may raise, so no update may be enqueued before them. The second call of
@@ -169,7 +167,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
                         backward.complete_gradient()
                     for check in self._extensions.agreed:
                         check()
-                    self._gradient.update_ahead()
+                    # Pre-hooks may change the groups, so with hooks no update starts before them.
+                    if not has_step_pre_hooks(self.optimizer):
+                        self._gradient.update_ahead()
                     backward.complete_gradient()
                     why_skipped = self._gradient.decide()
                 except (RankMismatchError, UnusedParameterError):  # on all ranks, before any update

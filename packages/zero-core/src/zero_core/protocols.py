@@ -183,13 +183,13 @@ class MessageChecks(Protocol):
     """Checks of messages that were decoded before the host knows whether they are sound."""
 
     def num_damaged(self) -> Tensor | None:
-        """Return the number of damaged messages since `clear`: 0-dim. None without messages."""
+        """Count the damaged messages since the counts that were cleared. None without messages."""
 
     def take(self) -> Sequence[tuple[int, str]]:
-        """Return unit and description of each damaged message, and clear. The host waits."""
+        """Return unit and description of each counted damaged message, and clear. Waits."""
 
     def clear(self) -> None:
-        """Forget all messages."""
+        """Forget the messages that have been counted."""
 
 
 @runtime_checkable
@@ -204,6 +204,10 @@ class CheckedCollectives(Collectives, Protocol):
 @runtime_checkable
 class AnnouncingCollectives(Collectives, Protocol):
     """Collectives that can agree on the lengths of gathers' messages in advance."""
+
+    @property
+    def announces(self) -> bool:
+        """Whether there are such messages. All ranks return the same, which never changes."""
 
     def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
         """Start to agree, so that the gathers need not wait for an accelerator.

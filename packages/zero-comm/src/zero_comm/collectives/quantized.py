@@ -183,6 +183,10 @@ class QuantizedCollectives:
         job = partial(gather.gather, out, shard, unit=unit, version=current, backward=backward)
         return _Exchange(self._transport.launch(job, is_reduction=False), self._packings.values())
 
+    @property
+    def announces(self) -> bool:
+        return LOSSLESS in self._gathers
+
     def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
         """Start to exchange the lengths of the next gathers' messages. A collective.
 
@@ -200,7 +204,7 @@ class QuantizedCollectives:
             self._differences.announce(numbers, self._transport.world_size, gather_numbers)
 
         def gather_numbers(out: Tensor, own: Tensor) -> None:
-            self._transport.all_gather(out, own, unit=-1, version=-1, backward=False).wait()
+            self._transport.all_gather(out, own, unit=-1, version=-2, backward=False).wait()
 
         return self._transport.launch(job, is_reduction=False)
 
@@ -313,8 +317,8 @@ class QuantizedCollectives:
         has_secondary = self._settings.partition_size > 1 and not is_one_group
         gathers: dict[str | None, WeightGather] = {}
         if self._settings.is_lossless and not is_one_group:
-            gathers[LOSSLESS] = LosslessSecondaryGather(*shared, self._differences)
-            gathers[_PUBLISHED] = PublishedGather(*shared, self._differences)
+            gathers[LOSSLESS] = LosslessSecondaryGather(self._differences, *shared)
+            gathers[_PUBLISHED] = PublishedGather(self._differences, *shared)
         for kind, packing in self._packings.items():
             if kind != DIFFERENCE and not has_secondary:
                 gathers[kind] = MessageGather(*shared, packing)

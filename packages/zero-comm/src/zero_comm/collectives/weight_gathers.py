@@ -37,7 +37,7 @@ buffer, with its own slice as published. The ranks compare the checksums, messag
 versions. If any differ, if nothing was published before, or if a difference is not shorter, all
 ranks send whole values. A rank that lost its kept values thus enters the same collectives as the
 others. The exchange is part of the gather, for which a host waits. An engine on accelerators
-announces the gathers of all units after its update instead: one exchange, without a wait.
+announces the gathers of all units after its update instead: one exchange, and one wait.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Final, TypedDict, Unpack
+from functools import cache, partial
+from typing import Any, Final, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -109,6 +109,9 @@ class _Entry:
 
     values: Tensor
     version: int | None = None
+
+
+_Shared = tuple[TransportCollectives, Grid, Scratch]  # arguments of `WeightGather`
 
 
 class WeightGather(ABC):
@@ -262,7 +265,7 @@ class Differences:
 
     def __init__(self, scratch: Scratch, checks: Checks) -> None:
         self._scratch = scratch
-        self.checks = checks
+        self._checks = checks
         # By unit and version: a function that returns numbers of units, and the unit's place.
         self._announced: dict[tuple[int, int], tuple[Callable[[], Tensor], int]] = {}
 
@@ -312,6 +315,15 @@ class Differences:
             pack("differences", old, new, message=message, versions=(before, now))
         return message[:length]
 
+    def apply(
+        self, rows: Tensor, old: Sequence[Tensor], unit: int, versions: _Versions, **ranks: Any
+    ) -> None:
+        """Apply the messages in ``rows`` to ``old``. ``ranks``: ``senders`` and ``own``."""
+        before, now = versions
+        assert before is not None, "the ranks have agreed on it"
+        checked: Any = {"unit": unit, "checks": self._checks, "versions": (before, now)}
+        unpack("differences", rows, old, **checked, **ranks)
+
 
 def numbers_of(
     old: Tensor,
@@ -344,9 +356,9 @@ def _exchanged(numbers: list[Tensor], num_ranks: int, gather: _Gather) -> Callab
     copied.copy_(found, non_blocking=True)
     event = torch.accelerator.current_stream(found.device).record_event()
 
+    @cache
     def read() -> Tensor:
-        if not event.query():
-            event.synchronize()
+        event.synchronize()
         return copied
 
     return read
@@ -355,35 +367,13 @@ def _exchanged(numbers: list[Tensor], num_ranks: int, gather: _Gather) -> Callab
 class LosslessGather(WeightGather):
     """Gathers weights as lossless differences, if every rank has the earlier values."""
 
-    def __init__(
-        self,
-        transport: TransportCollectives,
-        grid: Grid,
-        scratch: Scratch,
-        differences: Differences,
-    ) -> None:
-        super().__init__(transport, grid, scratch)
+    def __init__(self, differences: Differences, *shared: *_Shared) -> None:
+        super().__init__(*shared)
         self._differences = differences
 
     @abstractmethod
     def numbers(self, out: Tensor | None, shard: Tensor, unit: int) -> Tensor:
         """Return this rank's numbers for `Differences.announce`."""
-
-    def _apply(
-        self, rows: Tensor, values: list[Tensor], unit: int, versions: _Versions, senders: list[int]
-    ) -> None:
-        before, now = versions
-        assert before is not None, "the ranks have agreed on it"
-        unpack(
-            "differences",
-            rows,
-            values,
-            senders=senders,
-            unit=unit,
-            checks=self._differences.checks,
-            versions=(before, now),
-            own=self._transport.rank,
-        )
 
 
 class LosslessSecondaryGather(LosslessGather, SecondaryGather):
@@ -405,7 +395,8 @@ class LosslessSecondaryGather(LosslessGather, SecondaryGather):
             return
         rows = self.take_bytes("messages", (grid.num_groups, len(message)), shard.device)
         gather(rows, message)
-        self._apply(rows, [*secondary], unit, versions, grid.peers)
+        ranks = {"senders": grid.peers, "own": self._transport.rank}
+        self._differences.apply(rows, [*secondary], unit, versions, **ranks)
         own.copy_(shard)
 
 
@@ -445,7 +436,8 @@ class PublishedGather(LosslessGather):
             grid.gather_intra_group(arrived, rows, **origin)
             senders = [g * size + i for i in range(size) for g in range(groups)]
             values = [slices[sender] for sender in senders]
-            self._apply(arrived.view(ranks, -1), values, unit, versions, senders)
+            into = arrived.view(ranks, -1), values, unit, versions
+            self._differences.apply(*into, senders=senders, own=self._transport.rank)
         entry.values.copy_(shard)
         entry.version = version
 

@@ -21,6 +21,8 @@ unnoticed. Zeros do not change the checksum.
 On a host a damaged message raises before it is decoded. On an accelerator a check would make the
 host wait for the device, so all messages are decoded and `Checks` keeps the results on the device.
 An engine sums them over the ranks with the statistics of its step, before it decides on the update.
+Messages of gathers after that are summed in the next step. Those of an evaluation after the last
+step are not.
 """
 
 from __future__ import annotations
@@ -58,18 +60,21 @@ class Checks:
 
     def __init__(self) -> None:
         self._found: list[tuple[Tensor, int, Sequence[int], Coding]] = []
+        self._num_counted = 0
 
     def add(self, is_good: Tensor, unit: int, senders: Sequence[int], coding: Coding) -> None:
         """Keep the check of a message per sender: bool, 1-D, on a device."""
         self._found.append((is_good, unit, senders, coding))
 
     def num_damaged(self) -> Tensor | None:
+        self._num_counted = len(self._found)
         if not self._found:
             return None
         return (~torch.cat([is_good for is_good, *_ in self._found])).sum()
 
     def take(self) -> list[tuple[int, str]]:
-        found, self._found = self._found, []
+        found = self._found[: self._num_counted]
+        self.clear()
         return [
             (unit, _damaged(coding, sender, "its header or checksum is wrong"))
             for is_good, unit, senders, coding in found
@@ -78,7 +83,8 @@ class Checks:
         ]
 
     def clear(self) -> None:
-        self._found.clear()
+        del self._found[: self._num_counted]
+        self._num_counted = 0
 
 
 def message_nbytes(buffer_nbytes: _Count) -> _Count:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from zero_comm import _kernels
-from zero_comm.lossless.block_frame import max_buffer_nbytes
 from zero_comm.quantizer.native_backend import active_isa, on_host
 
 
@@ -23,10 +22,6 @@ class NativeCodec:
 
     def __init__(self, number: int) -> None:
         self._coding = number
-
-    def measure(self, *operands: Tensor) -> Tensor:
-        most = max_buffer_nbytes(operands[0].numel(), operands[0].element_size())
-        return self.encode(*operands, out=torch.empty(most, dtype=torch.uint8))
 
     def encode(self, *operands: Tensor, out: Tensor, num_threads: int | None = None) -> Tensor:
         length = _kernels.encode_blocks(

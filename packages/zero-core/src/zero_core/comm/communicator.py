@@ -30,6 +30,7 @@ from zero_core.protocols import (
     StatisticsReduction,
     Work,
 )
+from zero_core.watch.watch import join_few
 
 _OFFERED = (Reduction, InPlaceReduction, StatisticsReduction)  # optional, besides `Work`
 
@@ -107,8 +108,9 @@ class Communicator:
         self.rank = control.rank
         self.world_size = control.world_size
         self._stateful = transport if isinstance(transport, StatefulCollectives) else None
-        self._announcing = transport if isinstance(transport, AnnouncingCollectives) else None
-        self._checks = transport.checks if isinstance(transport, CheckedCollectives) else None
+        is_announcing = isinstance(transport, AnnouncingCollectives) and transport.announces
+        self.announcing = cast(AnnouncingCollectives, transport) if is_announcing else None
+        self.checks = transport.checks if isinstance(transport, CheckedCollectives) else None
         self._names = names
         # Protocols of reduction works, cached by class because isinstance() on protocols is slow.
         self._protocols: dict[type, frozenset[type]] = {}
@@ -173,30 +175,21 @@ class Communicator:
         with profiled_range(f"rank {self.rank}: {name}"), self.place.during(name):
             self.control.sum(values)
 
-    def num_damaged(self) -> Tensor | None:
-        """Return `zero_core.protocols.MessageChecks.num_damaged` of the collectives."""
-        return None if self._checks is None else self._checks.num_damaged()
+    def refuse_damaged(self, outcome: str) -> NoReturn:
+        """Raise CollectiveError with the damaged messages of each rank. Every rank must call it."""
+        found = [] if self.checks is None else self.checks.take()
+        own = join_few([f"{self._names[unit]}: {why}" for unit, why in found])
+        rows = enumerate(self.control.gather_bytes(own.encode()))
+        named = join_few([f"on rank {rank}, {row.decode()}" for rank, row in rows if row])
+        raise CollectiveError(f"rank {self.rank}: {outcome}, as {named}")
 
-    def end_checks(self, *, is_damaged: bool) -> None:
-        """Forget received messages. Every rank raises CollectiveError if any rank's was damaged."""
-        if is_damaged:
-            found = [] if self._checks is None else self._checks.take()
-            own = "; ".join(f"{self._names[unit]}: {why}" for unit, why in found)
-            rows = self.control.gather_bytes(own.encode())
-            named = [f"rank {rank}, {row.decode()}" for rank, row in enumerate(rows) if row]
-            raise CollectiveError(f"rank {self.rank}: not updated, as on {'; on '.join(named)}")
-        if self._checks is not None:
-            self._checks.clear()
-
-    def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> bool:
-        """Do `zero_core.protocols.AnnouncingCollectives.announce`, if the collectives can.
-
-        Only on an accelerator: a host's gathers may wait. Returns whether it was done.
-        """
-        if self._announcing is None or shards[0][3].is_cpu:
-            return False
-        self._announcing.announce(shards).wait()
-        return True
+    def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> None:
+        """Do `zero_core.protocols.AnnouncingCollectives.announce`."""
+        assert self.announcing is not None, "the caller has checked it"
+        name = "exchange of the lengths of weights"
+        with profiled_range(f"rank {self.rank}: {name}"):
+            work = self.announcing.announce(shards)
+        NamedWork(self, work, name).wait()
 
     def close(self) -> None:
         """Stop the watch on this rank: see `Watch.leave`."""

@@ -18,7 +18,8 @@ sends encoded slices or partial sums, in messages as long as the longest. The ho
 length to start the exchange. The reduction is therefore two jobs. The first one encodes and gathers
 the lengths. The second one exchanges, decodes and sums. It is launched when the reduction is waited
 for, one unit later: while the host waits for the lengths, the device computes that unit. A fixed
-length would be exact only if it left room for slices that cannot be shortened.
+length would be exact only if it left room for slices that cannot be shortened. The first job's
+messages stay in a buffer until the second one has sent a copy, and then arrive in that buffer.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class DeviceCollectives(Transport):
     def _scratch(
         self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return an uninitialized buffer of ``numel`` elements, valid during one job."""
+        """Return an uninitialized buffer of ``numel`` elements, valid until the next reduction."""
         nbytes = numel * dtype.itemsize
         kept = self._buffers.get(purpose)
         if kept is None or kept.nbytes < nbytes:
@@ -170,8 +171,9 @@ class DeviceCollectives(Transport):
         norm = torch.empty((), dtype=sum_dtype(out.dtype), device=out.device)
         nonfinite = torch.empty(self.world_size, dtype=torch.bool, device=out.device)
 
-        if self._open is not None:  # its slices are in the scratch buffers
-            self._open.wait()
+        unfinished, self._open = self._open, None
+        if unfinished is not None:  # its slices are in the scratch buffers
+            unfinished.launch_second()
         sent = full.dtype if nodes is None else sum_dtype(full.dtype)
         codec = self._codec if self._links.codes_slices else None
         if codec is not None and not codec.serves(sent, out.numel()):
@@ -192,6 +194,7 @@ class DeviceCollectives(Transport):
             else:
                 exchange = self._encoded(codec, library, received, parts, senders, unit)
                 reduction.second_job = lambda: finish(received, exchange())
+                reduction.stream = torch.accelerator.current_stream(out.device)
 
         def finish(received: Tensor, far_nbytes: int) -> None:
             slices = received.view(-1, out.numel())
@@ -203,7 +206,7 @@ class DeviceCollectives(Transport):
                 sum_slices(slices, out, norm, None if nodes else nonfinite)
             self._meter.add("reduce_scatter", GRADIENTS, (near, far_nbytes))
 
-        reduction = _DeviceReduction(norm, nonfinite, self._queues)
+        reduction = _DeviceReduction(norm, nonfinite, self.launch)
         reduction.work = self.launch(job, is_reduction=True)
         self._open = None if codec is None else reduction
         return reduction
@@ -235,11 +238,9 @@ class DeviceCollectives(Transport):
             for sender, nbytes in zip(senders, lengths.tolist(), strict=True):
                 check_announced(nbytes, most, senders[own], sender, multiple=_MESSAGE_ALIGNMENT)
             nbytes = int(lengths.max())
-            sent, arrived = (
-                self._scratch(purpose, size * nbytes, torch.uint8, device)
-                for purpose in ("sent", "arrived")
-            )
+            sent = self._scratch("sent", size * nbytes, torch.uint8, device)
             sent.view(size, -1).copy_(messages[:, :nbytes])
+            arrived = messages.view(-1)[: size * nbytes]
             library.all_to_all(arrived, sent).wait()
             for peer in peers:
                 message = arrived.view(size, -1)[peer]
@@ -290,7 +291,6 @@ class DeviceCollectives(Transport):
                     message = zeros.new_empty(codec.max_nbytes(zeros.dtype, 64), dtype=torch.uint8)
                     codec.pack(zeros, message)
                     codec.unpack(message, zeros, sender=self.rank, unit=0)
-                    codec.checks.clear()
 
         self.launch(job, is_reduction=True).wait()
 
@@ -315,16 +315,22 @@ class _DeviceReduction:
 
     norm: Tensor
     nonfinite: Tensor
-    _queues: CommQueues
+    _launch: Callable[..., Work]
     work: Work = field(init=False)
     second_job: Callable[[], None] | None = None  # see [Note: coded exchanges]
+    stream: torch.Stream = field(init=False)  # of the jobs
 
     def wait(self) -> None:
+        self.launch_second()
         self.work.wait()
+
+    def launch_second(self) -> None:
         job, self.second_job = self.second_job, None
-        if job is not None:
-            self.work = self._queues.launch(job, is_reduction=True, is_second=True)
-            self.work.wait()
+        if job is None:
+            self.work.wait()  # raises the error of a first job that failed
+        else:
+            with self.stream:  # it only needs the first job, and so does not wait for the caller's
+                self.work = self._launch(job, is_reduction=True)
 
 
 def _typed(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

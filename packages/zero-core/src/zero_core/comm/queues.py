@@ -42,7 +42,7 @@ class HostQueues:
         self._queues: dict[bool, tuple[threading.Thread, _Tasks]] = {}
         self._lock = threading.Lock()
 
-    def launch(self, job: _Job, *, is_reduction: bool, is_second: bool = False) -> Work:
+    def launch(self, job: _Job, *, is_reduction: bool) -> Work:
         """Run ``job`` on the queue's thread. If called from that thread, run it inline."""
         outcome: Future[None] = Future()
         with self._lock:
@@ -72,11 +72,8 @@ class StreamQueues:
         self._device = device
         self._streams: dict[bool, torch.Stream] = {}
 
-    def launch(self, job: _Job, *, is_reduction: bool, is_second: bool = False) -> Work:
-        """Run ``job`` with the queue's stream as the current stream.
-
-        ``is_second``: the job reads only what an earlier job of the queue has read or written.
-        """
+    def launch(self, job: _Job, *, is_reduction: bool) -> Work:
+        """Run ``job`` with the queue's stream as the current stream."""
         if is_reduction not in self._streams:
             # High priority: otherwise NCCL's few thread blocks wait for those of large matmuls.
             self._streams[is_reduction] = torch.Stream(self._device, priority=-1)
@@ -86,9 +83,8 @@ class StreamQueues:
         if current == stream:  # called by a job of this queue; torch 2.10 cannot re-enter a stream
             _run(job, outcome)
         else:
-            if not is_second:
-                # The job reads tensors that the caller has written on its current stream.
-                stream.wait_stream(current)
+            # The job reads tensors that the caller has written on its current stream.
+            stream.wait_stream(current)
             with stream:
                 _run(job, outcome)
         done = stream.record_event()

@@ -22,11 +22,11 @@ from zero_core.core.grads import Arithmetic
 NUM_WORDS = 3
 """Number of 16-bit words in a hash."""
 _HASH, _SQUARED_HASH, _SUMS, _DAMAGED = "hash", "squares of the hash", "sums", "damaged"
-_VOID = ("unreduced", "written", _DAMAGED)
+_VOIDING = "unreduced", "written", _DAMAGED
 
 
 def _sizes(num_params: int, num_units: int, arithmetic: Arithmetic) -> dict[str, int]:
-    numbers = dict.fromkeys(("unreduced", "with gradient", "written", "late", _DAMAGED), 1)
+    numbers = dict.fromkeys((*_VOIDING, "with gradient"), 1)
     hashed = {_HASH: NUM_WORDS, _SQUARED_HASH: NUM_WORDS}
     marks = {"used": num_params, "left out": num_units}
     return {**numbers, **hashed, **marks, _SUMS: arithmetic.num_sums}
@@ -57,10 +57,13 @@ class Facts:
         numel = 0
         for name, size in _sizes(num_params, num_units, arithmetic).items():
             self._slots[name] = slice(numel, numel := numel + size)
+        self._slots["voiding"] = slice(0, len(_VOIDING))
         self._has_stream = device.type != "cpu"
         self._sent = torch.zeros(numel, dtype=torch.float64, pin_memory=self._has_stream)
         self._total = torch.zeros(numel, dtype=torch.float64, device=device)
-        self._read = self._sent.clone().pin_memory() if self._has_stream else self._total
+        self._read = self._total
+        if self._has_stream:
+            self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
         self._event: torch.Event | None = None  # end of a copy to the host not yet awaited
         self.is_known = False  # whether the host has read the sum
 
@@ -94,7 +97,8 @@ class Facts:
         total = self._total
         total.copy_(self._sent, non_blocking=True)
         total[self._slots[_SUMS]] = square_sums
-        if (damaged := self._communicator.num_damaged()) is not None:
+        checks = self._communicator.checks
+        if checks is not None and (damaged := checks.num_damaged()) is not None:
             total[self._slots[_DAMAGED]] = damaged
         self._meter.add("all_reduce", FACTS, self._meter.links.all_reduce(total.nbytes))
         self._communicator.sum_statistics(total)
@@ -103,10 +107,6 @@ class Facts:
             self._read.copy_(total, non_blocking=True)
             self._event = torch.accelerator.current_stream(self._device).record_event()
         self.is_known = False
-
-    def follow(self) -> None:
-        """Make the host's wait for the sum wait for all work now on the current stream, too."""
-        self._event = torch.accelerator.current_stream(self._device).record_event()
 
     def _wait(self) -> None:
         if self._event is not None:
@@ -131,7 +131,7 @@ class Facts:
     @property
     def is_void(self) -> bool:
         """Whether the host must act before the update: see `device_is_void`."""
-        return any(map(self.is_any, _VOID)) or not self.is_hash_agreed
+        return bool(self._known("voiding").any()) or not self.is_hash_agreed
 
     @property
     def is_hash_agreed(self) -> bool:
@@ -161,9 +161,9 @@ class Facts:
         True if gradients are not reduced yet, parameters were written, a message was damaged, or
         hashes differ.
         """
-        late, written, damaged = (self._total[self._slots[name].start] for name in _VOID)
-        sums, squares = (self._total[self._slots[name]] for name in (_HASH, _SQUARED_HASH))
-        return (late > 0) | (written > 0) | (damaged > 0) | ~self._has_one_hash(sums, squares)
+        names = "voiding", _HASH, _SQUARED_HASH
+        voiding, sums, squares = (self._total[self._slots[name]] for name in names)
+        return voiding.any() | ~self._has_one_hash(sums, squares)
 
     def _has_one_hash(self, sums: Tensor, squares: Tensor) -> Tensor:
         return (sums.square() == squares * self._communicator.world_size).all()

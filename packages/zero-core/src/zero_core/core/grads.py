@@ -128,10 +128,10 @@ class FullGrad:
 
     def _add_held(self) -> None:
         held, self._held, self._held_numel = self._held, {}, 0
-        if first := [position for position in held if position not in self._added]:
+        if first := sorted(held.keys() - self._added):
             self._added.update(first)
-            views = [self._slots[position] for position in first]
-            torch._foreach_copy_(views, [held.pop(position) for position in first])
+            views = [*map(self._slots.__getitem__, first)]
+            torch._foreach_copy_(views, [*map(held.pop, first)])
             if self._predivide != 1.0:
                 self._undivided += views  # dividing copies avoids wide temporaries
         if held:

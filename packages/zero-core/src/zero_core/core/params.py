@@ -221,7 +221,7 @@ class FlatParams:
     def announcement(self) -> tuple[int, int, Tensor | None, Tensor]:
         """Return the next gather for `zero_core.protocols.AnnouncingCollectives.announce`."""
         kept = self.full if self.is_kept else None
-        return self.segment.index, self.version + 1, kept, self.source.read()
+        return self.segment.index, self.version, kept, self.source.read()
 
     def publish(self, launcher: Launcher | None) -> None:
         """Start to exchange stale kept values, after their update.

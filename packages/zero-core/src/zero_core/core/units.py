@@ -69,6 +69,7 @@ class UnitSet:
         self._full_params_depth = 0  # number of open `full_params` contexts
         kept = [flat for unit in units for flat in unit.params if flat.is_kept]
         self._published = [flat for flat in kept if flat.is_exchanged]
+        self.announced: Sequence[FlatParams] = ()  # see `Communicator.announce`
         self._launcher: Launcher | None = None
         self._is_publishing = False  # whether any published exchange is not awaited yet
         self._publishing = threading.RLock()
@@ -230,6 +231,8 @@ class UnitSet:
                     self.release(self.units[flat.segment.unit])
                 self.ready.discard(flat.segment.unit)
                 flat.invalidate()
+            if self.announced:
+                self._communicator.announce([flat.announcement() for flat in self.announced])
             self.publish()
 
     def values_replaced(self, flats: Iterable[FlatParams] | None = None) -> None:

@@ -365,7 +365,9 @@ class Forecast:
                     sent = sum_dtype(dtype) if links.sums_in_two_levels else dtype
                     sizes = footprint.coded_nbytes(numel, sent)
                     if sizes is not None:
-                        coded[num_messages * coded_room(sizes[1])] += 1
+                        # A device also has a row for its own slice, and no length fields.
+                        room = (num_messages + 1) * sizes[1]
+                        coded[room if links.is_ring else num_messages * coded_room(sizes[1])] += 1
             slices |= of_unit
             messages |= coded
         if self._links.is_ring:

@@ -32,7 +32,6 @@ from zero_core.config import Config
 from zero_core.core.extension import Extensions
 from zero_core.core.facts import NUM_WORDS, Facts
 from zero_core.core.grads import Arithmetic, FlatGrads
-from zero_core.core.params import DeviceShard
 from zero_core.core.passes import BackwardPass, Passes
 from zero_core.errors import RankMismatchError
 from zero_core.optim.train_state import TrainState, describe_groups
@@ -75,8 +74,6 @@ class StepGradient:
         self._facts = facts
         self._hashed: tuple[Sequence[Any], list[float]] = (), []  # settings and their hash
         self._is_agreed = False  # whether the facts cover the current gradient
-        self._is_announced = False  # whether gathers of the step's values are announced
-        self.has_hooks = False  # whether the optimizer has hooks that run before the update
         self._changed_square_sum: Tensor | None = None  # set if param.grad was changed
         self._clipped = 1.0  # product of all clip factors of this step
         # Numbers and tensors of trained parameters that this rank holds in full.
@@ -205,7 +202,6 @@ class StepGradient:
 
     def fill(self, facts: Facts) -> None:
         facts.put("with gradient", bool(self.params_with_grad))
-        facts.put("late", self._is_late)
         facts.mark("used", self.params_with_grad)
         changed = self.param_grads.begin_agreement(self._communicator)
         alike = (
@@ -272,7 +268,6 @@ class StepGradient:
         self._train.num_drops += 1
         self._norms.clear()
         self.policy.clear()
-        self._is_announced = False
         self._clipped = 1.0
 
     def clip(self, max_norm: float, p: float) -> float:
@@ -289,24 +284,13 @@ class StepGradient:
 
     def update_ahead(self) -> None:
         """Enqueue the update before the host reads the facts, if the policy can."""
-        if not self.has_hooks:
-            self.param_grads.close()
-        if self._facts.is_known:
+        self.param_grads.close()
+        if self._facts.is_known or not self.policy.can_step_ahead:
             return
         pieces = enumerate(self._state.pieces)
         active = [i for i, piece in pieces if piece.param in self.params_with_grad]
-        if active and not self._is_late:
-            self._step_ahead(active)
-        # All ranks announce, even if this one updates later: see `apply`.
-        if self._announce():
-            self._facts.follow()
-            self._is_announced = True
-
-    @property
-    def _is_late(self) -> bool:
-        return self.has_hooks or not self.policy.can_step_ahead
-
-    def _step_ahead(self, active: Sequence[int]) -> None:
+        if not active:
+            return
         square_sum, is_void = self._changed_square_sum, self._facts.device_is_void
         if square_sum is None:
             square_sum = self._facts.device_square_sum
@@ -328,14 +312,6 @@ class StepGradient:
             grad_scale = torch.where(is_void, 1.0, factor / scale)
         self.policy.step_ahead(active, grad_scale=grad_scale, found_inf=found_inf)
 
-    def _announce(self) -> bool:
-        """Announce the next gathers of updated shards, if they are on an accelerator."""
-        flats = [f for f in self._state.params if f.is_exchanged and f.segment.is_trainable]
-        is_here = all(isinstance(flat.source, DeviceShard) for flat in flats)
-        if not (flats and is_here and self.policy.is_on_device):
-            return False
-        return self._communicator.announce([flat.announcement() for flat in flats])
-
     def _decide_by(self, square_sum: float) -> tuple[float, bool, float]:
         """Return the unscaled norm before clipping, whether to update, and the gradient scale."""
         scale = self._train.scaler.scale
@@ -352,11 +328,16 @@ class StepGradient:
         """
         if self._facts.is_void:
             self.policy.settle(is_void=True)
-        self._communicator.end_checks(is_damaged=self._facts.is_any("damaged"))
-        if not self._facts.is_hash_agreed:
-            self.reopen()  # ranks may correct the settings and call step() again
-            self.param_grads.forget_last_changes()
-            self._refuse_step()
+            if self._facts.is_any("damaged"):
+                has_updates = "updated in backward by damaged gradients: load a checkpoint"
+                outcome = has_updates if self.policy.is_final else "not updated"
+                self._communicator.refuse_damaged(outcome)
+            if not self._facts.is_hash_agreed:
+                self.reopen()  # ranks may correct the settings and call step() again
+                self.param_grads.forget_last_changes()
+                self._refuse_step()
+        if self._communicator.checks is not None:
+            self._communicator.checks.clear()
         self._state.common_buffers.confirm()
         for follow in self._extensions.before_decision:
             follow(self._train.global_steps + 1)
@@ -403,11 +384,6 @@ class StepGradient:
     def apply(self) -> None:
         active, grad_scale = self._decided
         self.policy.step(active, grad_scale=grad_scale)
-        # Some ranks may have updated after the announcement: with hooks, or parameters that only
-        # other ranks have used. The condition is equal on all ranks.
-        is_early = self._is_announced and not self._facts.is_any("late")
-        if not (is_early and self._facts.is_unanimous("used")):
-            self._announce()
         if self._whole_params:
             # Like an in-place optimizer update, this makes torch refuse a backward of an earlier
             # forward.

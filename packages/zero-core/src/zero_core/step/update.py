@@ -71,7 +71,6 @@ class UpdatePolicy:
     """Policy that updates after the decision on the step. Base of the other policies."""
 
     begins_early: ClassVar[bool] = False  # whether updates begin in backward
-    is_on_device: ClassVar[bool] = False  # whether shards are updated in stream order
     is_final: ClassVar[bool] = False  # whether updates in backward cannot be undone
     undo_bytes = 0  # host memory of an undo log
     ahead: Sequence[int] = ()  # pieces whose update is enqueued, until `step` completes it
@@ -110,7 +109,6 @@ class UpdatePolicy:
 class AheadPolicy(UpdatePolicy):
     """Enqueues the update before the host knows the decision. See [Note: update ahead]."""
 
-    is_on_device = True
     _tier: DeviceTier
 
     @property
