@@ -61,9 +61,7 @@ class Facts:
         self._has_stream = device.type != "cpu"
         self._sent = torch.zeros(numel, dtype=torch.float64, pin_memory=self._has_stream)
         self._total = torch.zeros(numel, dtype=torch.float64, device=device)
-        self._read = self._total
-        if self._has_stream:
-            self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
+        self._read = self._sent.clone().pin_memory() if self._has_stream else self._total
         self._event: torch.Event | None = None  # end of a copy to the host not yet awaited
         self.is_known = False  # whether the host has read the sum
 
@@ -158,8 +156,7 @@ class Facts:
     def device_is_void(self) -> Tensor:
         """Whether the host must act before the update, computed on the device: 0-dim, bool.
 
-        True if gradients are not reduced yet, parameters were written, a message was damaged, or
-        hashes differ.
+        True for unreduced gradients, written parameters, damaged messages, or different hashes.
         """
         names = "voiding", _HASH, _SQUARED_HASH
         voiding, sums, squares = (self._total[self._slots[name]] for name in names)

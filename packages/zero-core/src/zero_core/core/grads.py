@@ -119,7 +119,8 @@ class FullGrad:
 
     def flush(self) -> None:
         """Add the held gradients to the memory, by one kernel for all of them."""
-        self._add_held()
+        if self._held:
+            self._add_held()
         if self.memory is not None and len(self._undivided) == len(self._slots):
             self.memory.mul_(self._predivide)
         elif self._undivided:
@@ -136,14 +137,13 @@ class FullGrad:
                 self._undivided += views  # dividing copies avoids wide temporaries
         if held:
             self.flush()
-            views = [self._slots[position] for position in held]
+            views = [*map(self._slots.__getitem__, held)]
             torch._foreach_add_(views, [*held.values()], alpha=self._predivide)
 
     def added(self, position: int) -> Tensor | None:
         """Return a view of a parameter's gradient since the last reduction, or None."""
         self.flush()
-        is_any = self.memory is not None and position in self._added
-        return self._slots[position] if is_any else None
+        return self._slots[position] if self.memory is not None and position in self._added else None
 
     def complete(self) -> Tensor:
         """Return the memory, ready for reduction. Fills the gradients of unused parameters."""
