@@ -119,8 +119,10 @@ def _filed(base: Mapping[str, Any], **keys: Any) -> Variant:
 
 
 def _few_bits(bits: Mapping[str, Any], base: Mapping[str, Any] = HOST, **zero: Any) -> Variant:
-    """Return a variant that must not change any bit of training with quantized messages."""
-    return Variant(zero, base={**bits, **base}, stages=(3,), ranks=NODES, family="few bits")
+    """Return a variant whose delays must not change any bit of training with quantized messages."""
+    further = {"collectives": delayed_collectives}
+    base = {**bits, **base}
+    return Variant(zero, base, further=further, stages=(3,), ranks=NODES, family="few bits")
 
 
 EARLY = {
