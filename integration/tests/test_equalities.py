@@ -119,8 +119,10 @@ def _filed(base: Mapping[str, Any], **keys: Any) -> Variant:
 
 
 def _few_bits(bits: Mapping[str, Any], base: Mapping[str, Any] = HOST, **zero: Any) -> Variant:
-    """Return a variant that must not change any bit of training with quantized messages."""
-    return Variant(zero, base={**bits, **base}, stages=(3,), ranks=NODES, family="few bits")
+    """Return a variant whose delays must not change any bit of training with quantized messages."""
+    further = {"collectives": delayed_collectives}
+    base = {**bits, **base}
+    return Variant(zero, base, further=further, stages=(3,), ranks=NODES, family="few bits")
 
 
 EARLY = {
@@ -143,7 +145,7 @@ EARLY = {
 }
 SHARES = {
     "ratio 0.3": _share(ratio=0.3),
-    "ratio 0.999": _share(ratio=0.999),
+    "ratio 0.999": _share(ratio=0.999, pin_memory=False),
     "names on the host": _share(parameters=["blocks.1.*", "*.norm.bias", "embed.weight"]),
     "budget of the device": _share(device_budget=5_000),
 }

@@ -28,6 +28,7 @@ from zero_core.testing import (
     on_ranks,
     rows,
     simulate,
+    train,
 )
 
 WIDTH, STEPS = 13, 2
@@ -165,9 +166,8 @@ def _in_order_of_micro_batches(
     engine = _build(config, ranks)
     norms = []
     for step in range(STEPS):
-        for first in range(0, 4, ranks.size):
-            engine.backward(engine(_batch(step, first + ranks.rank, 0, torch.bfloat16)))
-            engine.step()
+        micros = range(ranks.rank, 4, ranks.size)
+        train(engine, [_batch(step, micro, 0, torch.bfloat16) for micro in micros])
         norms.append(engine.get_global_grad_norm())
     return engine.full_state_dict(dtype=torch.float32), norms
 

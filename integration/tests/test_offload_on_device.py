@@ -23,6 +23,7 @@ from zero_core.testing import (
     make_model,
     run_alone,
     simulate,
+    train,
     train_unread,
 )
 from zero_engine.report import charts
@@ -85,7 +86,7 @@ UPLOADS = [
 ]
 
 
-def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int], int]:
+def train_waiting_once(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int], int]:
     """Train with at most one host wait a step. Returns values, host elements and uploaded bytes."""
     engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
     tier: Any = engine.sharded_state.tier
@@ -119,10 +120,10 @@ def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int], in
 
 def _run(world_size: int, cases: list[Case]) -> None:
     for seed, case in enumerate(cases):
-        expected = simulate(train, world_size, case)
+        expected = simulate(train_waiting_once, world_size, case)
         fake_cuda.set_delays(seed=seed, kernel_s=2e-5, copy_s=1e-3)
         fake_cuda.reset_counters(with_stacks=True)
-        found = simulate_on_devices(train, world_size, case)
+        found = simulate_on_devices(train_waiting_once, world_size, case)
         fake_cuda.set_delays()
         for (values, shares, sent), (exact, _, whole) in zip(found, expected, strict=True):
             torch.testing.assert_close(values, exact, rtol=0.0, atol=0.0, msg=str(case))
@@ -263,9 +264,7 @@ def peak_of(ranks: Any, settings: dict[str, Any], root: float) -> list[int]:
     x, held = torch.ones(1, WIDTH, device=device), [accelerator.memory_allocated(device) - before]
     accelerator.reset_peak_memory_stats(device)
     for _ in range(3):
-        for _ in range(engine.gradient_accumulation_steps):
-            engine.backward(engine(x))
-            engine.step()
+        train(engine, [x] * engine.gradient_accumulation_steps)
         accelerator.synchronize(device)
         held.append(accelerator.memory_allocated(device) - before)
     peak = accelerator.max_memory_allocated(device) - before

@@ -35,6 +35,7 @@ from zero_core.testing import (
     simulate,
     train,
 )
+from zero_core.testing.equal import micro_step
 from zero_core.testing.readers import AFTER, BEFORE, Watched, check_truth, read_everywhere
 from zero_core.testing.training import assert_same
 
@@ -272,10 +273,7 @@ def _train_asleep(
     engine = zero_core.build(make_model(64), config, process_group=ranks)
     kinds: set[str] = set()
     for micro in range(4):
-        inputs = batch(micro // 2, micro % 2, ranks.rank)
-        loss = engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"]
-        engine.backward(loss)
-        engine.step()
+        micro_step(engine, micro // 2, micro % 2)
         if sleeps:
             kinds |= KINDS & engine.memory_report().keys()
             before = torch.accelerator.memory_allocated(ranks.device)

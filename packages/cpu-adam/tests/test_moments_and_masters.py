@@ -246,17 +246,6 @@ def test_it_is_the_flat_function(isa, hyper, state_dtype, dtype):
     assert torch.equal(optimizer.state[param]["exp_avg_sq"], states[1])
 
 
-@pytest.mark.parametrize("state_dtype", COMPACT)
-def test_many_parameters_step_together_as_alone(isa, state_dtype):
-    sizes = [(n,) for n in range(1, 300, 23)]
-    together = make_params(sizes, dtype=torch.bfloat16)
-    threaded = make_params(sizes, dtype=torch.bfloat16)
-    train(CPUAdam(together, state_dtype=state_dtype, num_threads=1), together, 3)
-    train(CPUAdam(threaded, state_dtype=state_dtype, num_threads=3), threaded, 3)
-    for one, two in zip(together, threaded, strict=True):
-        assert torch.equal(one, two)
-
-
 class TestConvertState:
     def trained(self, state_dtype, master_dtype=None, dtype=torch.bfloat16):
         params = make_params(SIZES, dtype=dtype)

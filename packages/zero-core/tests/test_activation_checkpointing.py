@@ -3,16 +3,15 @@
 import pytest
 import torch
 from support import fake_cuda
-from support.fake_cuda.simulated import on_device_rank, simulate_on_devices
+from support.fake_cuda.simulated import on_device_rank
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_core
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.testing.models import make_model, make_tower, seeded
-from zero_core.testing.oracle import Case, train_unread
-from zero_core.testing.ranks import alone, on_processes
-from zero_core.testing.simulated import simulate
+from zero_core.testing.models import make_tower, seeded
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import on_processes
 from zero_core.testing.training import assert_same
 
 BLOCKS = ({}, {"cpu_checkpointing": True})
@@ -96,22 +95,6 @@ def test_cpu_checkpointing_frees_the_accelerators_memory():
         engine.step()
     # Inputs of the second and third block are freed. The caller still holds the first input.
     assert allocated[0] - allocated[1] >= 2 * 100_000 * 8 * 4
-
-
-def _train_late(ranks, stage):
-    config = _config(stage, {"cpu_checkpointing": True})
-    engine = zero_core.build(make_model(), config, process_group=ranks)
-    return train_unread(engine, ranks.rank, ranks.device, steps=3)
-
-
-@pytest.mark.cuda
-@alone
-def test_inputs_on_the_host_have_the_bits_of_the_cpu_on_a_device_that_is_late():
-    for seed, (world_size, stage) in enumerate([(1, 0), (2, 1), (2, 3)]):
-        expected = simulate(_train_late, world_size, stage)
-        fake_cuda.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
-        found = simulate_on_devices(_train_late, world_size, stage)
-        assert_same(found, expected)
 
 
 DEPTH, ROWS = 6, 1360

@@ -30,8 +30,7 @@ def test_units_that_are_not_resharded_are_gathered_once(ranks):
     engine, log = _build(ranks)
     engine.set_reshard_after_forward(False)
     for step in range(2):
-        engine.backward(engine(rows(step, ranks.rank), _without(step if ranks.rank else None)))
-        engine.step()
+        train(engine, [(rows(step, ranks.rank), _without(step if ranks.rank else None))])
         assert sorted(_gathers(log)) == ["f0", "f1", "f2", "f3", "f4"]
         assert not any(flat.full is not None for flat in engine.sharded_state.params)
         log.clear()
@@ -58,9 +57,8 @@ def _in_advance(ranks, depth):
     first.register_forward_pre_hook(
         lambda *_: before_first.extend([] if before_first else _gathers(log))
     )
-    for step in range(3):
-        engine.backward(engine(rows(step, ranks.rank), _without(1 if ranks.rank == step else None)))
-        engine.step()
+    numbers = [(step, 1 if ranks.rank == step else None) for step in range(3)]
+    train(engine, [(rows(step, ranks.rank), _without(skipped)) for step, skipped in numbers])
     return before_first, _gathers(log)
 
 

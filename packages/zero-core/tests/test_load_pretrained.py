@@ -11,7 +11,7 @@ from torch import nn
 
 import zero_core
 from zero_core.checkpoint import safetensors_files as weight_files
-from zero_core.testing import Case, Hard, assert_same, batch, simulate
+from zero_core.testing import Case, Hard, assert_same, batch, simulate, train_steps
 
 
 class Model(Hard):
@@ -217,8 +217,7 @@ def test_several_files_are_read_as_one_and_none_has_a_tensor_of_another(tmp_path
 
 def test_an_engine_that_has_stepped_is_refused(tmp_path):
     engine = _engine()
-    engine.backward(engine(**batch(0, 0, 0))["loss"])
-    engine.step()
+    train_steps(engine, 0, 1)
     with pytest.raises(zero_core.CheckpointError, match="after 1 micro-steps"):
         zero_core.load_pretrained(engine, tmp_path)
 

@@ -8,7 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zero_core
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.groups import Ranks
-from zero_core.testing import Case, make_tower, rows
+from zero_core.testing import Case, make_tower, rows, train
 
 WORLD_SIZE, WIDTH = 1024, 96
 
@@ -41,9 +41,7 @@ def test_a_step_among_1024_ranks_holds_what_was_planned(rank, stage):
         ).memory.device
     ranks = SilentRanks(None, rank, WORLD_SIZE, torch.device("cpu"))
     engine = zero_core.build(make_tower(3, WIDTH), config, process_group=ranks)
-    for _ in range(2):
-        engine.backward(engine(rows(0, 0, WIDTH)))
-        engine.step()
+    train(engine, [rows(0, 0, WIDTH)] * 2)
     assert (engine.global_steps, engine.skipped_steps) == (2, 0)
     held = {kind: nbytes for kind, nbytes in engine.memory_report().items() if nbytes}
     assert held == {kind: planned[kind] for kind in held}

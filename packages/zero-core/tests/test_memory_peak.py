@@ -12,7 +12,7 @@ from torch import accelerator, nn
 
 import zero_core
 from zero_core.comm import control
-from zero_core.testing import Case
+from zero_core.testing import Case, train
 from zero_core.testing.models import RootAndBlocks
 from zero_core.testing.ranks import PeakMemory, alone, spawn
 
@@ -28,24 +28,20 @@ def status(name):
     return int(value) * 1024
 
 
-def train(depth, dtype, rows, steps):
+def trained(depth, dtype, rows, steps):
     engine = Case(3, dtype).build(model=RootAndBlocks(WIDTH, depth, 1))
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
-    for _ in range(steps):
-        engine.backward(engine(torch.ones(rows, WIDTH)))
-        engine.step()
+    train(engine, [torch.ones(rows, WIDTH)] * steps)
     return engine
 
 
 def measure(dtype, rows):
-    train(2, dtype, rows, 2)  # loads libraries and kernels before the measurement
+    trained(2, dtype, rows, 2)  # loads libraries and kernels before the measurement
     before = status("VmRSS")
-    engine = train(DEPTH, dtype, rows, 3)
+    engine = trained(DEPTH, dtype, rows, 3)
     early = status("VmRSS") - before
     peak = status("VmHWM") - before
-    for _ in range(8):
-        engine.backward(engine(torch.ones(rows, WIDTH)))
-        engine.step()
+    train(engine, [torch.ones(rows, WIDTH)] * 8)
     return {"peak": peak, "early": early, "late": status("VmRSS") - before}
 
 
@@ -174,9 +170,7 @@ def measure_on_device(ranks, job):
     accelerator.reset_peak_memory_stats(device)
     x = torch.ones(1, ROOT_WIDTH, device=device)
     for step in range(2):
-        for _ in range(engine.gradient_accumulation_steps):
-            engine.backward(engine(x))
-            engine.step()
+        train(engine, [x] * engine.gradient_accumulation_steps)
         accelerator.synchronize(device)
         found[f"held {step}"] = accelerator.memory_allocated(device) - before
     found["peak"] = accelerator.max_memory_allocated(device) - before

@@ -11,6 +11,7 @@ from support.fake_cuda.simulated import simulate_on_devices
 
 import zero_core
 from zero_core.runtime import device_states
+from zero_core.testing.equal import micro_step
 from zero_core.testing.models import RootAndBlocks, batch
 from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import alone
@@ -25,19 +26,11 @@ CASES = [
 ALL = frozenset(zero_core.StatePart)
 
 
-def micro_step(engine, ranks, step, micro=0):
-    inputs = batch(step, micro, ranks.rank)
-    loss = engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"]
-    engine.backward(loss)
-    engine.step()
-    return loss.detach()
-
-
 def train(ranks, case, parts, non_blocking, done):
     engine = case.build(ranks)
     losses = []
     for step, micro in itertools.product(range(2), range(case.accumulation)):
-        losses.append(micro_step(engine, ranks, step, micro))
+        losses.append(micro_step(engine, step, micro))
         if parts is not None:
             engine.offload_states(parts, pin_memory=step % 2 == 0, non_blocking=non_blocking)
             done.wait()
@@ -46,7 +39,7 @@ def train(ranks, case, parts, non_blocking, done):
             assert not engine.offloaded_states
     values = engine.full_state_dict()
     engine.close()
-    return [[loss.item() for loss in losses], values]
+    return [losses, values]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +94,7 @@ def test_99_percent_of_the_device_is_free():
 @on_ranks(2)
 def test_what_needs_the_states_says_so(ranks, stage):
     engine = Case(stage=stage).build(ranks)
-    micro_step(engine, ranks, 0)
+    micro_step(engine, 0)
     inputs = batch(1, 0, ranks.rank)
     loss = engine(**inputs)["loss"]
     engine.offload_states()
@@ -145,7 +138,7 @@ def test_what_needs_the_states_says_so(ranks, stage):
     with pytest.raises(RuntimeError, match="optimizer_states are offloaded"):
         engine.step()
     engine.reload_states()
-    micro_step(engine, ranks, 1)
+    micro_step(engine, 1)
     engine.close()
 
 

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves
 import zero_core
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.meter import Links, Meter
-from zero_core.testing.models import batch, make_model
+from zero_core.testing.models import make_model
 from zero_core.testing.oracle import Case
 from zero_core.testing.simulated import device_collectives, simulate
+from zero_core.testing.training import train_steps
 
 NODES = [(4, 2), (6, 2), (6, 3)]
 """World sizes, each with the number of ranks per node."""
@@ -69,8 +70,7 @@ def _send(ranks, config):
     engine = zero_core.build(
         make_model(), config, process_group=ranks, collectives=lambda native, **_: device
     )
-    engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
-    engine.step()
+    train_steps(engine, 0, 1)
     meter.end_step()
     return meter.report(), device.exchange_nbytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from support.tiers import (
     train,
     trained,
 )
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 from zero_offload import OffloadedOptimizer
 from zero_offload.flat.geometry import Geometry, Intervals
@@ -158,19 +159,13 @@ def test_gradients_that_are_widened_on_an_accelerator_count(
         assert found == expected + more * is_accelerated
 
 
-class _Net(nn.Module):
-    """Model whose parameter names match patterns. One parameter is empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(7, 7)
-        self.empty = nn.Parameter(torch.zeros(0))
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.embed(x).relu())
-        return out
+def _net() -> Any:
+    """Make a model whose parameter names match patterns. One parameter is empty."""
+    torch.manual_seed(0)
+    parts = {"embed": nn.Linear(7, 7), "relu": nn.ReLU(), "head": nn.Linear(7, 3)}
+    net = nn.Sequential(OrderedDict(parts))
+    net.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    return net
 
 
 MAKERS: dict[str, Any] = {
@@ -189,7 +184,7 @@ MAKERS: dict[str, Any] = {
 
 @pytest.mark.parametrize(("name", "host_numel"), [("pattern", 24), ("groups", 31), ("set", 24)])
 def test_an_optimizer_takes_names_or_parameters(name: str, host_numel: int) -> None:
-    plain, net = _Net(), _Net()
+    plain, net = _net(), _net()
     loop(plain, optim.NAdam(plain.parameters(), lr=1e-2))
     params, chosen = MAKERS[name](net)
     optimizer = OffloadedOptimizer(optim.NAdam, params, parameters=chosen, lr=1e-2)
@@ -198,7 +193,7 @@ def test_an_optimizer_takes_names_or_parameters(name: str, host_numel: int) -> N
     assert optimizer.tier.host_numel == host_numel
     if name == "pattern":  # The state_dict of named parameters also loads at a ratio.
         saved = optimizer.state_dict()
-        second = OffloadedOptimizer(optim.NAdam, _Net().parameters(), ratio=0.3, lr=1e-1)
+        second = OffloadedOptimizer(optim.NAdam, _net().parameters(), ratio=0.3, lr=1e-1)
         second.load_state_dict(saved)
         found = second.state_dict()["state"]
         for i, entry in saved["state"].items():
@@ -209,7 +204,7 @@ def test_an_optimizer_takes_names_or_parameters(name: str, host_numel: int) -> N
 
 
 def test_shares_that_cannot_be_are_refused_by_name() -> None:
-    net = _Net()
+    net = _net()
 
     def make(params: Any, **keys: Any) -> None:
         OffloadedOptimizer(optim.SGD, params, lr=0.1, **keys)

@@ -181,15 +181,6 @@ def test_a_decision_that_comes_in_the_middle_leaves_the_rest_to_the_step(
     assert pair.counts()[1 if scale != 1.0 else 0] < NUMEL
 
 
-def test_without_room_nothing_is_begun() -> None:
-    pair = Pair(undo_buffer_size=64)
-    assert pair.tier.undo_bytes == 64
-    pair.begin(1)
-    pair.step(1)
-    pair.check()
-    assert pair.counts() == (0, 0)
-
-
 def test_updates_of_torch_and_in_a_file_cannot_be_undone(tmp_path: Any) -> None:
     assert not make_tier(Space(), optim.NAdam, [group_of(optim.NAdam)]).enable_undo()
     block = {"device": "nvme", "nvme_path": str(tmp_path)}
