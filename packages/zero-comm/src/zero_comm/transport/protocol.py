@@ -78,8 +78,20 @@ class AddingCollectives(TransportCollectives, Protocol):
         """Start to add this rank's slice of every rank's ``full`` to ``out``, in rank order."""
 
 
+class MessageChecks(Protocol):
+    """Checks of messages decoded on an accelerator: `zero_comm.lossless.message.Checks`."""
+
+    def num_damaged(self) -> Tensor | None: ...
+    def take(self) -> Sequence[tuple[int, str]]: ...
+    def clear(self) -> None: ...
+
+
 class SliceCodec(Protocol):
     """Lossless codec for slices of gradients. Tensors are 1-D and contiguous."""
+
+    @property
+    def checks(self) -> MessageChecks:
+        """Checks of messages that `unpack` has decoded on an accelerator."""
 
     def serves(self, dtype: torch.dtype, numel: int) -> bool:
         """Whether slices of ``numel`` elements are coded."""

@@ -143,7 +143,7 @@ class FullGrad:
     def added(self, position: int) -> Tensor | None:
         """Return a view of a parameter's gradient since the last reduction, or None."""
         self.flush()
-        return self._slots[position] if self.memory is not None and position in self._added else None
+        return None if self.memory is None or position not in self._added else self._slots[position]
 
     def complete(self) -> Tensor:
         """Return the memory, ready for reduction. Fills the gradients of unused parameters."""
