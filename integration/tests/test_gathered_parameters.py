@@ -31,12 +31,7 @@ def _model() -> nn.Module:
 
 
 def _config(stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
+    return config(stage, bf16={"enabled": True}, optimizer={"type": "SGD", "params": {"lr": 0.1}})
 
 
 def _before_the_engine(rank: int, world_size: int) -> None:
@@ -375,12 +370,7 @@ def test_init_that_cannot_begin_leaves_none_active() -> None:
 
 
 VOCAB = 12_000  # makes the head larger than the minimum size of a tail unit
-SGD_AT_3 = {
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_clipping": 0.0,
-    "zero_optimization": {"stage": 3},
-    "optimizer": {"type": "SGD", "params": {"lr": LR}},
-}
+SGD_AT_3 = config(3, optimizer={"type": "SGD", "params": {"lr": LR}})
 
 
 class _Head(torch.autograd.Function):

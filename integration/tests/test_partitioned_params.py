@@ -14,7 +14,7 @@ from torch import nn
 
 import zero_core
 from tests.support.facade import run_each, update
-from zero_core.testing import Failure, PeakMemory, failing, spawn, train
+from zero_core.testing import Case, Failure, PeakMemory, failing, spawn, train
 from zero_core.testing.quantized import Adapted
 from zero_engine.deepspeed.zero.partition_parameters import (
     GatheredParameters,
@@ -30,11 +30,7 @@ from zero_engine.deepspeed.zero.partitioned import (
     value_of,
 )
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "zero_optimization": {"stage": 3},
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-}
+CONFIG = Case(3, top={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}).config()
 
 
 class Model(nn.Module):

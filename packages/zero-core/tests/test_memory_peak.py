@@ -68,11 +68,7 @@ LARGE, NUM_UNITS = 1024, 25
 UNIT_BYTES = 4 * LARGE * (LARGE + 1)
 MODEL_BYTES = NUM_UNITS * UNIT_BYTES  # 105 MB
 SLACK_BYTES = 8 * 1024**2  # for threads, messages between ranks and allocator fragmentation
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "zero_optimization": {"stage": 3},
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-}
+CONFIG = Case(3, top={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}).config()
 
 
 def _model():

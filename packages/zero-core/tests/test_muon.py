@@ -7,17 +7,12 @@ from torch import nn
 import zero_core
 from zero_core import ConfigError
 from zero_core.optim.muon import Muon, split_groups, tag_matrices
-from zero_core.testing import SimulatedDDP, batch, make_model, on_ranks, seeded, train
+from zero_core.testing import Case, SimulatedDDP, batch, make_model, on_ranks, seeded, train
 from zero_core.testing.training import assert_same, train_steps
 
 STEPS = 4
 OPTIONS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "momentum": 0.9}
 MUON = {"type": "Muon", "params": {**OPTIONS, "betas": [0.9, 0.99], "eps": 1e-8}}
-
-
-def config_of(stage, **more):
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": MUON}
-    return {**config, "zero_optimization": {"stage": stage}, **more}
 
 
 def halves(model):
@@ -44,8 +39,8 @@ def train_whole(ranks):
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def build(ranks=None, stage=0, model=None, **more):
-    return zero_core.build(model or make_model(), config_of(stage, **more), process_group=ranks)
+def build(ranks=None, stage=0, model=None, **further):
+    return Case(stage, top={"optimizer": MUON}).build(ranks, model, **further)
 
 
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
@@ -95,7 +90,7 @@ def test_states_of_an_optimizer_that_declares_otherwise_are_refused(ranks, tmp_p
         model = make_model()
         matrices, rest = halves(model)
         groups = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
-        return zero_core.build(model, config_of(3), optimizer=kind(groups), process_group=ranks)
+        return build(ranks, 3, model, optimizer=kind(groups))
 
     for kind, other, how in ((WithoutSlices, Muon, "whole"), (Muon, WithoutSlices, "in slices")):
         engine = made(kind)

@@ -181,11 +181,6 @@ def test_states_made_at_construction_are_read_before_the_first_step():
     options = {"lr": 0.1, "initial_accumulator_value": 0.25}
     model = torch.nn.Linear(3, 2)
     expected = torch.optim.Adagrad(model.parameters(), **options).state[model.weight]["sum"]
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "Adagrad", "params": options},
-        "zero_optimization": {"stage": 2},
-    }
-    engine = zero_core.build(model, config)
+    engine = Case(2, top={"optimizer": {"type": "Adagrad", "params": options}}).build(model=model)
     assert torch.equal(engine.states.get_full("weight", "sum"), expected)
     engine.close()

@@ -68,20 +68,13 @@ OPTIMIZERS = {
 }
 
 
-def config_of(stage, **zero):
-    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, **zero}}
-
-
 def trainable(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def engine_of(make, stage, ranks, **zero):
-    model = make_model()
-    optimizer = make(trainable(model))
-    return zero_core.build(
-        model, config_of(stage, **zero), optimizer=optimizer, process_group=ranks
-    )
+def engine_of(make, stage, ranks, model=None, **zero):
+    model = model or make_model()
+    return Case(stage, zero=zero).build(ranks, model, optimizer=make(trainable(model)))
 
 
 def trained(engine, rank, steps):
@@ -272,9 +265,7 @@ class Deep(nn.Module):
 @on_ranks(3)
 def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones(ranks):
     model, found = Deep(), []
-    engine = zero_core.build(
-        model, config_of(3), optimizer=LionLike(model.parameters()), process_group=ranks
-    )
+    engine = engine_of(LionLike, 3, ranks, model)
     for num_blocks in (6, 2):
         train(engine, [(torch.ones(2, 48), num_blocks)])
         (row,) = [row for row in engine.comm_report() if row.content == "whole parameters"]
@@ -284,7 +275,7 @@ def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones(ranks):
     # 2/3 of a matrix and of its gradient go to the owner, 2/3 of the new values to other ranks.
     sent = ranks.connect().sum(torch.tensor(found)).tolist()
     assert sent == pytest.approx([6 * 2 * matrix, 2 * 2 * matrix], rel=0.03)
-    settings = {**config_of(3), **ADAFACTOR}
+    settings = Case(3, top=ADAFACTOR).config()
     planned = zero_core.plan(Deep(), settings, 3).memory.device["whole parameters in a step"]
     owned = 2 * matrix  # elements per rank
     numels = [w.numel for w in assign_owners(engine.layout) if w.owner == ranks.rank]
@@ -310,9 +301,8 @@ def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones(ranks):
     ],
 )
 def test_what_would_be_wrong_is_refused_by_its_name(make, zero, match):
-    model = nn.Linear(3, 2)
     with pytest.raises(ConfigError, match=match):
-        zero_core.build(model, config_of(2, **zero), optimizer=make(model.parameters()))
+        engine_of(make, 2, None, nn.Linear(3, 2), **zero)
 
 
 @on_ranks(2)
