@@ -217,20 +217,22 @@ class Forecast:
             if s in self.resting and s.dtype != config.master_dtype(s.dtype)
         )
         is_rounded = is_accelerated and not is_offloaded
-        # Made by autograd: the largest gradient, while small ones wait to be added, by unit.
-        trained = (p.numel * p.dtype.itemsize for p in layout.params if p.is_trainable)
+        # Made by autograd: a unit's largest gradient, while its other small ones wait to be added.
         held: Counter[int] = Counter()
+        largest: Counter[int] = Counter()
         for index, plan in self.gradients.items():
             s = layout.segments[index]
-            small = compress(s.slots, plan.small_slots(s, is_cpu=not is_accelerated))
-            sizes = (slot.stop - slot.start for slot in small)
-            held[s.unit] += min(sum(sizes), s.padded_numel // 2) * s.dtype.itemsize
+            sizes = [slot.stop - slot.start for slot in s.slots]
+            small = [*compress(sizes, plan.small_slots(s, is_cpu=not is_accelerated))]
+            waiting = sum(small) - max(sizes) * (max(sizes) in small)
+            held[s.unit] += min(waiting, s.padded_numel // 2) * s.dtype.itemsize
+            largest[s.unit] = max(largest[s.unit], max(sizes) * s.dtype.itemsize)
         self.blocks = memory.expected_blocks()  # bytes of each allocation, by kind, of some kinds
         self._fixed = {
             **{kind: sum(sizes) for kind, sizes in self.blocks.items()},
             "exchange buffers": self._exchange_bytes(),
             "micro-step gradient": max(further.values(), default=0),
-            "parameter gradient": max(held.values(), default=0) + max(trained, default=0),
+            "parameter gradient": max((held + largest).values(), default=0),
             "gradients of tied weights": (2 if are_tied_moved else steps) * sum(self.tied),
             **messages,
             "updated shards": max(rounded, default=0) * is_rounded,
