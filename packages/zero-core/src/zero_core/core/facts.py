@@ -65,8 +65,6 @@ class Facts:
         self._event: torch.Event | None = None  # end of a copy to the host not yet awaited
         self.is_known = False  # whether the host has read the sum
 
-    # ------------------------------------------------ before the all-reduce
-
     def begin(self) -> None:
         """Begin a step's facts. All slots start at 0."""
         self._wait()  # an earlier upload may still read ``_sent``
@@ -111,8 +109,6 @@ class Facts:
             self._event.synchronize()
             self._event = None  # not earlier, because Ctrl-C may interrupt the wait
 
-    # ------------------------- after the all-reduce, equal on all ranks
-
     def counts(self, name: str) -> list[float]:
         """Return each element of a slot, summed over the ranks."""
         found: list[float] = self._known(name).tolist()
@@ -129,7 +125,8 @@ class Facts:
     @property
     def is_void(self) -> bool:
         """Whether the host must act before the update: see `device_is_void`."""
-        return bool(self._known("voiding").any()) or not self.is_hash_agreed
+        self._known("voiding")  # waits for the sum
+        return bool(self._is_void_in(self._read))
 
     @property
     def is_hash_agreed(self) -> bool:
@@ -145,8 +142,6 @@ class Facts:
         self.is_known = True
         return self._read[self._slots[name]]
 
-    # ---------------------------------------------------------- on the device
-
     @property
     def device_square_sum(self) -> Tensor:
         """`square_sum` on the device: 0-dim, float64."""
@@ -158,9 +153,12 @@ class Facts:
 
         True for unreduced gradients, written parameters, damaged messages, or different hashes.
         """
-        names = "voiding", _HASH, _SQUARED_HASH
-        voiding, sums, squares = (self._total[self._slots[name]] for name in names)
-        return voiding.any() | ~self._has_one_hash(sums, squares)
+        return self._is_void_in(self._total)
+
+    def _is_void_in(self, total: Tensor) -> Tensor:
+        slots = self._slots
+        has_one_hash = self._has_one_hash(total[slots[_HASH]], total[slots[_SQUARED_HASH]])
+        return total[slots["voiding"]].any() | ~has_one_hash
 
     def _has_one_hash(self, sums: Tensor, squares: Tensor) -> Tensor:
         return (sums.square() == squares * self._communicator.world_size).all()

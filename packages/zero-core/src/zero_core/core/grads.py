@@ -76,7 +76,7 @@ class FullGrad:
         self._predivide = plan.predivide
         self._missing = missing
         self._is_small = plan.small_slots(segment, is_cpu=views.placeholders.slots[0].is_cpu)
-        self._held: dict[int, Tensor] = {}  # gradients to add, by position
+        self.held: dict[int, Tensor] = {}  # gradients to add, by position
         self._held_numel = 0
         self._undivided: list[Tensor] = []  # views of gradients that were only copied
         self._slots: list[Tensor] = []  # views of the memory, one per parameter
@@ -103,10 +103,10 @@ class FullGrad:
         given, into = grad.dtype, view.dtype
         wide = given if given is into else torch.promote_types(given, into)
         is_held = into is wide and (is_small or given is not into)
-        if position in self._held or (self._undivided and position in self._added and not is_held):
+        if position in self.held or (self._undivided and position in self._added and not is_held):
             self.flush()  # an earlier gradient, which may have another dtype
         if is_held:
-            self._held[position] = grad
+            self.held[position] = grad
             self._held_numel += view.numel()
             # Two copies per unit, so that held gradients take half of the unit's memory at most.
             if not is_small or 2 * self._held_numel >= self._segment.padded_numel:
@@ -119,7 +119,7 @@ class FullGrad:
 
     def flush(self) -> None:
         """Add the held gradients to the memory, by one kernel for all of them."""
-        if self._held:
+        if self.held:
             self._add_held()
         if self.memory is not None and len(self._undivided) == len(self._slots):
             self.memory.mul_(self._predivide)
@@ -128,7 +128,7 @@ class FullGrad:
         self._undivided = []
 
     def _add_held(self) -> None:
-        held, self._held, self._held_numel = self._held, {}, 0
+        held, self.held, self._held_numel = self.held, {}, 0
         if first := sorted(held.keys() - self._added):
             self._added.update(first)
             views = [*map(self._slots.__getitem__, first)]
@@ -182,7 +182,7 @@ class FullGrad:
         self._pools[full.dtype].release(full, readers)
 
     def clear(self) -> None:
-        self._held, self._held_numel, self._undivided = {}, 0, []
+        self.held, self._held_numel, self._undivided = {}, 0, []
         self._added.clear()
         self.close()
 

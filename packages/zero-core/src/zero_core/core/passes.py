@@ -295,7 +295,8 @@ class BackwardPass:
             if num_missing == 0 and self._is_reducing:
                 self._reduce_ready()
             for segment in unit.grads:  # it may wait its turn in the order of reductions
-                segment.full.flush()
+                if segment.full.held:
+                    segment.full.flush()
 
     def _gather_skipped(self, skipped: int) -> None:
         """Gather a unit that this backward skips, because other ranks may enter it."""
