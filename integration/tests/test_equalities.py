@@ -145,7 +145,7 @@ EARLY = {
 }
 SHARES = {
     "ratio 0.3": _share(ratio=0.3),
-    "ratio 0.999": _share(ratio=0.999, pin_memory=False),
+    "ratio 0.999": _share(ratio=0.999),
     "names on the host": _share(parameters=["blocks.1.*", "*.norm.bias", "embed.weight"]),
     "budget of the device": _share(device_budget=5_000),
 }

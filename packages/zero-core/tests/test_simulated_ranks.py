@@ -106,11 +106,13 @@ def test_only_pinned_copies_do_not_block():
 def _abort_alone(ranks):
     """Rank 1 aborts a communicator that rank 0 uses. Return rank 0's error, and its output."""
     library, error = ranks.library(), ctypes.c_int()
-    out = torch.zeros(8, device=ranks.device)
+    one, out = torch.ones(4, device=ranks.device), torch.zeros(8, device=ranks.device)
     if ranks.rank == 1:
         nccl().ncclCommAbort(library._communicator)
+        with pytest.raises(RuntimeError, match="NCCL: the communicator was aborted"):
+            library.all_gather(out, one)
         return 0, []
-    library.all_gather(out, torch.ones(4, device=ranks.device))
+    library.all_gather(out, one)
     while not error.value:
         nccl().ncclCommGetAsyncError(library._communicator, ctypes.byref(error))
     nccl().ncclCommAbort(library._communicator)
