@@ -190,7 +190,6 @@ def _build_on_small_devices(rank, world_size, stage, small):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("small", [(0, 1), (1,)])
+@pytest.mark.parametrize(("stage", "small"), [(0, (1,)), (3, (0, 1))])
 def test_device_without_memory_is_named_and_the_model_can_be_built_again(stage, small):
     spawn(_build_on_small_devices, 2, stage, small, backend="nccl")
