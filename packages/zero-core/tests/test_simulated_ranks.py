@@ -1,11 +1,8 @@
 """Simulated ranks compute like real ones. A simulated device has CUDA's stream hazards."""
 
-import ctypes
-
 import pytest
 import torch
 from support import fake_cuda
-from support.fake_cuda import nccl
 from support.fake_cuda.simulated import simulate_on_devices
 
 from zero_core.comm.control import Lane
@@ -101,49 +98,6 @@ def test_only_pinned_copies_do_not_block():
     device.to("cpu", torch.float64, non_blocking=True)  # goes to pinned memory, without a wait
     found = fake_cuda.counters(1).syncs
     assert found == {"staged copy": 1, "copy": 1}, found
-
-
-def _abort_alone(ranks):
-    """Rank 1 aborts a communicator that rank 0 uses. Return rank 0's error, and its output."""
-    library, error = ranks.library(), ctypes.c_int()
-    one, out = torch.ones(4, device=ranks.device), torch.zeros(8, device=ranks.device)
-    if ranks.rank == 1:
-        nccl().ncclCommAbort(library._communicator)
-        with pytest.raises(RuntimeError, match="NCCL: the communicator was aborted"):
-            library.all_gather(out, one)
-        return 0, []
-    library.all_gather(out, one)
-    while not error.value:
-        nccl().ncclCommGetAsyncError(library._communicator, ctypes.byref(error))
-    nccl().ncclCommAbort(library._communicator)
-    return error.value, out.tolist()
-
-
-@pytest.mark.cuda
-@alone
-def test_an_aborted_collective_is_an_error_of_its_peers_and_leaves_no_values():
-    (error, found), _ = simulate_on_devices(_abort_alone, 2)
-    assert error == 6
-    assert torch.tensor(found).isnan().all()
-
-
-@pytest.mark.cuda
-@alone
-def test_mistakes_that_show_on_a_gpu_show():
-    values, other = torch.arange(6.0, device=DEVICE), torch.tensor(1.0, device="cuda:0")
-    for call in (lambda: values.index_select(0, torch.tensor([1, 2])), lambda: values + other):
-        with pytest.raises(RuntimeError, match="Expected all tensors"):
-            call()
-    pinned = torch.ones(100, pin_memory=True)
-    address = pinned.data_ptr()
-    del pinned
-    again = torch.empty(100, pin_memory=True)
-    assert again.data_ptr() == address
-    assert again.isnan().all()
-    event, runtime = ctypes.c_void_p(), fake_cuda._library()
-    runtime.cudaEventCreate(ctypes.byref(event))  # on cuda:0, which is current
-    stream = ctypes.c_void_p(torch.cuda.Stream(DEVICE).cuda_stream)
-    assert runtime.cudaEventRecord(event, stream) == 400  # invalid resource handle
 
 
 def _launch_in_another_order(ranks):
