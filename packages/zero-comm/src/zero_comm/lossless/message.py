@@ -159,8 +159,11 @@ def unpack(
             try:
                 if sender != own:
                     buffer = _checked_buffer(coding, message, into, versions)
-                    if int(codec.decode(buffer, into)) != len(buffer):
+                    # The other codecs write values before they know all lengths.
+                    decoded = into if codec.name == "native" else into.clone()
+                    if int(codec.decode(buffer, decoded)) != len(buffer):
                         raise CorruptMessageError(f"its bytes are not {_WORDS[coding][3]}")
+                    into.copy_(decoded)
             except CorruptMessageError as error:
                 raise CorruptMessageError(_damaged(coding, sender, error)) from error
         return
