@@ -12,10 +12,10 @@ the buffer to a multiple of 16 bytes, and further zeros may follow. The header h
     8   8  number of elements
     16  16 old and new version of the weights; zeros for values
     32  8  bytes of the buffer
-    40  8  checksum of the padded buffer (`zero_comm.quantizer.checksum`)
+    40  8  checksum of the padded buffer (`zero_comm.quantizer.checksum`), XOR its bytes
 
 Every message has a checksum, because a damaged difference would corrupt all later weights
-unnoticed. Zeros do not change the checksum.
+unnoticed. Zeros do not change the checksum, so the XOR finds a length that is wrong by padding.
 
 [Note: checks on a device]
 On a host a damaged message raises before it is decoded. On an accelerator a check would make the
@@ -124,13 +124,14 @@ def pack(
         length = int(nbytes)
         total = message_nbytes(length)
         message[HEADER_NBYTES + length : total] = 0
-        lengths = struct.pack(_LENGTHS, length, int(checksums(message[HEADER_NBYTES:total])))
+        checksum = length ^ int(checksums(message[HEADER_NBYTES:total]))
+        lengths = struct.pack(_LENGTHS, length, checksum)
         header = bytearray(_fixed_part(coding, values, versions) + lengths)
         message[:HEADER_NBYTES] = torch.frombuffer(header, dtype=torch.uint8)
         return torch.tensor(total)
     words = message[:HEADER_NBYTES].view(torch.int64)
     words[:4] = fill_words(_fixed_part(coding, values, versions), message.device)
-    words[4], words[5] = nbytes, checksums(buffer)
+    words[4], words[5] = nbytes, nbytes ^ checksums(buffer)
     return message_nbytes(nbytes)
 
 
@@ -159,18 +160,15 @@ def unpack(
             try:
                 if sender != own:
                     buffer = _checked_buffer(coding, message, into, versions)
-                    # The other codecs write values before they know all lengths.
-                    decoded = into if codec.name == "native" else into.clone()
-                    if int(codec.decode(buffer, decoded)) != len(buffer):
+                    if int(codec.decode(buffer, into)) != len(buffer):
                         raise CorruptMessageError(f"its bytes are not {_WORDS[coding][3]}")
-                    into.copy_(decoded)
             except CorruptMessageError as error:
                 raise CorruptMessageError(_damaged(coding, sender, error)) from error
         return
     words = rows.view(torch.int64)
     expected = fill_words(_fixed_part(coding, values[0], versions), rows.device)
     is_good = (words[:, :4] == expected).all(1)
-    is_good &= checksums(rows[:, HEADER_NBYTES:]) == words[:, 5]
+    is_good &= words[:, 4] ^ checksums(rows[:, HEADER_NBYTES:]) == words[:, 5]
     lengths = [
         word if sender == own else codec.decode(message[HEADER_NBYTES:], into)
         for word, (message, into, sender) in zip(words[:, 4], each, strict=True)
@@ -205,7 +203,7 @@ def _checked_buffer(
             f"its header says that {nbytes} bytes follow, of {least} to {most} that may, and "
             f"{message.numel() - HEADER_NBYTES} arrived"
         )
-    if int(checksums(message[HEADER_NBYTES : message_nbytes(nbytes)])) != checksum:
+    if nbytes ^ int(checksums(message[HEADER_NBYTES : message_nbytes(nbytes)])) != checksum:
         raise CorruptMessageError("its checksum does not match its bytes")
     return message[HEADER_NBYTES : HEADER_NBYTES + nbytes]
 
