@@ -191,7 +191,7 @@ class StateAccess:
         return {n: _widened(tier.read_state(n, piece.start, piece.stop)) for n in names}
 
     def is_whole(self, name: str) -> bool:
-        """Whether one rank updates the whole parameter ``name`` and has all of its state."""
+        """Return whether one rank updates the whole parameter ``name`` and has all of its state."""
         return self._find(name, "state", is_local=True).whole is not None
 
     def scalars(self, name: str) -> Mapping[str, float]:

@@ -6,9 +6,9 @@ unit of a stage-3 model twice per micro-batch. The vertical schedule runs all mi
 one unit before the next unit, and so gathers each unit twice per step:
 
 1. Forward: each micro-batch's forward runs up to the first block, in the order of micro-batches.
-   Then all micro-batches run the first block, then the second, and so on. A forward is a stack of
-   frames of the model's code. Each one is a greenlet, which can pause at a block, on one thread.
-   `zero_core.vertical.torch_state` keeps the contexts that it has entered apart from the others'.
+   Then all micro-batches run the first block, then the second, and so on. Each forward is a
+   greenlet, a stack of Python frames that can pause at a block. All run on one thread.
+   `zero_core.vertical.torch_state` keeps their contexts (such as autocast) apart.
 2. Loss: after the last block, each micro-batch in turn computes its loss, and runs backward to the
    last block's output. So only one micro-batch's logits are in memory at a time.
 3. Backward: all micro-batches run backward through the last block, then through the block before,
@@ -114,7 +114,7 @@ class MicroBatch:
             self._state.exchange()
 
     def pause(self) -> bool:
-        """Return from `greenlet.switch`, and here at its next call. False: it cannot pause here."""
+        """Pause until the next `greenlet.switch`. Return False if a pause is not possible here."""
         inside = self._state.exchange()
         try:
             is_possible = getcurrent() is self.greenlet and self._state.is_as_before()
@@ -126,7 +126,7 @@ class MicroBatch:
 
 
 class VerticalSchedule(MicroBatches):
-    """Runs all micro-batches of a step unit by unit. See [Note: the vertical schedule]."""
+    """Driver that runs all micro-batches unit by unit. See [Note: the vertical schedule]."""
 
     def __init__(
         self,
@@ -383,7 +383,7 @@ class VerticalSchedule(MicroBatches):
         if unit is not None and unit.grads and self._backward.will_reduce():
             self._backward.reductions.start(unit.index)
         for grads in () if unit is None else unit.grads:
-            grads.full.flush()  # unless reduced, which adds the held gradients, too
+            grads.full.flush()  # no effect if reduced
 
     def _add(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
         reductions = self._backward.reductions
