@@ -3,8 +3,8 @@
 [Note: access]
 Reading a parameter returns its current value or raises an error where it is read.
 
-open      The parameter holds its value and has its own class. Reads cost nothing. If the master
-          weight has separate memory, reads of ``data`` are recorded: see `Edits`.
+open      The parameter holds its value and has its own (original) class. Reads cost nothing. If
+          the master weight has separate memory, reads of ``data`` are recorded: see `Edits`.
 deferred  The value is being gathered, as after a step at stages 1 and 2, or as the values of the
           tail unit in a forward. The first read waits for the gather.
 refused   The value is not on this rank, as between two uses at stage 3. A read raises an error that
@@ -173,12 +173,12 @@ class _Refused(_Closed):
         return f"Parameter(without values here, {tuple(self.shape)}, {self.dtype})"
 
 
-# A slot wrapper, which runs in C, because every gather calls it for every parameter.
+# Use a slot wrapper, which runs in C: every gather calls it for every parameter.
 _set_class = vars(object)["__class__"].__set__
 
 
 class _OwnClasses(dict[type, type]):
-    """Maps a class made here to the class it derives from, and any other class to itself."""
+    """Map from a class made here to the class it derives from, and from others to themselves."""
 
     def __missing__(self, found: type) -> type:
         return found
@@ -436,7 +436,7 @@ class ShownParams:
     def take_marks(self) -> list[tuple[int, bool]]:
         """Return positions of parameters that user code may have written since the last call.
 
-        The bool is True if a write is certain. Changes by the engine do not count.
+        Each has a bool, which is True if a write is certain. Changes by the engine do not count.
         """
         with DisableTorchFunction():
             before, self._versions = self._versions, list(map(_get_version, self.params))
@@ -459,7 +459,7 @@ class ShownParams:
     def misplaced(self) -> int | None:
         """Return the position of a parameter whose ``data`` other code has replaced, or None.
 
-        A parameter replaced while shown is returned once, even if it is hidden by now.
+        A replacement while shown is reported only once, even if the parameter is hidden by now.
         """
         moved, self._moved = self._moved, None
         return self._find_moved() if moved is None else moved

@@ -124,7 +124,7 @@ class Facts:
 
     @property
     def is_void(self) -> bool:
-        """Whether the host must act before the update: see `device_is_void`."""
+        """Whether the step cannot be applied as it is: see `device_is_void`."""
         self._known("voiding")  # waits for the sum
         return bool(self._is_void_in(self._read))
 
@@ -149,7 +149,7 @@ class Facts:
 
     @property
     def device_is_void(self) -> Tensor:
-        """Whether the host must act before the update, computed on the device: 0-dim, bool.
+        """Whether the step cannot be applied as it is, computed on the device: 0-dim, bool.
 
         True for unreduced gradients, written parameters, damaged messages, or different hashes.
         """

@@ -293,7 +293,7 @@ class GradShard:
         return self._rounded.copy_(values)
 
     def release(self, until_copied: Wait | None) -> None:
-        """Release the memory offered to the state tier. ``until_copied`` waits for its copy."""
+        """Release memory offered to the state tier. ``until_copied`` waits for the tier's copy."""
         if self._rounded is not None:  # then the tier reads only the rounded tensor
             rounded, self._rounded = self._rounded, None
             self._rounded_pool.release(rounded, until_copied)
@@ -661,8 +661,8 @@ class FlatGrads:
         """Return the ranks whose non-finite gradients this rank has observed. [0] on a single rank.
 
         Every rank with non-finite gradients is observed by at least one rank. Returns None if the
-        collectives do not expose contributions, if this rank's part of the sum is finite, or if
-        only the sum over micro-steps overflowed.
+        collectives do not expose contributions, or, on a CPU, if the output of each reduction was
+        finite.
         """
         if self.segment.world_size == 1:
             return [0]
@@ -711,7 +711,7 @@ class Arithmetic:
         return torch.cat(sums).sum().view(1)
 
     def finish(self, sums: Tensor) -> None:
-        """Set the first element of ``sums``, the ranks' total of `add_squares`, to the result."""
+        """Reduce ``sums``, the ranks' total of `add_squares`, to one sum in the first element."""
 
     def over_ranks(self, norms: Sequence[Tensor], p: float, control: ControlGroup) -> float:
         """Return the ``p``-norm over all ranks' segment ``norms``. All ranks must call it."""

@@ -192,7 +192,7 @@ class BackwardOrder:
         return missing
 
     def ready_units(self) -> list[int]:
-        """Return the units to reduce now, in order. A backward reduces each unit once."""
+        """Return the units to reduce now, in order. No unit is returned twice in a backward."""
         order, first = self._order, self._next
         while self._next < len(order) and self._num_missing[order[self._next]] <= 0:
             self._next += 1

@@ -56,7 +56,7 @@ class ShardSource(ABC):
     def wait_update(self, *, is_beside: bool = False) -> None:
         """Wait until the shard holds its updated values.
 
-        ``is_beside``: whether another thread than the training thread calls.
+        ``is_beside``: whether the caller is not the training thread.
         """
         if self.span is not None:
             is_at_once = is_beside or self._tier.are_params_ready(*self.span)

@@ -98,7 +98,7 @@ class GradientSink(Protocol):
 
 
 class Reductions:
-    """Reductions of units, one at a time. They pass reduced gradients to the sink.
+    """Reductions of gradients, one unit at a time. Reduced gradients are passed to the sink.
 
     One unit's reduction overlaps with the backward of the next unit.
 
@@ -324,7 +324,7 @@ class BackwardPass:
     def end(self) -> None:
         """Reduce the remaining units, wait for all reductions, and release every unit.
 
-        Autograd calls it at the end of a backward, and a step if gradients remain unreduced.
+        Called by autograd at the end of a backward, and by a step if gradients remain unreduced.
         """
         if self.is_open:
             for skipped in self.order.skipped_last():

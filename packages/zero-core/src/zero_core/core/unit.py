@@ -47,7 +47,7 @@ from zero_core.core.params import FlatParams
 
 
 class Hints(Protocol):
-    """Interface of `zero_core.sharded.param_offload.PrefetchHints`, which announces next units."""
+    """Interface of `zero_core.sharded.param_offload.PrefetchHints`."""
 
     def announce(self, unit: int, *, backward: bool) -> None: ...
 

@@ -84,7 +84,7 @@ class UnusedParameters(Extension):
     """Check that refuses a step in which a rank left a trainable parameter unused.
 
     Used at stages 1 and 2 with ``ignore_unused_parameters`` false. All ranks know how many ranks
-    used each parameter, so all ranks raise. A rank without any gradient had no data, and is ignored.
+    used each parameter, so all ranks raise. A rank without any gradient had no data: it is ignored.
     """
 
     def __init__(self, state: ShardedState, facts: Facts, train: TrainState) -> None:

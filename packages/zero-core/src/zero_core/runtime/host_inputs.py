@@ -198,7 +198,7 @@ class HostInputs:
         call = self._calls[self._num_calls] = _Call()
         call.number = self._num_calls
         self._num_calls += 1
-        for ref in self._calls.get(call.number - 2, ()):  # the last call's copy may be under way
+        for ref in self._calls.get(call.number - 2, ()):  # the previous call may still be copied
             if (stored := ref()) is not None:
                 self.copies.free(stored)
 

@@ -73,7 +73,7 @@ class CommonBuffers:
         self._agreed = self._seen
 
     def by_dtype(self) -> Mapping[torch.dtype, list[tuple[Tensor, bool]]]:
-        """Return the agreed buffers, or zeros for changed ones, with whether each is unchanged."""
+        """Return pairs, by dtype: an agreed buffer and True, or zeros and False if it changed."""
         found: dict[torch.dtype, list[tuple[Tensor, bool]]] = {}
         for b in self._agreed:
             value = b.module._buffers.get(b.key)

@@ -60,7 +60,7 @@ class Snapshot:
     def __init__(
         self, state: ShardedState, watch: StateWatch | None, max_bytes: int | None = None
     ) -> None:
-        """Wait for pending updates. The snapshot begins then: [Note: copied before they change].
+        """Wait for pending updates, and start the snapshot: [Note: copied before they change].
 
         ``max_bytes`` limits the copies: an update that needs more waits until some are read.
         Without a watch there is no limit: the caller first copies everything by `keep`.

@@ -165,7 +165,7 @@ class ParamGrads:
         return given[position]
 
     def write(self, param: nn.Parameter, grad: Tensor | None) -> bool:
-        """Set the step's gradient of ``param``. Return False to use torch's attribute instead."""
+        """Set the step's gradient of ``param``. Return False if torch's attribute must hold it."""
         flat, position = self._state.places[id(param)]
         index = flat.segment.index
         found = self._complete.get(index)

@@ -9,7 +9,8 @@ local   the part covered by this rank's optimizer state, 1-D: the whole paramete
 A state kept for a whole parameter may differ from the parameter in shape, and is returned in its
 own shape. Every rank must set its part of a state. At stage 0 the parts overlap and must be equal.
 ``"grad"`` is the step's gradient between the last backward and ``step``, unscaled, and clipped if
-`Engine.clip_grad_norm_` was called. All values are on the CPU, in fp32 (float64 for float64).
+`Engine.clip_grad_norm_` was called. Full and local values are on the CPU, in fp32 (float64 for
+float64, or a quantized component's own dtype).
 """
 
 from __future__ import annotations
@@ -299,7 +300,7 @@ class StateAccess:
             self._set_part(found, values.detach(), what)
 
     def _set_part(self, found: _Found, part: Tensor, what: str) -> None:
-        """Set this rank's ``part`` of a sliced state or of the gradient."""
+        """Set this rank's ``part`` of a sliced state, or of the gradient."""
         state, (segment, slot, piece, _) = self._state, found
         if what == GRAD:
             # At stage 0 ``part`` is the whole parameter, and the gradient shard only a slice.

@@ -229,7 +229,6 @@ class VerticalSchedule(MicroBatches):
             )
 
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
-        """Implement `MicroBatches.run`."""
         if len(batches) == 1:
             return super().run(batches, loss_of, seed=seed)
         with self._place.during("train_batch()"):
@@ -383,7 +382,7 @@ class VerticalSchedule(MicroBatches):
         if unit is not None and unit.grads and self._backward.will_reduce():
             self._backward.reductions.start(unit.index)
         for grads in () if unit is None else unit.grads:
-            grads.full.flush()  # no effect if reduced
+            grads.full.flush()  # no effect after a reduction
 
     def _add(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
         reductions = self._backward.reductions

@@ -98,7 +98,7 @@ class PartialGrads:
                 grads[param] = grad if stored is None else stored
 
     def settle(self) -> None:
-        """Drop device gradients that are being copied to the host, after the copies end."""
+        """Drop device gradients being copied to the host. The stream first waits for the copies."""
         for stored in chain.from_iterable(grads.values() for grads in self._grads):
             if isinstance(stored, HostCopy):
                 stored.copies.free(stored)

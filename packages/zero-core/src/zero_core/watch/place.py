@@ -181,7 +181,7 @@ class StepClock:
         return event
 
     def seconds(self, mark: Any) -> float:
-        """Return the seconds from the step's beginning to ``mark``, which is of the same type."""
+        """Return the seconds from the step's beginning to ``mark``, a mark of the same device."""
         begin: Any = self._marks[0][2]
         return begin.elapsed_time(mark) / 1e3 if isinstance(begin, torch.Event) else mark - begin
 

@@ -62,8 +62,8 @@ OTHER_BLOCKS = (
 _MAX_NAMED = 4  # maximum number of ranks or statements in a message
 _ENDED = ("Z", "X")
 _STOPPED = {"T": "its process is stopped", "t": "a debugger holds its process"}
-# Shares of the configured time: between two beats, of a wait before other ranks are observed,
-# without a beat before a rank counts as silent, of a wait before a line is logged.
+# Shares of the configured time: the interval of beats, the wait before other ranks are observed,
+# the time without a beat before a rank counts as silent, the wait before a line is logged.
 _BEAT, _OBSERVE, _SILENCE, _LOG = 0.1, 0.3, 0.3, 0.7
 _MIN_SILENCE_S = 0.5
 _LONG = 6  # factor on ``within_s`` before a rank is named that compiles or uses a disk
@@ -73,7 +73,7 @@ _READ = 1 / 16  # time between two reads, as a share of a long wait
 _FLUSH_S = 1.0  # longest wait for a beat that reports a failure or end
 _MAX_TICK = 3  # largest part of a wait, in beats, that one tick counts
 _NUM_WATCHED = 1024  # maximum number of watched collectives of a device
-_LAST_REPORT_S = 2.0  # for torch's report of a timeout, before this process ends
+_LAST_REPORT_S = 2.0  # wait for torch's report of a timeout, before this process ends
 _LAST_WAIT_S = 10.0  # longest wait for pending collectives when an engine ends
 
 
@@ -201,7 +201,7 @@ class ThreadedBoard:
             self._changed.wait_for(lambda: self.is_lost or self._is_idle(), limit_s)
 
     def close(self) -> None:
-        """End the thread once nothing is pending."""
+        """End the thread when nothing is pending."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -441,7 +441,7 @@ class Watch:
     def _log(self, what: str, waited_s: float, verdict: Verdict) -> None:
         is_error = verdict.level >= logging.ERROR
         is_long = any(phase in verdict.text for phase in _LONG_PHASES)
-        compiles = not self._place.num_steps and OUTSIDE not in verdict.text  # kernels, in step 1
+        compiles = not self._place.num_steps and OUTSIDE not in verdict.text  # in step 1
         if not verdict.is_final and (is_long or compiles) and waited_s < _LONG * self._within_s:
             return
         self._wait.logged = verdict
