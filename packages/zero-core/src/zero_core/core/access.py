@@ -254,7 +254,7 @@ def own_class(param: nn.Parameter) -> type[nn.Parameter]:
 
 @contextmanager
 def opened(params: Iterable[nn.Parameter | None]) -> Iterator[None]:
-    """Give the parameters their own classes within the context, for use by the engine."""
+    """Set the parameters' own classes within the context, for use by the engine."""
     before = [(param, type(param)) for param in params if param is not None]
     open_all([param for param, _ in before])
     try:

@@ -136,9 +136,9 @@ class Extension:
     def agreed(self) -> None:
         """Called when the step's gradient is reduced and all ranks have exchanged their facts.
 
-        All ranks may raise the same `UnusedParameterError` here, and the step can be repeated.
-        After any other exception a checkpoint must be loaded. If an extension overrides this
-        method, the engine does not enqueue updates ahead of the decision.
+        All ranks may raise the same `UnusedParameterError` or `RankMismatchError` here, and the
+        step can be repeated. After any other exception a checkpoint must be loaded. If an extension
+        overrides this method, the engine does not enqueue updates ahead of the decision.
         """
 
     def before_decision(self, number: int) -> None:

@@ -68,7 +68,7 @@ class FullGrad:
         self.until_read: NamedWork | None = None
         self._segment = segment
         self._plan = plan = buffers.plan
-        # On a single rank nothing is reduced: gradients accumulate directly in ``grad_shard``.
+        # Then nothing is reduced, and gradients accumulate directly in ``grad_shard``.
         self._is_shard = plan.case is GradientCase.ALONE
         self._kept = buffers.shard if self._is_shard else buffers.full
         self._pools = buffers.full_pools

@@ -142,7 +142,7 @@ class Reductions:
             self._units.updated_early(grads.segment)
 
     def accumulate_locally(self) -> None:
-        """Let gradients of several backwards accumulate before they are reduced."""
+        """Make gradients of several backwards accumulate before they are reduced."""
         for grads in self.grads:
             grads.full.is_wide = True
 
@@ -586,7 +586,7 @@ class ForwardPass:
         self.leave(root, needs_grad=True, error=None)
 
     def last_path(self, *, is_trained: bool) -> Sequence[Unit]:
-        """Return the last forward's path, preferably of the same kind, or else all blocks."""
+        """Return the last path, preferably of a forward of the same kind, or all blocks if none."""
         known = [self._last_paths[k] for k in (is_trained, not is_trained) if k in self._last_paths]
         return known[0] if known else self._units.blocks
 

@@ -1,6 +1,6 @@
 """Long-lived and short-lived memory, kept apart so that memory does not fragment.
 
-Long-lived memory (parameter shards, gradient shards, master weights, states) is allocated once, in
+Long-lived memory (parameter shards, gradient shards, master weights, states) is allocated first, in
 one contiguous buffer per kind (`Arena`). Short-lived memory (gathered units, gradients before
 reduction) is borrowed from buffers of the size of the largest request (`BufferPool`). ZeRO (arXiv
 1910.02054, section 6.3) introduces contiguous memory for this purpose.
@@ -69,7 +69,7 @@ class CopyStream:
 
 
 class Arena:
-    """Long-lived memory on one device, allocated once. ``buffers`` holds it by kind."""
+    """Long-lived memory on one device, allocated up front. ``buffers`` holds it by kind."""
 
     def __init__(self, allocate: Allocate) -> None:
         self._allocate = allocate

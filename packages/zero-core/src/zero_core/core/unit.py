@@ -28,7 +28,7 @@ memory. The state tier receives ``grad_shard`` or ``grad_sum`` in the dtype `Gra
 
 On a single rank every stage works as stage 0, unless shards are offloaded.
 
-The *arena* is memory that is allocated once and kept. A *pool* lends buffers of equal size for
+The *arena* is memory that is allocated up front and kept. A *pool* lends buffers of equal size for
 short use (`zero_core.core.pool`). The *state tier* holds master weights and optimizer states and
 runs the update, on the device, the host or NVMe. A tier that *owns gradients* copies each gradient
 when it receives it. A *parameter tier* holds shards outside the device. A *gap* is padding between

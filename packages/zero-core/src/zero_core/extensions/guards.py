@@ -111,7 +111,7 @@ class UnusedParameters(Extension):
 
 
 class RepeatedRounds(Extension):
-    """Warning, given once, if a gradient probably contains two runs of the same program lines.
+    """One warning if a gradient probably contains two runs of the same program lines.
 
     A round is a backward, outside of ``no_sync``, of a forward that began after the previous
     backward. Several rounds in a micro-step are legal: two losses, each with a separate forward.

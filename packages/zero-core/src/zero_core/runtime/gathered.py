@@ -404,7 +404,7 @@ class GatheredParams:
         is_used = is_in_backward() or any(u is unit or (u.is_root and unit.is_tail) for u in used)
         is_needed = self._units.has_full_params or (is_used and unit.is_current)
         copied = [] if is_needed else [place for place in wanted if not place[0].is_kept]
-        # Another context's copy is held once more below, because that context may end first.
+        # Another context's copy is held again below, because that context may end first.
         missing = [(flat, n) for flat, n in copied if flat.shown.copy_of(n) is None]
         new: dict[tuple[FlatParams, int], Tensor] = {}
         if missing or len(copied) < len(wanted):

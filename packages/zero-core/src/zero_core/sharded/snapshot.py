@@ -5,7 +5,7 @@ Creating a snapshot copies nothing. The snapshot reads a block of states from th
 If the tier is about to change an unread block, the changing thread first copies the block. So a
 snapshot needs memory only for blocks that training changes before they are read, at most one copy
 of this rank's states. Each copy is freed when it has been read. If a state tier cannot announce its
-changes (`zero_core.protocols.SnapshotTier`), all of its states are copied at once.
+changes (`zero_core.protocols.SnapshotTier`), all of its states are copied first.
 """
 
 from __future__ import annotations

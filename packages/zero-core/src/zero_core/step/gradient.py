@@ -2,7 +2,7 @@
 
 The passes add each segment's gradient when its reduction ends. `StepGradient` then stores the
 segment's statistics and offers the gradient to the state tier. `agree` sums the statistics over all
-ranks, `decide` decides whether to update, and `apply` lets the state tier update. `EngineOptimizer`
+ranks, `decide` decides whether to update, and `apply` runs the update. `EngineOptimizer`
 shares the param groups of the optimizer passed to ``build``, so schedulers attached to that
 optimizer work.
 

@@ -11,7 +11,7 @@ At other times ``param.grad`` is None or a tensor assigned by the user. A backwa
 tensor. Without a backward, `step` uses the tensor itself.
 
 At stages 1 to 3, and if backward updates units, reading ``param.grad`` between backward and `step`
-returns None and logs a warning once, because `torch.nn.utils.clip_grad_norm_` would silently clip
+returns None and logs one warning, because `torch.nn.utils.clip_grad_norm_` would silently clip
 nothing. Assigning a gradient raises an error.
 
 ``grad`` is a property of the parameters' class. It costs nothing unless read or set. Torch's

@@ -2,7 +2,7 @@
 
 [Note: full and local]
 full    the whole parameter in its shape. Every rank must call the method.
-local   the part covered by this rank's optimizer state, 1-D: the whole parameter at stage 0, else a
+local   the part covered by this rank's optimizer state, 1-D: the whole parameter at stage 0, or a
         slice, which may be empty. Elements are in the order of the parameter's strides. If the
         optimizer keeps the state for whole parameters, one rank, the owner, has all of it.
 

@@ -192,7 +192,7 @@ class UndoPolicy(UpdatePolicy):
 
 def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: int) -> UpdatePolicy:
     """Return the policy that the configuration requires and the tier supports."""
-    # A `WholeTier` steps once on all ranks, when all gradients are complete.
+    # A `WholeTier` makes one step on all ranks, after all gradients are complete.
     if updates_in_backward(config) and not isinstance(tier, WholeTier):
         return InBackwardPolicy(tier, train)
     if may_speculate(config):

@@ -16,16 +16,16 @@ one unit before the next unit, and so gathers each unit twice per step:
    the inputs and outputs of blocks.
 
 Gradients of a unit are reduced separately for each micro-batch, in the order of micro-batches, so
-sums are bit-identical to those of the horizontal schedule. A tied weight of the root gets a part of
-its gradient from the head, which must be kept until the embedding adds its part. One such gradient
-per micro-batch is kept, in host memory if inputs of blocks are kept there.
+sums are bit-identical to those of the horizontal schedule. For a tied weight of the root, the
+gradient from the head is kept until the embedding adds its part: one per micro-batch, in host
+memory if inputs of blocks are kept there.
 
 The passes treat the micro-batches of a step as one forward and one backward. Hooks in each
 micro-batch call `ForwardPass.go_into` and `go_out_of` instead of ``enter`` and ``leave``. A block
 stays gathered until the first micro-batch enters the next block. In backward a unit is gathered
 once for all micro-batches.
 
-Each block must be called once, in the order of the module tree. Otherwise an
+Each block must be called exactly once, in the order of the module tree. Otherwise an
 `AccumulationScheduleError` is raised. The same error is raised if a forward stores tensors in
 attributes of modules, because micro-batches would read each other's tensors. Only the first step
 checks for such tensors.
@@ -91,7 +91,7 @@ class MicroBatch:
     """One micro-batch, whose forward is a greenlet that pauses at blocks."""
 
     loss: Tensor  # detached, set when the forward has ended
-    scaled_loss: Tensor | None = None  # None once backward has begun
+    scaled_loss: Tensor | None = None  # None after backward has begun
     hooks: AbstractContextManager[Any]  # on tensors that the model's forward saves
 
     def __init__(

@@ -396,7 +396,7 @@ class Watch:
         wait = self._wait
         cause = "the cause is unknown" if wait.logged is None else wait.logged.text
         self._log(what, now - wait.since, Verdict(cause, logging.CRITICAL, True))
-        self._has_given_up = True  # so that no other rank takes this one for the cause
+        self._has_given_up = True  # so that no other rank names this one as the cause
         self._publish(now)
         self._board.flush(_FLUSH_S)
         time.sleep(_LAST_REPORT_S)
