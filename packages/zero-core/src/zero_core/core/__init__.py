@@ -1,1 +1,1 @@
-"""Core of every engine: units, flat parameters and gradients, passes. Features do not change it."""
+"""Core of every engine: units, flat parameters, flat gradients, forward and backward passes."""

@@ -3,16 +3,16 @@
 [Note: access]
 Reading a parameter returns its current value or raises an error where it is read.
 
-open      The parameter holds its value and has its own class. Reads cost nothing. If the master
-          weight has separate memory, reads of ``data`` are recorded: see `Edits`.
+open      The parameter holds its value and has its own (original) class. Reads cost nothing. If
+          the master weight has separate memory, reads of ``data`` are recorded: see `Edits`.
 deferred  The value is being gathered, as after a step at stages 1 and 2, or as the values of the
           tail unit in a forward. The first read waits for the gather.
 refused   The value is not on this rank, as between two uses at stage 3. A read raises an error that
           says what to do.
 
 1. A read starts no collective. Otherwise a log line on one rank would wait forever for the other
-   ranks. All ranks launch gathers in one order, never within a backward: `UnitSet.publish`, and
-   `UnitSet.launch_tail` for the tail.
+   ranks. `UnitSet.publish` and `UnitSet.launch_tail` launch the gathers of deferred parameters, in
+   the same order on all ranks.
 2. A deferred or refused parameter has a subclass of its own class. Torch calls the subclass's
    ``__torch_function__`` before any operation. Objects, hooks and gradients do not change.
 3. Names, shapes, hooks and gradients need no value (`NEEDS_NO_VALUE`). Their use never waits or
@@ -81,14 +81,14 @@ _get_version = _PROPERTIES["_version"].__get__
 
 
 class Cures(NamedTuple):
-    """Calls that give access to a sharded parameter, with the names that error messages use."""
+    """Advice for access to a sharded parameter, as worded in error messages."""
 
     read: str = "engine.gathered()"
     write: str = "engine.gathered(modifier_rank=...)"
     declare: str = "make it or its module a part of that one before build()"
 
 
-# Reasons why a read (first) and a write (second) raises. The names in braces are fields of `Cures`.
+# Reasons why a read (first) and a write (second) raise. The names in braces are fields of `Cures`.
 SHARDED = (
     "where stage 3 holds only this rank's shard of it: read it within {read}, which all ranks "
     "enter; or, for the forward of another module, {declare}",
@@ -117,7 +117,7 @@ class ValueHolder(Protocol):
 
 
 class _Closed:
-    """Base of the classes of parameters that are not open: deferred and refused ones."""
+    """Base class of parameters that are not open, but deferred or refused."""
 
     __slots__ = ()
 
@@ -135,7 +135,7 @@ class _Closed:
         target: Any = args[0] if args else next(iter(kwargs.values()), None)
         form = kwargs.get("memory_format", torch.preserve_format)
         if func in _CONVERSIONS and form is torch.preserve_format:
-            # Converting a placeholder would allocate memory for all of its elements.
+            # Converting the placeholder itself would allocate memory for all of its elements.
             empty = torch.empty((0,) * target.dim(), dtype=target.dtype, device=target.device)
             with DisableTorchFunction():
                 found = func(empty, *args[1:], **kwargs)
@@ -156,7 +156,7 @@ class _Closed:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._open(copy.deepcopy, is_write=False)
-        return copy.deepcopy(self, memo)  # calls the own class's __deepcopy__
+        return copy.deepcopy(self, memo)  # now calls the original class's method
 
 
 class _Refused(_Closed):
@@ -173,12 +173,12 @@ class _Refused(_Closed):
         return f"Parameter(without values here, {tuple(self.shape)}, {self.dtype})"
 
 
-# This slot wrapper runs in C, because it is called for every parameter of every gather.
+# Use a slot wrapper, which runs in C: every gather calls it for every parameter.
 _set_class = vars(object)["__class__"].__set__
 
 
 class _OwnClasses(dict[type, type]):
-    """Maps a class made here to the class it derives from, and any other class to itself."""
+    """Map from a class made here to the class it derives from, and from others to themselves."""
 
     def __missing__(self, found: type) -> type:
         return found
@@ -243,7 +243,7 @@ def use_class(params: Iterable[nn.Parameter], own: type[nn.Parameter]) -> None:
 
 
 def set_class(param: Tensor, found: type[Tensor]) -> None:
-    """Set a tensor's class back to ``found``."""
+    """Set the class of ``param`` to ``found``, if it differs."""
     if type(param) is not found:
         param.__class__ = found
 
@@ -254,7 +254,7 @@ def own_class(param: nn.Parameter) -> type[nn.Parameter]:
 
 @contextmanager
 def opened(params: Iterable[nn.Parameter | None]) -> Iterator[None]:
-    """Give the parameters their own classes within the context, for use by the engine."""
+    """Set the parameters' own classes within the context, for use by the engine."""
     before = [(param, type(param)) for param in params if param is not None]
     open_all([param for param, _ in before])
     try:
@@ -303,7 +303,7 @@ class ShownParams:
     Attributes:
         params: the model's parameters, or components of quantized ones, in the order of the slots.
         read_params: the model's parameters that its code reads: the quantized ones if ``params``
-            are components, else the same as ``params``.
+            are components, otherwise the same as ``params``.
         has_masters_apart: whether the master weights are in other memory than the values.
         why_refused: reasons for refusing a read and a write: a pair such as `SHARDED`.
         is_shown: whether the parameters are views of a buffer of values.
@@ -349,8 +349,7 @@ class ShownParams:
         self._moved: int | None = None  # position of a parameter whose data was replaced
         self._views = views
         self._shown = views.placeholders  # views or placeholders in use
-        # By position: copies that hidden parameters are views of, and the number of holders of
-        # each.
+        # By position: the copy that a hidden parameter is a view of, and its number of holders.
         self._copies: dict[int, Tensor] = {}
         self._num_holders: Counter[int] = Counter()
 
@@ -435,9 +434,9 @@ class ShownParams:
             self._versions = list(map(_get_version, self.params))
 
     def take_marks(self) -> list[tuple[int, bool]]:
-        """Return positions that user code may have written since the last call.
+        """Return positions of parameters that user code may have written since the last call.
 
-        The bool is True if a write is certain. Changes by the engine do not count.
+        Each has a bool, which is True if a write is certain. Changes by the engine do not count.
         """
         with DisableTorchFunction():
             before, self._versions = self._versions, list(map(_get_version, self.params))
@@ -460,7 +459,7 @@ class ShownParams:
     def misplaced(self) -> int | None:
         """Return the position of a parameter whose ``data`` other code has replaced, or None.
 
-        A parameter replaced while shown is returned once, even if it is hidden by now.
+        A replacement while shown is reported only once, even if the parameter is hidden by now.
         """
         moved, self._moved = self._moved, None
         return self._find_moved() if moved is None else moved

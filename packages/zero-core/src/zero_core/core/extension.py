@@ -38,7 +38,7 @@ class EndedStep:
 class Extension:
     """Base class of extensions. Every event is ignored unless a subclass overrides its method.
 
-    An event of an engine method that every rank must call happens on every rank.
+    If every rank must call an engine method, the events of this method occur on every rank.
 
     Attributes:
         handles: handles of hooks on modules. The engine removes these hooks at its end, and copies
@@ -60,16 +60,17 @@ class Extension:
     # ----------------------------------------------------------------- states
 
     def states(self) -> Mapping[str, Tensor]:
-        """Return states for checkpoints to save with the optimizer's, by name. After `attach`.
+        """Return the states that checkpoints save with the optimizer's, by name.
 
-        Each state is a floating-point tensor, 1-D, [state.local_numel], on the CPU. Its elements
-        correspond to this rank's master weights. The tensor object stays the same, and only `reset`
-        and `stepped` change its elements. ``engine.states`` lists it under `PREFIX` plus its name.
+        Called after `attach`. A state is a floating-point tensor, 1-D, [state.local_numel], on the
+        CPU. Its elements correspond to this rank's master weights. The tensor object stays the
+        same, and only `reset` and `stepped` change its elements. In ``engine.states`` the state's
+        name begins with `PREFIX`.
         """
         return {}
 
     def reset(self) -> None:
-        """Set the states to the values that correspond to the engine's current weights.
+        """Set the states to the values that follow from the engine's current weights.
 
         Called at the end of `zero_core.build`, and by each load before the load writes the states
         that the checkpoint contains.
@@ -135,9 +136,9 @@ class Extension:
     def agreed(self) -> None:
         """Called when the step's gradient is reduced and all ranks have exchanged their facts.
 
-        All ranks may raise the same `UnusedParameterError` here, and the step can be repeated.
-        After any other exception the engine needs a load. If an extension overrides this method,
-        the engine does not enqueue updates ahead of the decision.
+        All ranks may raise the same `UnusedParameterError` or `RankMismatchError` here, and the
+        step can be repeated. After any other exception a checkpoint must be loaded. If an extension
+        overrides this method, the engine does not enqueue updates ahead of the decision.
         """
 
     def before_decision(self, number: int) -> None:

@@ -1,11 +1,11 @@
-"""Facts of a step that all ranks agree on, with one all-reduce and one read by the host.
+"""Facts of a step, exchanged between ranks by one all-reduce, which the host reads once.
 
 [Note: one synchronisation]
 The facts are one vector on the device, made of named slots. The last slot holds the sums of the
 gradient's squares. The host uploads its facts from pinned memory. One all-reduce sums the vectors
 of all ranks, and the sum is copied back to pinned memory, followed by an event. None of these
-operations blocks the host, which waits for the event only when it reads the sum. Kernels may read
-the sum on the device before that.
+operations blocks the host, which waits for the event only when it reads the sum. Kernels on the
+device may read the sum earlier.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Facts:
         self.is_known = False  # whether the host has read the sum
 
     def begin(self) -> None:
-        """Begin a step's facts. All slots start at 0."""
+        """Set all slots to 0 for a new step."""
         self._wait()  # an earlier upload may still read ``_sent``
         self._sent.zero_()
 
     def put(self, name: str, number: float) -> None:
-        """Set the only element of a slot."""
+        """Set a slot of one element."""
         self._sent[self._slots[name]] = float(number)
 
     def mark(self, name: str, positions: Collection[int]) -> None:
@@ -124,7 +124,7 @@ class Facts:
 
     @property
     def is_void(self) -> bool:
-        """Whether the host must act before the update: see `device_is_void`."""
+        """Whether the step cannot be applied as it is: see `device_is_void`."""
         self._known("voiding")  # waits for the sum
         return bool(self._is_void_in(self._read))
 
@@ -134,7 +134,7 @@ class Facts:
 
     @property
     def square_sum(self) -> float:
-        """Square of the gradient's 2-norm, including the loss scale."""
+        """Square of the gradient's 2-norm, with the gradient still multiplied by the loss scale."""
         return float(self._known(_SUMS)[0])
 
     def _known(self, name: str) -> Tensor:
@@ -149,7 +149,7 @@ class Facts:
 
     @property
     def device_is_void(self) -> Tensor:
-        """Whether the host must act before the update, computed on the device: 0-dim, bool.
+        """Whether the step cannot be applied as it is, computed on the device: 0-dim, bool.
 
         True for unreduced gradients, written parameters, damaged messages, or different hashes.
         """

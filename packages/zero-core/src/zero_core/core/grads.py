@@ -33,7 +33,7 @@ class GradientBuffers:
     plan: GradientPlan
     full: Tensor | None  # ``full_grad``, or None if a pool lends it
     shard: Tensor | None  # ``grad_shard``, or None if only the state tier keeps it
-    total: Tensor | None  # ``grad_sum``, at stage 0 with several ranks
+    total: Tensor | None  # ``grad_sum``, or None except at stage 0 with several ranks
     full_pools: Mapping[torch.dtype, BufferPool]  # lend ``full_grad`` if ``full`` is None
     shard_pool: BufferPool  # lends the reduction's output if ``shard`` is None
     rounded_pool: BufferPool  # lends memory for gradients rounded for the tier
@@ -68,7 +68,7 @@ class FullGrad:
         self.until_read: NamedWork | None = None
         self._segment = segment
         self._plan = plan = buffers.plan
-        # On a single rank nothing is reduced: gradients accumulate directly in ``grad_shard``.
+        # Then nothing is reduced, and gradients accumulate directly in ``grad_shard``.
         self._is_shard = plan.case is GradientCase.ALONE
         self._kept = buffers.shard if self._is_shard else buffers.full
         self._pools = buffers.full_pools
@@ -78,7 +78,7 @@ class FullGrad:
         self._is_small = plan.small_slots(segment, is_cpu=views.placeholders.slots[0].is_cpu)
         self.held: dict[int, Tensor] = {}  # gradients to add, by position
         self._held_numel = 0
-        self._undivided: list[Tensor] = []  # views of gradients that were only copied
+        self._undivided: list[Tensor] = []  # views of gradients copied but not divided
         self._slots: list[Tensor] = []  # views of the memory, one per parameter
         self._gaps: list[Tensor] = []  # views of padding between and after parameters
         self._added: set[int] = set()  # positions of gradients in the memory
@@ -98,7 +98,7 @@ class FullGrad:
         return self.memory
 
     def add(self, position: int, grad: Tensor) -> None:
-        """Add a gradient, now or, with other small ones, in `flush`."""
+        """Add a gradient. Small gradients are held, and added together later."""
         view, is_small = self._slots[position], self._is_small[position]
         given, into = grad.dtype, view.dtype
         wide = given if given is into else torch.promote_types(given, into)
@@ -108,7 +108,7 @@ class FullGrad:
         if is_held:
             self.held[position] = grad
             self._held_numel += view.numel()
-            # Two copies per unit, so that held gradients take half of the unit's memory at most.
+            # Add at least twice per unit, so that held gradients occupy half of its memory at most.
             if not is_small or 2 * self._held_numel >= self._segment.padded_numel:
                 self._add_held()
         elif position in self._added:
@@ -118,7 +118,7 @@ class FullGrad:
             torch.mul(grad if given is wide else grad.to(wide), self._predivide, out=view)
 
     def flush(self) -> None:
-        """Add the held gradients to the memory, by one kernel for all of them."""
+        """Add the held gradients to the memory, and divide those that were only copied."""
         if self.held:
             self._add_held()
         if self.memory is not None and len(self._undivided) == len(self._slots):
@@ -134,7 +134,7 @@ class FullGrad:
             views = [*map(self._slots.__getitem__, first)]
             torch._foreach_copy_(views, [*map(held.pop, first)])
             if self._predivide != 1.0:
-                self._undivided += views  # dividing copies avoids wide temporaries
+                self._undivided += views  # dividing later avoids wide temporaries
         if held:
             self.flush()
             views = [*map(self._slots.__getitem__, held)]
@@ -293,7 +293,7 @@ class GradShard:
         return self._rounded.copy_(values)
 
     def release(self, until_copied: Wait | None) -> None:
-        """Release the memory offered to the state tier, once ``until_copied`` has returned."""
+        """Release memory offered to the state tier. ``until_copied`` waits for the tier's copy."""
         if self._rounded is not None:  # then the tier reads only the rounded tensor
             rounded, self._rounded = self._rounded, None
             self._rounded_pool.release(rounded, until_copied)
@@ -311,7 +311,7 @@ class GradShard:
 
 
 class SummedShard(GradShard):
-    """``grad_shard`` and ``grad_sum``, the gathered shards of all ranks, at stage 0."""
+    """``grad_shard`` and ``grad_sum`` (the gathered shards of all ranks) at stage 0."""
 
     def __init__(
         self,
@@ -333,7 +333,7 @@ class SummedShard(GradShard):
 
     def add(self, reduced: Tensor) -> bool:
         if self._changed is not None:
-            # A reduction ends only after all ranks have read the other ranks' shards.
+            # When a reduction ends, all ranks have read the shards, which may then change.
             self.values().copy_(self._changed)
             self._changed = None
         if self._plan.normed is not None and self._plan.rounded is not reduced.dtype:
@@ -643,7 +643,7 @@ class FlatGrads:
         self.shard.replace(start, values)
 
     def change(self, changes: Sequence[tuple[int, Tensor]]) -> None:
-        """Apply in-place edits of `covered` and ``changes`` (pairs of a start and new elements).
+        """Apply ``changes`` (pairs of a start and new elements), and in-place edits of `covered`.
 
         Call after all ranks have agreed on the gradient: before, they may read this shard.
         """
@@ -661,8 +661,8 @@ class FlatGrads:
         """Return the ranks whose non-finite gradients this rank has observed. [0] on a single rank.
 
         Every rank with non-finite gradients is observed by at least one rank. Returns None if the
-        collectives do not expose contributions, if this rank's part of the sum is finite, or if
-        only the sum over micro-steps overflowed.
+        collectives do not expose contributions, or, on a CPU, if the output of each reduction was
+        finite.
         """
         if self.segment.world_size == 1:
             return [0]
@@ -711,7 +711,7 @@ class Arithmetic:
         return torch.cat(sums).sum().view(1)
 
     def finish(self, sums: Tensor) -> None:
-        """Set the first element of ``sums``, the ranks' total of `add_squares`, to the result."""
+        """Reduce ``sums``, the ranks' total of `add_squares`, to one sum in the first element."""
 
     def over_ranks(self, norms: Sequence[Tensor], p: float, control: ControlGroup) -> float:
         """Return the ``p``-norm over all ranks' segment ``norms``. All ranks must call it."""

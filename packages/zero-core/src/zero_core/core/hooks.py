@@ -1,4 +1,4 @@
-"""Hooks on the model's modules and parameters, which call the driver of the passes.
+"""Hooks on the model's modules and parameters, which call `zero_core.core.passes.Passes`.
 
 [Note: the engine's hooks and others]
 Other hooks on a unit's module (such as weight normalization) may read the unit's parameters. So the
@@ -50,7 +50,7 @@ def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:
             continue  # each read of the weight calls this module, and a read must not gather
         own = passes.units_of(module, recurse=False)
         is_one_graph = False
-        if is_own_graph(module):  # compiled or captured as one graph with all its parts
+        if is_own_graph(module):  # compiled or captured as one graph with its submodules
             within = passes.units_of(module)
             if len(within) == 1:
                 own, is_one_graph = within, True
@@ -89,8 +89,8 @@ def _hook_unit(passes: Passes, unit: Unit, module: nn.Module) -> list[RemovableH
 def _hook_gradient(
     passes: Passes, index: int, number: int, position: int, param: nn.Parameter
 ) -> Any:
-    # The garbage collector cannot see a tensor's hooks. If the hook held the passes, which hold the
-    # tensor, neither would ever be freed. The hooks of modules keep the passes alive.
+    # The garbage collector cannot see a tensor's hooks. If the hook referenced `Passes`, which
+    # references the tensor, neither would ever be freed. Hooks of modules keep `Passes` alive.
     alive = weakref.ref(passes)
 
     def take(param: nn.Parameter) -> None:
@@ -102,7 +102,7 @@ def _hook_gradient(
         passes.driver.gradient_ready(unit, unit.grads[number], position, grad)
 
     is_required = param.requires_grad
-    param.requires_grad_(True)  # or torch refuses the hook
+    param.requires_grad_(True)  # otherwise torch refuses the hook
     handle = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
     param.requires_grad_(is_required)
     return handle

@@ -1,15 +1,16 @@
-"""Order in which units are gathered, and in which backward reduces them.
+"""Order in which units are gathered, and in which backward reduces their gradients.
 
 Units are numbers here: 0 is the root, then blocks in the order of the module tree, then the tail.
 
 [Note: order of reductions]
-Units are reduced in the reverse order of the module tree, with the root last, in whatever order
-gradients become ready. Every rank thus launches the same reductions in the same order. A unit is
-*complete* when each required gradient is ready, or when backward has *left* the unit for good. The
-second case occurs when a rank's branch does not use a parameter, whose gradient then never becomes
-ready. (Waiting for the end of backward would give the same numbers, but deadlock at stage 3: a peer
-waiting for the reduction gathers nothing, while this rank needs the peer's shards to finish.) A
-gradient that becomes ready after its unit was complete is *late*, and reduced in a second round.
+Blocks are reduced in the reverse order of the module tree, then the tail, then the root, in
+whatever order gradients become ready. So all ranks launch the same reductions in the same order. A
+unit is *complete* when each required gradient is ready, or when backward has *left* the unit for
+good. The second case occurs when a rank's branch does not use a parameter, whose gradient is then
+never ready. (Waiting for the end of backward would give the same numbers, but deadlock at stage 3:
+a peer that waits for the reduction gathers nothing, while this rank needs the peer's shards to end
+backward.) A gradient that is ready after its unit was complete is *late*, and reduced in a second
+round.
 
 [Note: one order for gathers and reductions]
 A rank that leaves a unit without all of its gradients launches the unit's reduction before its next
@@ -19,9 +20,9 @@ requires this where communicators may share a hardware queue.
 
 [Note: trails]
 A forward records a *trail*, the units in the order of use. Backward follows the trail from its end
-to its start. Backward has left the units behind its position, unless an older, unfinished forward
+to its start. Backward has left the units after its position, unless an older, unfinished forward
 used them too (two losses, one backward). Activation checkpointing recomputes several units in
-forward order before backward reaches the last of them. The trail is then followed only once a
+forward order before backward reaches the last of them. The position then changes only when a
 gradient of one of these units is ready. A unit that backward does not enter (because it returned
 its input, say) is *skipped*. Other ranks may need the unit, so this rank gathers it in the same
 order. A block that the forward prefetched but did not use is *passed by*: it is also in the trail,
@@ -65,7 +66,7 @@ class _Trail:
 
 
 class BackwardOrder:
-    """Order of reductions and gathers. See the module's notes."""
+    """Order of reductions and gathers in backward. See the module's notes."""
 
     def __init__(self, trainable: Sequence[int], tail: int | None, *, is_alone: bool) -> None:
         """``trainable``: units with gradients. ``is_alone``: gathers involve no other rank."""
@@ -125,7 +126,7 @@ class BackwardOrder:
 
     @property
     def unneeded(self) -> frozenset[int]:
-        """Blocks that needed no gradient on this rank, in all forwards of this step."""
+        """Blocks that needed no gradient on this rank in any forward of this step."""
         return frozenset(self._without_grad - self._with_grad)
 
     def begin_backward(self, num_missing: Mapping[int, int]) -> None:
@@ -139,7 +140,7 @@ class BackwardOrder:
         self._next = 0
 
     def enter(self, unit: int, forward: Forward | None) -> Iterator[int]:
-        """Enter ``unit`` in the backward of ``forward``, or to recompute the unit if None.
+        """Enter ``unit`` in the backward of ``forward``, or, if None, to recompute the unit.
 
         Yields each unit that backward has skipped, before that unit counts as complete.
         """
@@ -191,7 +192,7 @@ class BackwardOrder:
         return missing
 
     def ready_units(self) -> list[int]:
-        """Return the units to be reduced now. Each unit is returned once."""
+        """Return the units to reduce now, in order. No unit is returned twice in a backward."""
         order, first = self._order, self._next
         while self._next < len(order) and self._num_missing[order[self._next]] <= 0:
             self._next += 1
@@ -210,7 +211,7 @@ class BackwardOrder:
         return rest
 
     def forget(self) -> None:
-        """End a step or drop its gradients. Trails of forwards without a backward are kept."""
+        """Forget the current step, except trails of forwards whose backward has not begun."""
         self._next = 0
         self._recomputed = None
         self._trails = [trail for trail in self._trails if trail.is_pending]
@@ -247,10 +248,10 @@ class BackwardOrder:
 
 
 class Prefetch:
-    """Selects the units to gather ahead: the next ones in the order common to all ranks.
+    """Selection of units to gather ahead of their use, equal on all ranks.
 
     Attributes:
-        windows: for forward, and for backward: units to prefetch, in order, by the unit in use.
+        windows: for each unit in use, the units to prefetch in forward, and those in backward.
         ahead: pairs of the unit in use and a unit prefetched for it that was not used yet.
     """
 

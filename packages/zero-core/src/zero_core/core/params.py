@@ -4,9 +4,9 @@ See [Note: the tensors of a segment] in `zero_core.core.unit`.
 
 [Note: states of flat parameters]
 sharded     Only the shard holds values, in the memory of its `ShardSource`. Parameters are
-            placeholders, and reading one raises, except those with a copy (`ShownParams.hold`).
+            placeholders, and reading one raises, unless it has a copy (`ShownParams.hold`).
 gathering   A collective writes to ``full``, a buffer from the pool, which must not be read. If
-            ``full`` already held older values, the state stays unsharded: `FlatParams.is_current`.
+            ``full`` already held older values, parameters remain views, but are not *current*.
 unsharded   ``full``, borrowed from the pool until `FlatParams.release`, holds the values. The
             parameters are views of ``full``.
 kept        ``full`` is always in the arena. The shard and the parameters are views of ``full``. A
@@ -50,13 +50,13 @@ class ShardSource(ABC):
         self._tier = tier
 
     def is_updated(self) -> bool:
-        """Whether no update of the shard is under way or has failed."""
+        """Return whether no update of the shard is under way or has failed."""
         return self.span is None or self._tier.are_params_ready(*self.span)
 
     def wait_update(self, *, is_beside: bool = False) -> None:
         """Wait until the shard holds its updated values.
 
-        ``is_beside``: called outside of the training thread. Does not use `Communicator.place`.
+        ``is_beside``: whether the caller is not the training thread.
         """
         if self.span is not None:
             is_at_once = is_beside or self._tier.are_params_ready(*self.span)
@@ -145,7 +145,7 @@ class Launcher:
 
 
 class FlatParams:
-    """The values of one segment, in one of the states of the module's note.
+    """The values of one segment. [Note: states of flat parameters] describes their states.
 
     Attributes:
         full: [padded_numel], or None while sharded.
@@ -170,7 +170,7 @@ class FlatParams:
         pool: BufferPool,
         has_remote_updates: bool,
     ) -> None:
-        """Create without replacing any storage. `adopt` does that later.
+        """Create without changing the parameters. `adopt` replaces their storage later.
 
         ``kept`` is ``full`` if it is in the arena, or None if ``pool`` lends ``full``.
         ``has_remote_updates``: whether other ranks update slices of ``full``.
@@ -204,14 +204,13 @@ class FlatParams:
         if self._full_version == self.version:
             return
         if self._work is not None:
-            # An older prefetched gather may still write to ``full``
+            # an older prefetched gather may still write to ``full``
             self.finish_gather()
         if self.is_exchanged or not self.is_kept:
             if self.full is None:
                 index = self.segment.index
                 user = index if self.segment.is_opaque else (index, backward)
                 self.full = self._pool.acquire(self.segment.padded_numel, self.segment.dtype, user)
-            # EXACT_PARAMETERS is a negative version number.
             version = EXACT_PARAMETERS if exact else self.version
             self._work = self.source.gather(self.full, version=version, backward=backward)
         else:
@@ -219,14 +218,14 @@ class FlatParams:
         self._full_version = self.version
 
     def announcement(self) -> tuple[int, int, Tensor | None, Tensor]:
-        """Return the next gather for `zero_core.protocols.AnnouncingCollectives.announce`."""
+        """Describe the next gather for `zero_core.protocols.AnnouncingCollectives.announce`."""
         kept = self.full if self.is_kept else None
         return self.segment.index, self.version, kept, self.source.read()
 
     def publish(self, launcher: Launcher | None) -> None:
         """Start to exchange stale kept values, after their update.
 
-        ``launcher`` starts the gather in its thread. None: this thread waits and gathers.
+        ``launcher`` starts the gather in its thread. If None, the calling thread starts it.
         """
         if launcher is None:
             self.gather()
@@ -247,10 +246,10 @@ class FlatParams:
             self.shown.show(self.full)
 
     def finish_gather(self) -> None:
-        """Wait for the gather that is under way, if one is.
+        """Wait for the gather that is under way, if any.
 
         Raises:
-            CollectiveError: the gather failed. The values are then sharded again.
+            CollectiveError: the gather failed. Values that are not kept are then sharded again.
         """
         work = self._work
         if work is None:
@@ -300,7 +299,7 @@ class FlatParams:
             self.shown.refuse(access.EARLY)
 
     def invalidate(self) -> None:
-        """Note that shards have new values, and therefore gathered values are stale."""
+        """Note that the shards have new values, so that gathered values are stale."""
         self.version += 1
         self.shown.why_refused = access.SHARDED
         self.shown.forget_marks()

@@ -6,8 +6,8 @@ Hooks on the model call this module: `zero_core.core.hooks`.
 1. A hook takes ``param.grad`` when autograd has computed it, and calls
    `BackwardPass.gradient_ready`.
 2. `FlatGrads.add` writes the gradient to the segment's ``full_grad``.
-3. When its unit and all earlier units are complete, `Reductions` calls `FlatGrads.reduce`, and
-   `FlatGrads.finish` one unit later.
+3. When the unit and all units before it in the order of reductions are complete, `Reductions`
+   calls `FlatGrads.reduce`, and `FlatGrads.finish` one unit later.
 4. At an accumulation boundary (in every micro-step if the tier accumulates), `Reductions` passes
    the reduced gradient to the sink, `StepGradient.add`, which offers it to the state tier. At stage
    0 ``param.grad`` shows the gradient from then on: `zero_core.step.param_grads`.
@@ -98,7 +98,7 @@ class GradientSink(Protocol):
 
 
 class Reductions:
-    """Reduces units one at a time and passes reduced gradients to the sink.
+    """Reductions of gradients, one unit at a time. Reduced gradients are passed to the sink.
 
     One unit's reduction overlaps with the backward of the next unit.
 
@@ -142,7 +142,7 @@ class Reductions:
             self._units.updated_early(grads.segment)
 
     def accumulate_locally(self) -> None:
-        """Let gradients of several backwards accumulate before they are reduced."""
+        """Make gradients of several backwards accumulate before they are reduced."""
         for grads in self.grads:
             grads.full.is_wide = True
 
@@ -156,7 +156,7 @@ class Reductions:
 
 
 class _Running(NamedTuple):
-    """A module whose forward is running, and the exception being handled when it began."""
+    """A module whose forward is running, and the exception being handled when the forward began."""
 
     unit: Unit
     module: nn.Module
@@ -171,7 +171,7 @@ class BackwardPass:
         is_open: whether a backward is running, or was aborted by an exception. After an abort, the
             next forward drops the step's gradient.
         should_sync: whether backwards reduce gradients. False within `no_sync`.
-        why_refused: error message if no backward may begin, else None.
+        why_refused: error message if no backward may begin, or None.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class BackwardPass:
         self.should_sync = True
         self.why_refused: str | None = None
         self._is_reducing = False  # whether the open backward reduces gradients
-        # By unit recomputed in this backward: gradients expected since its last recomputation.
+        # By unit recomputed in this backward: number of gradients that it still expects.
         self._recomputed: dict[int, int] = {}
         self._ever_recomputed: set[int] = set()
         self._stay_idle: set[int] = set()  # units that an idle backward gathers only once
@@ -294,7 +294,7 @@ class BackwardPass:
         if num_missing <= 0:
             if num_missing == 0 and self._is_reducing:
                 self._reduce_ready()
-            for segment in unit.grads:  # it may wait its turn in the order of reductions
+            for segment in unit.grads:  # the unit may wait for its turn to be reduced
                 if segment.full.held:
                     segment.full.flush()
 
@@ -314,7 +314,7 @@ class BackwardPass:
                 units.current = None  # `end` releases the unit instead of `go_to`
 
     def will_reduce(self) -> bool:
-        """Whether a backward that ends now reduces gradients."""
+        """Return whether a backward that ends now reduces gradients."""
         return self.should_sync and (self.reductions.is_due_per_backward or self._sink.is_boundary)
 
     def _reduce_ready(self) -> None:
@@ -324,7 +324,7 @@ class BackwardPass:
     def end(self) -> None:
         """Reduce the remaining units, wait for all reductions, and release every unit.
 
-        Autograd calls it at the end of a backward. `start_agreement` calls it if gradients remain.
+        Called by autograd at the end of a backward, and by a step if gradients remain unreduced.
         """
         if self.is_open:
             for skipped in self.order.skipped_last():
@@ -334,7 +334,7 @@ class BackwardPass:
                 self.reductions.start(index)
             self.reductions.finish()
         else:
-            for grads in self.reductions.grads:  # of units whose gradients are not all there
+            for grads in self.reductions.grads:  # incomplete units may hold gradients
                 grads.full.flush()
         self._units.release_all()
         if self.is_open:
@@ -467,7 +467,7 @@ class ForwardPass:
         self._use(unit)
 
     def enter_part(self, unit: Unit) -> None:
-        """Gather ``unit``, of which a submodule is called directly."""
+        """Gather ``unit``, one of whose submodules is called directly."""
         units = self._units
         if is_in_backward():
             self._backward.enter_recompute(unit)
@@ -543,7 +543,7 @@ class ForwardPass:
         return True
 
     def go_out_of(self, unit: Unit, *, needs_grad: bool) -> bool:
-        """Leave the forward of ``unit``. Return False if a hook raised before `go_into`."""
+        """Leave the forward of ``unit``. Return False if a hook raised before `go_into` ran."""
         if unit.is_block and self._forward is not None:
             self._order.leave(unit.index, needs_grad=needs_grad)
         running = self.running
@@ -586,7 +586,7 @@ class ForwardPass:
         self.leave(root, needs_grad=True, error=None)
 
     def last_path(self, *, is_trained: bool) -> Sequence[Unit]:
-        """Return the last forward's path, preferably of the same kind, or else all blocks."""
+        """Return the last path, preferably of a forward of the same kind, or all blocks if none."""
         known = [self._last_paths[k] for k in (is_trained, not is_trained) if k in self._last_paths]
         return known[0] if known else self._units.blocks
 

@@ -1,6 +1,6 @@
 """Long-lived and short-lived memory, kept apart so that memory does not fragment.
 
-Long-lived memory (parameter shards, gradient shards, master weights, states) is allocated once, in
+Long-lived memory (parameter shards, gradient shards, master weights, states) is allocated first, in
 one contiguous buffer per kind (`Arena`). Short-lived memory (gathered units, gradients before
 reduction) is borrowed from buffers of the size of the largest request (`BufferPool`). ZeRO (arXiv
 1910.02054, section 6.3) introduces contiguous memory for this purpose.
@@ -45,7 +45,7 @@ class CopyStream:
             self._stream.__exit__(*error)
 
     def after_readers(self) -> Wait | None:
-        """Return a function that makes this stream wait for the current one. None on a CPU."""
+        """Return a function that makes this stream wait for the current stream. None on a CPU."""
         if self._stream is None:
             return None
         event = torch.accelerator.current_stream(self._device).record_event()
@@ -69,7 +69,7 @@ class CopyStream:
 
 
 class Arena:
-    """Long-lived memory on one device, allocated once. ``buffers`` holds it by kind."""
+    """Long-lived memory on one device, allocated up front. ``buffers`` holds it by kind."""
 
     def __init__(self, allocate: Allocate) -> None:
         self._allocate = allocate
@@ -96,7 +96,7 @@ class Arena:
 
 
 class BufferPool:
-    """Equally large buffers, which are lent as any dtype and then returned.
+    """Equally large buffers, which are lent as tensors of any dtype and then returned.
 
     The caller fills a buffer on the stream of its last reader. (A collective first waits for the
     stream that launches it.) `release` receives a wait function for readers on other streams.
@@ -117,8 +117,8 @@ class BufferPool:
         """Create an empty pool. Buffers are allocated when first needed.
 
         The pool keeps ``num_spare`` free buffers in reserve so that a pending copy can finish
-        before its buffer is reused. ``queue``, if given, fills the buffers. It waits for the stream
-        that released a buffer before the buffer is reused.
+        before its buffer is reused. ``queue``, if given, is the stream that fills the buffers. It
+        waits for the stream that released a buffer before the buffer is reused.
         """
         self._queue = queue
         self._num_spare = num_spare
@@ -132,7 +132,7 @@ class BufferPool:
     def acquire(self, numel: int, dtype: torch.dtype, user: Hashable) -> Tensor:
         """Borrow a 1-D view of ``numel`` elements of a free buffer, uninitialized.
 
-        ``user`` identifies the content, and must be equal in each step.
+        ``user`` identifies the content, and must be the same in every step.
         """
         if len(self._free) > self._num_spare:
             address = self._last.get(user, 0)
@@ -166,7 +166,7 @@ class BufferPool:
             self._free[self._add_buffer()] = None
 
     def free(self, *, keep: int = 0) -> None:
-        """Free unused buffers, longest free first, until ``keep`` buffers remain in all."""
+        """Free unused buffers, those unused for longest first, until ``keep`` buffers remain."""
         for address, readers in list(self._free.items()):
             if len(self._all) <= keep:
                 return
@@ -207,8 +207,8 @@ class SegmentViews:
     them in the processor's cache.
 
     Attributes:
-        is_opaque: whether the buffers hold bytes: components of quantized parameters.
-        forms: shapes, strides and dtypes of the parameters. Their names may be another segment's.
+        is_opaque: whether the buffers hold the bytes of quantized parameters.
+        forms: specs of the parameters. Their names may be those of another segment.
         placeholders: views that parameters use while no buffer holds their values.
     """
 

@@ -2,7 +2,7 @@
 
 [Note: saved tensors]
 Autograd saves the weights that a forward used. At stage 3 other units reuse the gathered buffer. So
-hooks of `torch.autograd.graph` pack a saved view of a pool buffer as (segment, offset, shape), and
+hooks of `torch.autograd.graph` pack a saved view of a pool buffer as segment, offset and shape, and
 gather the unit again when backward unpacks it. The first unpacking, or the first recomputation by
 activation checkpointing, marks the beginning of a unit's backward. A node that reads quantized
 weights may save them without calling the hooks. Then the gradient of its module's output marks the
@@ -43,7 +43,7 @@ class SavedParam:
     """A parameter saved by autograd, of this engine or of another engine."""
 
     def gather(self, saved: SavedWeights) -> Tensor:
-        """Gather the values until the backward of ``saved`` ends. Every rank must call it."""
+        """Gather the values. They stay gathered until backward ends. Every rank must call it."""
         raise NotImplementedError
 
 
@@ -69,7 +69,7 @@ class Backward(Protocol):
 
 
 class SavedWeights:
-    """Packs views of gathered units that autograd saves. See [Note: saved tensors].
+    """Packing of the weights that autograd saves. See [Note: saved tensors].
 
     Attributes:
         gathered: unit and segment of each gathered buffer, by the buffer's address.
@@ -104,7 +104,7 @@ class SavedWeights:
             self._high = max(self._high, address + flat.full.untyped_storage().nbytes())
 
     def forget_range(self) -> None:
-        """Reset the address range. No unit is gathered, and the buffers' memory is freed."""
+        """Reset the address range, because the buffers are freed. No unit is gathered."""
         self._low, self._high = sys.maxsize, 0
 
     def release_references(self) -> None:

@@ -1,8 +1,8 @@
 """A unit at run time: its flat parameters and flat gradients.
 
-A unit is a block of the model that is gathered, computed and reduced together. Its parameters form
-*segments*, one per dtype and trainability. A segment is one flat, padded buffer that holds the
-parameters consecutively. ``shard_numel`` is ``padded_numel`` divided by the world size.
+A unit is the root, a block or the tail of the model (see `Unit`). Its parameters are gathered
+together, in *segments*, one per dtype and trainability. A segment is one flat, padded buffer with
+the parameters one after another. ``shard_numel`` is ``padded_numel`` divided by the world size.
 
 [Note: the tensors of a segment]
 shard       [shard_numel], compute dtype: this rank's slice of the values. In the arena, or
@@ -19,16 +19,16 @@ full_grad   [padded_numel], communication dtype: this rank's gradients before th
             divided by the number of all micro-batches). In the accumulation dtype while gradients
             accumulate locally (``no_sync``).
 grad_shard  [shard_numel], accumulation dtype, arena: the reduced gradients of the micro-steps so
-            far. Does not exist if the state tier copies and accumulates gradients. Is
-            ``full_grad`` on a single rank.
-grad_sum    [padded_numel], accumulation dtype: the gathered ``grad_shard`` of all ranks, stage 0.
+            far. Absent if the state tier copies every micro-step's reduced gradient. On a single
+            rank it is the same tensor as ``full_grad``.
+grad_sum    [padded_numel], accumulation dtype, at stage 0: all ranks' gathered ``grad_shard``.
 
 `GradientPlan` (`zero_core.layout.gradient_plan`) says which gradient tensors exist, and in which
 memory. The state tier receives ``grad_shard`` or ``grad_sum`` in the dtype `GradientPlan.offered`.
 
 On a single rank every stage works as stage 0, unless shards are offloaded.
 
-The *arena* is memory that is allocated once and kept. A *pool* lends buffers of equal size for
+The *arena* is memory that is allocated up front and kept. A *pool* lends buffers of equal size for
 short use (`zero_core.core.pool`). The *state tier* holds master weights and optimizer states and
 runs the update, on the device, the host or NVMe. A tier that *owns gradients* copies each gradient
 when it receives it. A *parameter tier* holds shards outside the device. A *gap* is padding between
@@ -47,17 +47,17 @@ from zero_core.core.params import FlatParams
 
 
 class Hints(Protocol):
-    """Announces upcoming units for prefetching: `zero_core.sharded.param_offload.PrefetchHints`."""
+    """Interface of `zero_core.sharded.param_offload.PrefetchHints`."""
 
     def announce(self, unit: int, *, backward: bool) -> None: ...
 
 
 class Unit:
-    """Parameters and gradients that are gathered, computed and reduced together.
+    """Parameters that are gathered together, and whose gradients are reduced together.
 
     Attributes:
-        index: 0 for the root, which holds the parameters of no block. Blocks follow in the order of
-            the module tree. The tail, a unit for parameters used after the blocks, is last, if any.
+        index: 0 for the root, which has all parameters outside of blocks and tail. Blocks follow in
+            module order. The tail, a unit for parameters used after the blocks, is last, if any.
         is_block: whether the unit is neither root nor tail, which stay gathered through backward.
         is_exchanged: whether a gather exchanges values with other ranks. Then all ranks must gather
             the unit at the same position in the order of collectives.
@@ -90,11 +90,11 @@ class Unit:
             flat.gather(exact=exact, backward=backward)
 
     def count_trainable(self) -> int:
-        """Count the parameters that require a gradient now. Backward produces one gradient each."""
+        """Count the parameters that require a gradient now."""
         return sum(find_trainable(self._trainable))
 
     def is_updated(self) -> bool:
-        """Whether no update of the unit's parameters by the state tier is pending."""
+        """Return whether no update of the unit's parameters by the state tier is pending."""
         return all(flat.source.is_updated() for flat in self.params)
 
     @property

@@ -1,17 +1,17 @@
 """All units of a model: when they are gathered, prefetched and released.
 
 [Note: the tail]
-The tail is a unit of parameters behind the blocks in the module tree, which are most likely used
-after the blocks. It exists only if it has `zero_core.layout.discovery.MIN_TAIL_NUMEL` elements. Its
-gather is launched after those of the root and the first block, and awaited when forward leaves the
-last block. Like the root, the tail stays gathered until backward ends. Earlier use waits earlier: a
+The tail is a unit of parameters that follow the blocks in the module tree, and are most likely used
+after them. It exists only if it has at least `zero_core.layout.discovery.MIN_TAIL_NUMEL` elements.
+Its gather is launched after those of the root and the first block, and awaited when forward leaves
+the last block. Like the root, the tail stays gathered until backward ends. If it is used earlier, a
 hook waits when a module with a tail parameter is called, and other code waits when it reads a tail
 parameter ([Note: access] in `zero_core.core.access`).
 
 [Note: publication]
-At stages 1 and 2 every rank keeps all values, and a step updates one slice on each rank. Once the
-step is decided, `publish` launches the exchange of all units, in the same order on all ranks. The
-wait is in a unit's forward or at the first read of a parameter. So ranks may skip different blocks,
+At stages 1 and 2 every rank keeps all values, and a step updates one slice on each rank. After the
+decision on a step, `publish` launches the exchange of all units, in the same order on all ranks. A
+unit's forward, or the first read of a parameter, waits for it. So ranks may skip different blocks,
 and no code reads outdated values. If a host tier is still updating, a separate thread (`Launcher`)
 launches each exchange after the unit's update. No reduction, other exchange or later update begins
 before `drain`, because peers may still read the shards.
@@ -34,7 +34,7 @@ from zero_core.object_methods import SuspendableHooks
 
 
 class UnitSet:
-    """Gathers and releases units. See the module's notes.
+    """All units of a model, with methods that gather and release them. See the module's notes.
 
     Attributes:
         units: the root, then blocks in the order of the module tree, then the tail, if any.
@@ -119,21 +119,21 @@ class UnitSet:
             flat.defer()
 
     def open_tail(self) -> None:
-        """Wait for the tail's gather, as a forward does."""
+        """Gather the tail unless it is gathered, and wait for it."""
         if self.tail is not None and self.tail.index not in self.ready:
             with self._opening_tail:
                 self.tail.gather()
                 self.wait(self.tail)
 
     def _await_tail(self) -> None:
-        """Wait for the tail's gather, in any thread that reads a parameter of the tail."""
+        """Wait for the tail's gather. Called by any thread that reads a parameter of the tail."""
         with self._opening_tail:
             assert self.tail is not None, "its parameter was read"
-            if any(flat.is_deferred for flat in self.tail.params):  # not released meanwhile
+            if any(flat.is_deferred for flat in self.tail.params):  # unless released meanwhile
                 self.open_tail()
 
     def gather_exact(self, unit: Unit) -> None:
-        """Gather ``unit`` without quantization. Does nothing if it is gathered, even quantized."""
+        """Gather ``unit`` without quantization. Does nothing if it is already gathered."""
         if unit.index not in self.ready:
             unit.gather(exact=True)
             self.wait(unit)
@@ -190,7 +190,7 @@ class UnitSet:
 
     @contextmanager
     def full_params(self) -> Iterator[None]:
-        """Release no gathered unit within the context. Contexts may end in any order."""
+        """Keep gathered units gathered within the context. Contexts may end in any order."""
         self._full_params_depth += 1
         try:
             yield
@@ -219,7 +219,7 @@ class UnitSet:
         self.ready.discard(segment.unit)
 
     def values_changed(self, flats: Iterable[FlatParams] | None = None) -> None:
-        """Mark the values of ``flats`` (all if None) as changed in the shards, and publish them."""
+        """Note that the shards of ``flats`` (all if None) have new values, and call `publish`."""
         with self._publishing:
             if not self.part_hooks.handles:
                 self.part_hooks.resume()
@@ -236,12 +236,12 @@ class UnitSet:
             self.publish()
 
     def values_replaced(self, flats: Iterable[FlatParams] | None = None) -> None:
-        """Do `values_changed` for values that were written outside of a step."""
+        """Call `values_changed` for values that were written outside of a step."""
         self._communicator.forget_values()
         self.values_changed(flats)
 
     def publish(self) -> None:
-        """Launch the exchange of changed kept values, without waiting."""
+        """Launch the exchange of changed values that every rank keeps, without waiting."""
         stale = [flat for flat in self._published if not flat.is_gather_launched]
         if not stale:
             return

@@ -35,7 +35,7 @@ def hook_components(
     }
     whole = {id(q.param): q for q in state.quantized}
     handles = []
-    entries: list[tuple[nn.Module, str, nn.Parameter]] = []  # holder, name in it, parameter
+    entries: list[tuple[nn.Module, str, nn.Parameter]] = []  # holder, attribute, parameter
 
     def hook_attached(module: nn.Module, attached: list[Quantized]) -> None:
         before = [(state.places[id(q.param)], Metadata(q.param)) for q in attached]

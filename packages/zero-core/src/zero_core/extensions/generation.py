@@ -21,7 +21,7 @@ from zero_core.object_methods import ObjectMethods
 
 
 def keep_while_generating(model: nn.Module, generating: WeakMethod[Any]) -> ObjectMethods:
-    """Run ``generate`` of a model and its submodules in a context that ``generating`` makes."""
+    """Make ``generate`` of a model and its submodules run within the ``generating`` context."""
 
     def keeping(generate: Any) -> Any:
         @functools.wraps(generate)

@@ -25,7 +25,7 @@ _NUM_COMPARED = 3
 
 
 class ReplicaCheck(Extension):
-    """Refuses a step if parameters differ between ranks, as after memory corruption.
+    """Check that refuses a step if parameters differ between ranks, as after memory corruption.
 
     Used at stages 0 to 2. Ranks compare a sum of each parameter's bits. Any change of a single bit
     changes the sum.
@@ -81,11 +81,10 @@ def _odd_ranks(sums: list[int]) -> str:
 
 
 class UnusedParameters(Extension):
-    """Refuses a step in which a rank left a trainable parameter unused.
+    """Check that refuses a step in which a rank left a trainable parameter unused.
 
-    Used at stages 1 and 2 with ``ignore_unused_parameters`` false. All ranks know which parameters
-    each rank used, so all ranks raise. A rank without any gradient is ignored, because it had no
-    data.
+    Used at stages 1 and 2 with ``ignore_unused_parameters`` false. All ranks know how many ranks
+    used each parameter, so all ranks raise. A rank without any gradient had no data: it is ignored.
     """
 
     def __init__(self, state: ShardedState, facts: Facts, train: TrainState) -> None:
@@ -112,7 +111,7 @@ class UnusedParameters(Extension):
 
 
 class RepeatedRounds(Extension):
-    """Warns once if a gradient probably contains two runs of the same program lines.
+    """One warning if a gradient probably contains two runs of the same program lines.
 
     A round is a backward, outside of ``no_sync``, of a forward that began after the previous
     backward. Several rounds in a micro-step are legal: two losses, each with a separate forward.
@@ -128,7 +127,7 @@ class RepeatedRounds(Extension):
         self._num_rounds = 0
         self._before: deque[int] = deque(maxlen=_NUM_COMPARED)  # rounds per ended micro-step
         self._is_first_known = False
-        self._place = 0, 0  # micro-step, and number of dropped gradients
+        self._place = 0, 0  # micro-step, and how often gradients were dropped
         self._reported = 0  # id of the last reported error
         self._is_told = False
 

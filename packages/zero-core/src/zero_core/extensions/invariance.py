@@ -43,7 +43,7 @@ from zero_core.protocols import AddingCollectives
 
 
 class Invariance(Extension):
-    """Seeds each micro-batch, and refuses operations whose order depends on the world size."""
+    """Seeding of each micro-batch, and refusal of sums whose order depends on the world size."""
 
     def __init__(self, model: nn.Module, config: Config, train: TrainState, ranks: Ranks) -> None:
         self._train = train

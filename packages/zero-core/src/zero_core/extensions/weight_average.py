@@ -30,12 +30,12 @@ AVERAGE = f"{PREFIX}average"
 
 
 class WeightAverage(Extension):
-    """Averages the master weights of one engine. The module's docstring describes its use."""
+    """Moving average of an engine's master weights. The module's docstring describes its use."""
 
     _average: Tensor
 
     def __init__(self, decay: float = 0.999) -> None:
-        """Create. ``decay``: weight of the old average in each step.
+        """Create an average. ``decay`` is the weight of the old average in each step.
 
         Raises:
             ValueError: ``decay`` is not in [0, 1).

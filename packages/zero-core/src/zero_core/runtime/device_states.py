@@ -106,7 +106,7 @@ class _HostCopy:
 
 
 class DeviceStates:
-    """Offloads parts of an engine's device memory, and refuses calls that need offloaded parts."""
+    """Offloading of an engine's device memory, and refusal of calls that need offloaded parts."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class DeviceStates:
         edits: Edits,
         extensions: Extensions,
     ) -> None:
-        """Create. Any `DeviceMemory` in ``holders`` is offloaded along with ``memory``."""
+        """Note the model's parameters. ``holders``: objects that may have further device memory."""
         self.edits = edits
         self._extensions = extensions
         self._memory = memory
@@ -145,14 +145,14 @@ class DeviceStates:
             follow()
 
     def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
-        """Do `check_here`, and raise if a step left values half-updated."""
+        """Raise as `check_here`, or if an interrupted call left values half-updated."""
         self._state.control.place.check_finished(what)
         self.check_here(what, needed)
 
     def check_here(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
         """Raise if ``what`` needs an offloaded part or the engine has ended.
 
-        A call that needs all parts also waits for pending exchanges and finds edits.
+        A call that needs all parts also waits for pending exchanges and calls `Edits.find`.
         """
         if self.ended_by:
             raise RuntimeError(
@@ -168,7 +168,7 @@ class DeviceStates:
             self.edits.find()
 
     def check_states(self, what: str) -> None:
-        """Do `check` for a call that reads master weights, and apply pending edits to them."""
+        """Call `check` before a read of master weights, and apply pending edits to them."""
         self.check(what)
         if self.edits.is_pending:
             self.before_write()

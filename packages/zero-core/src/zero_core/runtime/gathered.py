@@ -18,7 +18,7 @@ the copies.
 
 [Note: parameters saved between two gathers]
 A forward may use a parameter, of this engine or another, only within `gathered`: for example a
-teacher's head in a fused loss. Torch saves the tensors that an ``autograd.Function`` names after
+teacher's head in a fused loss. Torch saves the tensors named by an ``autograd.Function`` only after
 the function's forward has returned. By then the context may have ended, and the parameter is a
 placeholder or a copy that will be dropped. So the parameter is saved by reference (`_Reference`).
 When backward unpacks the reference, the parameter is gathered until that backward ends. Every rank
@@ -158,8 +158,7 @@ class _Reference(SavedParam):
         if id(param) not in saved.referenced:
             saved.references.enter_context(self.holder.some_params([param], None))
             saved.referenced.add(id(param))
-        # With create_graph, nodes of this backward save the tensor and outlive the context. So copy
-        # it.
+        # With create_graph, nodes of this backward outlive the context. So they need a copy.
         found = param.data.clone() if torch.is_grad_enabled() else param.data
         if self.view is None:
             return found
@@ -258,7 +257,7 @@ class GatheredParams:
                 values_before = [p.tensor.clone() for p in full]
             control.barrier()  # other ranks may read this rank's slice until they arrive here
             self._edited.update(id(p.param) for p in full)
-        # Changes of these are lost: they are not kept, and no open context with a modifier has one.
+        # Changes of these are lost: they are not kept, and no open context may change them.
         lost = [p for p in full if not (p.flat.is_kept or id(p.param) in self._edited)]
         before = {id(p.param): p.param._version for p in lost}
         self._reading.append(before)
@@ -312,7 +311,7 @@ class GatheredParams:
 
     @torch.no_grad()
     def _spread(self, full: list[_FullParam], rank: int, before: list[Tensor]) -> None:
-        """Write the values of ``rank`` to all shards. ``before``: old values, empty elsewhere."""
+        """Write the values of ``rank`` to all shards. ``before``: its old values."""
         control = self.state.control
         self.state.quiesce()  # other ranks may still gather the old values
         if not full:
@@ -405,14 +404,14 @@ class GatheredParams:
         is_used = is_in_backward() or any(u is unit or (u.is_root and unit.is_tail) for u in used)
         is_needed = self._units.has_full_params or (is_used and unit.is_current)
         copied = [] if is_needed else [place for place in wanted if not place[0].is_kept]
-        # Another context's copy is held once more below, because that context may end first.
+        # Another context's copy is held again below, because that context may end first.
         missing = [(flat, n) for flat, n in copied if flat.shown.copy_of(n) is None]
         new: dict[tuple[FlatParams, int], Tensor] = {}
         if missing or len(copied) < len(wanted):
             if not is_needed:
                 self._units.release(unit)
             self._units.gather_exact(unit)
-            with torch.inference_mode(False):  # else autograd could not use the clones
+            with torch.inference_mode(False):  # otherwise autograd could not use the clones
                 new = {(flat, n): flat.params[n].data.clone() for flat, n in missing}
             if not is_needed:
                 self._units.release(unit)

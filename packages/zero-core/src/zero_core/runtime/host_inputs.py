@@ -38,7 +38,7 @@ from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.object_methods import ObjectMethods
 
-MAX_IN_PIECE = 8  # maximal number of buffers pinned at a time
+MAX_IN_PIECE = 8  # maximum number of buffers pinned at a time
 _MAX_IDLE = 1024  # number of calls after which unused buffers of a size are dropped
 _ALIGNMENT = 256  # alignment of buffers in bytes
 
@@ -54,7 +54,7 @@ class HostCopy:
     given: Tensor | None  # the tensor on the device, until `HostCopies.free`
     stream: torch.Stream  # the stream that stored ``given``
     fetched: Tensor | None = None  # the values on the device, until used
-    is_fetched: bool = False  # whether they have been fetched
+    is_fetched: bool = False  # whether a copy back has started
 
     def __del__(self) -> None:
         self.copies.release(self)
@@ -79,7 +79,7 @@ def _next_power_of_two(nbytes: int) -> int:
 
 
 class HostCopies:
-    """Copies tensors of an accelerator to pinned host memory and back, on two streams."""
+    """Copies of accelerator tensors in pinned host memory, made and read on two streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,9 +91,9 @@ class HostCopies:
         self._num_calls = 0
 
     def store(self, tensor: Tensor, most: int = MAX_IN_PIECE) -> HostCopy | None:
-        """Start to copy ``tensor`` to the host. Return None if elsewhere, sparse or empty.
+        """Start to copy ``tensor`` to the host. Return None if it is elsewhere, sparse or empty.
 
-        ``most``: maximal number of buffers of this size that are pinned at a time.
+        ``most``: maximum number of buffers of this size that are pinned at a time.
         """
         is_moved = tensor.device == self._device and tensor.layout is torch.strided
         if not is_moved or not tensor.numel():
@@ -124,10 +124,10 @@ class HostCopies:
         return HostCopy(self, buffer, values, self._down.record_event(), given, stream)
 
     def free(self, stored: HostCopy) -> None:
-        """Drop the tensor on the device, once the stream that stored it awaits its copy.
+        """Drop the tensor on the device. The stream that stored it waits for its copy first.
 
-        With ``record_stream``, as on other streams, the memory is free only when torch's allocator
-        sees the copy's end, and the host is several blocks ahead.
+        Other streams use ``record_stream``, which delays reuse of the memory until torch's
+        allocator sees the copy's end. That is late if the host is several blocks ahead.
         """
         if stored.given is not None:
             if torch.accelerator.current_stream(self._device) == stored.stream:
@@ -176,11 +176,11 @@ class HostCopies:
 
 
 class _Call(list[weakref.ref[HostCopy]]):
-    number = 0  # number of the call
+    number = 0
 
 
 class HostInputs:
-    """Moves tensors that autograd saves within `context` to the host, and back."""
+    """Tensors that autograd saves within `context`, moved to the host and back."""
 
     def __init__(self, device: torch.device) -> None:
         self.copies = HostCopies(device)
@@ -198,7 +198,7 @@ class HostInputs:
         call = self._calls[self._num_calls] = _Call()
         call.number = self._num_calls
         self._num_calls += 1
-        for ref in self._calls.get(call.number - 2, ()):  # the last call's copy may be under way
+        for ref in self._calls.get(call.number - 2, ()):  # the previous call may still be copied
             if (stored := ref()) is not None:
                 self.copies.free(stored)
 

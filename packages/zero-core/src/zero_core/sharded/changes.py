@@ -80,7 +80,7 @@ class Form(StrEnum):
         return 4 if self is Form.LOW4 else 8
 
 
-NEAR = 7  # largest distance of a near change
+NEAR = 7  # largest distance of ordered values in a near change
 
 
 def form_of(num_changes: int, value_bytes: int) -> Form:
@@ -98,7 +98,7 @@ def _ordered(values: Tensor) -> Tensor:
 
 
 def to_low_bits(values: Tensor, form: Form) -> Tensor:
-    """Return the lowest bits of 16-bit ``values`` as uint8, two values per byte in `Form.LOW4`."""
+    """Return the lowest bits of ordered 16-bit ``values``: uint8, two per byte in `Form.LOW4`."""
     ordered = _ordered(values)
     if form is Form.LOW8:
         return (ordered & 0xFF).to(torch.uint8)
@@ -157,7 +157,7 @@ def decode_gaps(encoded: Tensor) -> Tensor:
 
 
 def pack_bits(mask: Tensor, before: int = 0) -> Tensor:
-    """Pack a 1-D bool ``mask`` into bits, uint8, behind ``before`` zeros."""
+    """Pack a 1-D bool ``mask`` into bits, uint8, after ``before`` zero bits."""
     numel = before + mask.numel()
     if before or numel % 8 or mask.storage_offset() % 8:  # cannot be viewed as int64
         mask = torch.nn.functional.pad(mask, (before, -numel % 8))  # copies the mask
@@ -217,7 +217,7 @@ class ShardChanges:
         self.num_updates = 0  # upper bound of how often an element changed
         self._numel = numel
         self.ranges: set[tuple[int, int]] = set()  # (start, stop) ranges that are in both sets
-        self._sets: list[tuple[Kind, Tensor]] = []  # other positions: changed and far, or both
+        self._sets: list[tuple[Kind, Tensor]] = []  # other positions: changed, and far if separate
         self._written: list[tuple[int, int]] = []  # (start, stop) of the last update's writes
 
     @property
@@ -270,7 +270,7 @@ class ShardChanges:
 
 
 class ChangeLog:
-    """Writes compared shards, and records the changes since version ``oldest``."""
+    """Log of the changes since version ``oldest``. It also writes the compared shards."""
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ class ChangeLog:
                 part = slice(low - first, high - first)
                 span = low - own_start, high - own_start
                 masks = [pack_bits(m, span[0] % 8) for m in compare(old[part], new[part])]
-                # From a device, they are copied to pinned memory, and the host does not wait.
+                # Masks on a device are copied to pinned memory, and the host does not wait.
                 bits = [mask.to("cpu", non_blocking=True) for mask in masks]
                 with self._lock:
                     changes = self._open.setdefault(segment, ShardChanges(own_stop - own_start))

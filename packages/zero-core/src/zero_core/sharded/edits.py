@@ -67,13 +67,13 @@ def _unwatched(watched: type) -> type:
 
 
 class Edits(Extension):
-    """Applies direct writes of user code to master weights. See [Note: edits past the engine]."""
+    """Extension that applies user code's direct writes. See [Note: edits past the engine]."""
 
     def __init__(self, state: ShardedState, facts: Facts) -> None:
         self._state = state
         self._facts = facts
         self._kept = [flat for flat in state.params if flat.is_kept and flat.segment.is_trainable]
-        # By name of each parameter marked since the last step: a checksum if written, else None.
+        # By name of each parameter marked since the last step: a checksum if written, or None.
         self._marked: dict[str, int | None] = {}
         # By name of each parameter with writes to apply: this rank's piece, and all elements.
         self._pending: dict[str, tuple[Piece, Tensor]] = {}
@@ -189,7 +189,7 @@ class Edits(Extension):
         return differs & ~is_tie, own, old
 
     def forget(self, names: Iterable[str] | None = None) -> None:
-        """Forget writes to all parameters, or ``names``, after ranks have exchanged the values."""
+        """Forget writes to all parameters, or to ``names``, after ranks have exchanged values."""
         for name in list(self._marked) if names is None else names:
             self._marked.pop(name, None)
             self._pending.pop(name, None)

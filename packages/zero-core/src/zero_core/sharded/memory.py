@@ -48,7 +48,7 @@ class RefilledBuffers(BufferPool):
 
     For components of quantized parameters: a quantizer's kernel (such as bitsandbytes') may keep a
     view of a gathered weight from forward to backward, unseen by autograd's hooks. In other pools
-    the view could show another unit's values. Here it shows the right values once the unit is
+    the view could show another unit's values. Here it shows the right values when the unit is
     gathered again.
     """
 
@@ -142,7 +142,7 @@ class Pools:
     def make_for_values(
         self, gathered: Collection[int], offloaded: Collection[int]
     ) -> dict[int, tuple[BufferPool, BufferPool | None]]:
-        """Return by segment the pool of gathered values, and of fetched shards if offloading."""
+        """Return, by segment, the pool of gathered values, and that of fetched shards or None."""
         found: dict[int, tuple[BufferPool, BufferPool | None]] = {}
         allocate, stream = self._private, self._stream
         for part in self.split(self._layout.segments):
@@ -244,7 +244,7 @@ class Pools:
 
 
 class Memory:
-    """Allocates parameters, gradients and pools, and builds the units."""
+    """Memory of an engine: parameters, gradients and pools. It also builds the units."""
 
     def __init__(
         self,
@@ -454,7 +454,7 @@ class Memory:
     def allocate_gradients(
         self, *, owns_grads: bool, adds_grads: bool
     ) -> dict[int, GradientBuffers]:
-        """Allocate gradient buffers, by trainable segment.
+        """Allocate the gradient buffers of each trainable segment.
 
         A tier that copies gradients (``owns_grads``) needs no kept gradient shards, unless
         gradients accumulate over micro-steps and the tier cannot add them (``adds_grads`` false).

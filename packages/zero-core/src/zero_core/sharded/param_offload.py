@@ -9,7 +9,7 @@ On an accelerator a separate stream, the *copy stream*, copies offloaded values 
 the caller's current stream computes the previous unit.
 1. The copy stream waits for the update of the shard (`StateTier.wait_params`, called on it).
 2. It waits for the last reader of the buffer that it fills (`CopyStream.after_readers`).
-3. The gather is launched on the copy stream, and waits only for the fetch.
+3. The gather is launched on the copy stream, and waits only for the copy (the *fetch*).
 4. The caller's stream waits for the gather (`Work.wait`), as for any other gather.
 5. A shard on the host is overwritten only after its fetches have ended. An update needs the
    gradient that was computed from the fetched values, so it follows the fetch. All other writes
@@ -142,7 +142,7 @@ class _StagedGather:
 
 
 class LocalStore:
-    """Implements `zero_core.protocols.ParamStore` for the shards of a tier."""
+    """Implementation of `zero_core.protocols.ParamStore` for the shards of a tier."""
 
     def __init__(self, tier: ParamTier, spans: Sequence[tuple[int, int]]) -> None:
         """``spans``: sorted pairs of start in the local flat space, and segment index."""
@@ -156,7 +156,7 @@ class LocalStore:
 
 
 class PrefetchHints:
-    """Announces upcoming fetches to a tier, in the order of the module tree."""
+    """Announcements of upcoming fetches to a parameter tier, in the order of the module tree."""
 
     def __init__(
         self, tier: ParamTier, params_of: Sequence[Sequence[FlatParams]], last_block: int

@@ -73,7 +73,7 @@ class CommonBuffers:
         self._agreed = self._seen
 
     def by_dtype(self) -> Mapping[torch.dtype, list[tuple[Tensor, bool]]]:
-        """Return the agreed buffers, or zeros of their form, and whether each is the module's."""
+        """Return pairs, by dtype: an agreed buffer and True, or zeros and False if it changed."""
         found: dict[torch.dtype, list[tuple[Tensor, bool]]] = {}
         for b in self._agreed:
             value = b.module._buffers.get(b.key)
@@ -91,7 +91,7 @@ class CommonBuffers:
         self._is_due = True
 
         def after(*hook_args: Any) -> None:
-            # ``backward`` is not stored in this object, because it references this object.
+            # Storing ``backward`` in this object would form a reference cycle.
             self._post_forward(backward)
 
         before = outside_graphs(self._pre_forward)
@@ -256,7 +256,7 @@ class ShardedState:
             flat.refresh()
 
     def holds_value(self, param: nn.Parameter) -> bool:
-        """Whether the model's parameter ``param`` holds its current value on this rank."""
+        """Return whether the model's parameter ``param`` holds its current value on this rank."""
         places = self.places_of[id(param)]
         for flat, _ in places:
             flat.refresh()
@@ -281,7 +281,7 @@ class ShardedState:
         self.control.barrier()
 
     def value_parts(self) -> Iterator[tuple[Callable[[Tensor], None], ParamSpec, int, int]]:
-        """Yield for each part of a parameter on this rank: writer, spec, and range in the slot.
+        """Yield a writer, the spec and the range in the slot of each parameter part on this rank.
 
         The writer sets master weights, or the values themselves for a frozen parameter.
         """
@@ -307,7 +307,7 @@ class ShardedState:
     ) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Yield every parameter whole on the CPU. Every rank must iterate to the end.
 
-        If ``dtype`` is None or the parameter's own, the values are those of the shards, else the
+        If ``dtype`` is None or the parameter's own, the values are those of the shards, otherwise
         master weights. (A tier may round master weights differently than a cast.) For quantized
         parameters, yields their components. If ``rank`` is given, other ranks yield nothing.
         """

@@ -5,7 +5,7 @@ Creating a snapshot copies nothing. The snapshot reads a block of states from th
 If the tier is about to change an unread block, the changing thread first copies the block. So a
 snapshot needs memory only for blocks that training changes before they are read, at most one copy
 of this rank's states. Each copy is freed when it has been read. If a state tier cannot announce its
-changes (`zero_core.protocols.SnapshotTier`), all of its states are copied at once.
+changes (`zero_core.protocols.SnapshotTier`), all of its states are copied first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK_NUMEL = 1 << 20
 
 
 class StateWatch:
-    """Watches the changes of a tier's states: `zero_core.protocols.ChangeWatcher`."""
+    """Observer of changes of a tier's states: a `zero_core.protocols.ChangeWatcher`."""
 
     def __init__(self, tier: SnapshotTier) -> None:
         self.tier = tier
@@ -60,7 +60,7 @@ class Snapshot:
     def __init__(
         self, state: ShardedState, watch: StateWatch | None, max_bytes: int | None = None
     ) -> None:
-        """Wait for pending updates, and begin. See [Note: copied before they change].
+        """Wait for pending updates, and start the snapshot: [Note: copied before they change].
 
         ``max_bytes`` limits the copies: an update that needs more waits until some are read.
         Without a watch there is no limit: the caller first copies everything by `keep`.
@@ -88,7 +88,7 @@ class Snapshot:
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._num_bytes = 0  # total size of the copies
         self._unread = [set(self._names) for _ in self._blocks]
-        # Event after the work enqueued before the snapshot. Reads must wait for no later work.
+        # End of the work enqueued before the snapshot. Reads need not wait for later work.
         self.ready: torch.Event | None = None
         if self._blocks:
             low, _ = self._blocks[0]
@@ -110,7 +110,7 @@ class Snapshot:
         return StateBlocks(dtype, (numel,), (self.take(i, name, dtype) for i in blocks))
 
     def take(self, index: int, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a block of a state, and free its copy. Each block may be taken once."""
+        """Return a block of a state, and free its copy. Each block may be taken only once."""
         start, stop = self._blocks[index]
         if name not in self._names:
             return torch.zeros(stop - start, dtype=dtype)

@@ -2,7 +2,7 @@
 
 The passes add each segment's gradient when its reduction ends. `StepGradient` then stores the
 segment's statistics and offers the gradient to the state tier. `agree` sums the statistics over all
-ranks, `decide` decides whether to update, and `apply` lets the state tier update. `EngineOptimizer`
+ranks, `decide` decides whether to update, and `apply` runs the update. `EngineOptimizer`
 shares the param groups of the optimizer passed to ``build``, so schedulers attached to that
 optimizer work.
 
@@ -221,7 +221,7 @@ class StepGradient:
             fill(facts)
 
     def _square_sums(self, *, is_covered: bool = False) -> Tensor:
-        """Return `add_squares` of this rank's shards or, if ``is_covered``, of what it updates."""
+        """Add the squares of this rank's shards, or, if ``is_covered``, of all that it updates."""
         norms, squares = [], []
         # In layout order, because the order of reductions may differ between steps.
         for index in sorted(self._norms):
@@ -271,7 +271,7 @@ class StepGradient:
         self._clipped = 1.0
 
     def clip(self, max_norm: float, p: float) -> float:
-        """Clip, after `agree`. Return the ``p``-norm before clipping. All ranks must call it."""
+        """Clip the gradient after `agree`. Return its ``p``-norm before. All ranks must call it."""
         if p == 2.0:
             norm = math.sqrt(self._square_sum)
         else:
@@ -393,7 +393,7 @@ class StepGradient:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor of `torch.nn.utils.clip_grad_norm_`. 1 without a limit or finite norm."""
+    """Return the clip factor: 1 if there is no limit, or if ``norm`` is not finite."""
     if max_norm <= 0.0 or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + CLIP_EPSILON))

@@ -1,4 +1,4 @@
-"""Micro-batches of a step: the driver of `zero_core.Engine.train_batch`, and its random numbers.
+"""Loop over the micro-batches of a step for `zero_core.Engine.train_batch`.
 
 [Note: random numbers by micro-batch]
 Dropout draws from torch's generators. The vertical schedule interleaves the micro-batches of a
@@ -20,14 +20,14 @@ from zero_core.sharded.sharded_state import ShardedState
 
 
 class ScaledLoss(Protocol):
-    """Computes the loss of one micro-batch."""
+    """Function that computes the loss of one micro-batch."""
 
     def __call__(self, batch: Any, /) -> tuple[Tensor, Tensor]:
-        """Return the loss, and the loss times loss scale over the number of micro-batches."""
+        """Return the loss, and the loss multiplied by loss scale / number of micro-batches."""
 
 
 class MicroBatches:
-    """Runs forward and backward of one micro-batch after another."""
+    """Driver that runs forward and backward of one micro-batch after another."""
 
     handles: Sequence[Any] = ()  # handles of hooks on modules
 

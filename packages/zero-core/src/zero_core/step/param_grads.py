@@ -11,7 +11,7 @@ At other times ``param.grad`` is None or a tensor assigned by the user. A backwa
 tensor. Without a backward, `step` uses the tensor itself.
 
 At stages 1 to 3, and if backward updates units, reading ``param.grad`` between backward and `step`
-returns None and logs a warning once, because `torch.nn.utils.clip_grad_norm_` would silently clip
+returns None and logs one warning, because `torch.nn.utils.clip_grad_norm_` would silently clip
 nothing. Assigning a gradient raises an error.
 
 ``grad`` is a property of the parameters' class. It costs nothing unless read or set. Torch's
@@ -100,7 +100,7 @@ class ParamGrads:
     """The gradient of a step by parameter, and the changes that user code makes to it."""
 
     def __init__(self, state: ShardedState, params_with_grad: set[int], why_none: str) -> None:
-        """Create. Until `serve` is called, ``param.grad`` is None.
+        """Create without effect on the parameters until `serve` is called.
 
         ``params_with_grad``: numbers of the parameters with a gradient on this rank. ``why_none``:
         the reason why ``param.grad`` is unavailable, or "" if available.
@@ -165,7 +165,7 @@ class ParamGrads:
         return given[position]
 
     def write(self, param: nn.Parameter, grad: Tensor | None) -> bool:
-        """Set the step's gradient of ``param``. False: store ``grad`` in torch's attribute."""
+        """Set the step's gradient of ``param``. Return False if torch's attribute must hold it."""
         flat, position = self._state.places[id(param)]
         index = flat.segment.index
         found = self._complete.get(index)
@@ -309,5 +309,5 @@ def _checksum(values: Tensor) -> Tensor:
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of the same dtype have equal bits, including those of NaN."""
+    """Return whether two tensors of the same dtype have equal bits, including those of NaN."""
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

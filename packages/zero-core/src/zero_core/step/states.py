@@ -2,14 +2,15 @@
 
 [Note: full and local]
 full    the whole parameter in its shape. Every rank must call the method.
-local   the part covered by this rank's optimizer state, 1-D: the whole parameter at stage 0, else a
+local   the part covered by this rank's optimizer state, 1-D: the whole parameter at stage 0, or a
         slice, which may be empty. Elements are in the order of the parameter's strides. If the
         optimizer keeps the state for whole parameters, one rank, the owner, has all of it.
 
 A state kept for a whole parameter may differ from the parameter in shape, and is returned in its
 own shape. Every rank must set its part of a state. At stage 0 the parts overlap and must be equal.
 ``"grad"`` is the step's gradient between the last backward and ``step``, unscaled, and clipped if
-`Engine.clip_grad_norm_` was called. All values are on the CPU, in fp32 (float64 for float64).
+`Engine.clip_grad_norm_` was called. Full and local values are on the CPU, in fp32 (float64 for
+float64, or a quantized component's own dtype).
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ class StateAccess:
         return {n: _widened(tier.read_state(n, piece.start, piece.stop)) for n in names}
 
     def is_whole(self, name: str) -> bool:
-        """Whether one rank updates the whole parameter ``name`` and has all of its state."""
+        """Return whether one rank updates the whole parameter ``name`` and has all of its state."""
         return self._find(name, "state", is_local=True).whole is not None
 
     def scalars(self, name: str) -> Mapping[str, float]:
@@ -299,7 +300,7 @@ class StateAccess:
             self._set_part(found, values.detach(), what)
 
     def _set_part(self, found: _Found, part: Tensor, what: str) -> None:
-        """Set this rank's ``part`` of a sliced state or of the gradient."""
+        """Set this rank's ``part`` of a sliced state, or of the gradient."""
         state, (segment, slot, piece, _) = self._state, found
         if what == GRAD:
             # At stage 0 ``part`` is the whole parameter, and the gradient shard only a slice.

@@ -16,8 +16,8 @@ step can change a gradient or skip the step: no clipping, no fp16 loss scale and
 [Note: speculation]
 With clipping, fp16 or ``check_grad_overflow`` the decision needs the last gradient of backward. The
 state tier may still update early, as if the step were taken without clipping, and undo the update
-if the decision is another (`zero_core.protocols.SpeculativeTier`). Results are the same. An undone
-update costs two copies of the states and a second update, a kept one costs one copy. So speculation
+if the decision differs (`zero_core.protocols.SpeculativeTier`). Results are the same. An undone
+update costs two copies of the states and a second update. A kept one costs one copy. So speculation
 must be enabled in the configuration.
 """
 
@@ -40,10 +40,10 @@ _log = logging.getLogger(__name__)
 
 
 def updates_in_backward(config: Config) -> bool:
-    """Whether the configuration makes final updates of units in backward.
+    """Return whether the configuration makes final updates of units in backward.
 
-    Never with clipping, fp16 or overflow check. By default: with optimizer offload, and without
-    ``memory_checkpoint``, which reads the states during backward.
+    False with clipping, fp16 or ``check_grad_overflow``. The default is true with optimizer
+    offload, unless a ``memory_checkpoint`` reads the states during backward.
     """
     offload = config.zero_optimization.offload_optimizer
     if config.can_cancel_steps:
@@ -54,10 +54,10 @@ def updates_in_backward(config: Config) -> bool:
 
 
 def may_speculate(config: Config) -> bool:
-    """Whether the configuration makes undoable updates of units in backward.
+    """Return whether the configuration makes updates in backward that can be undone.
 
-    Only with offload to the CPU, and with clipping, fp16 or overflow check. By default: if the
-    size of the undo log is set, and without ``memory_checkpoint``.
+    True only with offload to the CPU, and with clipping, fp16 or ``check_grad_overflow``. The
+    default is true if ``undo_buffer_size`` is set and ``memory_checkpoint`` is not.
     """
     offload = config.zero_optimization.offload_optimizer
     if offload.device != "cpu" or not config.can_cancel_steps:
@@ -93,7 +93,7 @@ class UpdatePolicy:
         """Enqueue the update: see `DeviceTier`. Called only if `can_step_ahead`."""
 
     def settle(self, *, is_void: bool) -> None:
-        """Apply the decision to an update that was enqueued ahead."""
+        """Apply the decision to an update that was enqueued ahead. ``is_void`` cancels it."""
 
     def step(self, active: Sequence[int], *, grad_scale: float) -> None:
         """Update the ``active`` pieces, after the decision."""
@@ -107,7 +107,7 @@ class UpdatePolicy:
 
 
 class AheadPolicy(UpdatePolicy):
-    """Enqueues the update before the host knows the decision. See [Note: update ahead]."""
+    """Policy that enqueues the update before the host decides. See [Note: update ahead]."""
 
     _tier: DeviceTier
 
@@ -138,7 +138,7 @@ class AheadPolicy(UpdatePolicy):
 
 
 class InBackwardPolicy(UpdatePolicy):
-    """Updates each segment in backward, without undo. See [Note: optimizer in backward]."""
+    """Policy of final updates in backward. See [Note: optimizer in backward]."""
 
     begins_early = is_final = True
     _settings = ""  # hyperparameters used by this step's updates
@@ -176,7 +176,7 @@ class InBackwardPolicy(UpdatePolicy):
 
 
 class UndoPolicy(UpdatePolicy):
-    """Updates segments in backward such that the update can be undone. See [Note: speculation]."""
+    """Policy of updates in backward that can be undone. See [Note: speculation]."""
 
     begins_early = True
     _tier: SpeculativeTier
@@ -192,7 +192,7 @@ class UndoPolicy(UpdatePolicy):
 
 def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: int) -> UpdatePolicy:
     """Return the policy that the configuration requires and the tier supports."""
-    # A `WholeTier` steps once on all ranks, when all gradients are complete.
+    # A `WholeTier` makes one step on all ranks, after all gradients are complete.
     if updates_in_backward(config) and not isinstance(tier, WholeTier):
         return InBackwardPolicy(tier, train)
     if may_speculate(config):

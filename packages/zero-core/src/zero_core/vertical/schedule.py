@@ -6,9 +6,9 @@ unit of a stage-3 model twice per micro-batch. The vertical schedule runs all mi
 one unit before the next unit, and so gathers each unit twice per step:
 
 1. Forward: each micro-batch's forward runs up to the first block, in the order of micro-batches.
-   Then all micro-batches run the first block, then the second, and so on. A forward is a stack of
-   frames of the model's code. Each one is a greenlet, which can pause at a block, on one thread.
-   `zero_core.vertical.torch_state` keeps the contexts that it has entered apart from the others'.
+   Then all micro-batches run the first block, then the second, and so on. Each forward is a
+   greenlet, a stack of Python frames that can pause at a block. All run on one thread.
+   `zero_core.vertical.torch_state` keeps their contexts (such as autocast) apart.
 2. Loss: after the last block, each micro-batch in turn computes its loss, and runs backward to the
    last block's output. So only one micro-batch's logits are in memory at a time.
 3. Backward: all micro-batches run backward through the last block, then through the block before,
@@ -16,16 +16,16 @@ one unit before the next unit, and so gathers each unit twice per step:
    the inputs and outputs of blocks.
 
 Gradients of a unit are reduced separately for each micro-batch, in the order of micro-batches, so
-sums are bit-identical to those of the horizontal schedule. A tied weight of the root gets a part of
-its gradient from the head, which must be kept until the embedding adds its part. One such gradient
-per micro-batch is kept, in host memory if inputs of blocks are kept there.
+sums are bit-identical to those of the horizontal schedule. For a tied weight of the root, the
+gradient from the head is kept until the embedding adds its part: one per micro-batch, in host
+memory if inputs of blocks are kept there.
 
 The passes treat the micro-batches of a step as one forward and one backward. Hooks in each
 micro-batch call `ForwardPass.go_into` and `go_out_of` instead of ``enter`` and ``leave``. A block
 stays gathered until the first micro-batch enters the next block. In backward a unit is gathered
 once for all micro-batches.
 
-Each block must be called once, in the order of the module tree. Otherwise an
+Each block must be called exactly once, in the order of the module tree. Otherwise an
 `AccumulationScheduleError` is raised. The same error is raised if a forward stores tensors in
 attributes of modules, because micro-batches would read each other's tensors. Only the first step
 checks for such tensors.
@@ -91,7 +91,7 @@ class MicroBatch:
     """One micro-batch, whose forward is a greenlet that pauses at blocks."""
 
     loss: Tensor  # detached, set when the forward has ended
-    scaled_loss: Tensor | None = None  # None once backward has begun
+    scaled_loss: Tensor | None = None  # None after backward has begun
     hooks: AbstractContextManager[Any]  # on tensors that the model's forward saves
 
     def __init__(
@@ -114,7 +114,7 @@ class MicroBatch:
             self._state.exchange()
 
     def pause(self) -> bool:
-        """Return from `greenlet.switch`, and here at its next call. False: it cannot pause here."""
+        """Pause until the next `greenlet.switch`. Return False if a pause is not possible here."""
         inside = self._state.exchange()
         try:
             is_possible = getcurrent() is self.greenlet and self._state.is_as_before()
@@ -126,7 +126,7 @@ class MicroBatch:
 
 
 class VerticalSchedule(MicroBatches):
-    """Runs all micro-batches of a step unit by unit. See [Note: the vertical schedule]."""
+    """Driver that runs all micro-batches unit by unit. See [Note: the vertical schedule]."""
 
     def __init__(
         self,
@@ -229,7 +229,6 @@ class VerticalSchedule(MicroBatches):
             )
 
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
-        """Implement `MicroBatches.run`."""
         if len(batches) == 1:
             return super().run(batches, loss_of, seed=seed)
         with self._place.during("train_batch()"):
@@ -383,7 +382,7 @@ class VerticalSchedule(MicroBatches):
         if unit is not None and unit.grads and self._backward.will_reduce():
             self._backward.reductions.start(unit.index)
         for grads in () if unit is None else unit.grads:
-            grads.full.flush()  # unless reduced, which adds the held gradients, too
+            grads.full.flush()  # no effect after a reduction
 
     def _add(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
         reductions = self._backward.reductions

@@ -98,7 +98,7 @@ class PartialGrads:
                 grads[param] = grad if stored is None else stored
 
     def settle(self) -> None:
-        """Drop gradients being copied to the host, once the current stream awaits the copies."""
+        """Drop device gradients being copied to the host. The stream first waits for the copies."""
         for stored in chain.from_iterable(grads.values() for grads in self._grads):
             if isinstance(stored, HostCopy):
                 stored.copies.free(stored)
@@ -121,7 +121,7 @@ class _Gradient:
 
 
 class _Border(torch.autograd.Function):
-    """Returns the values as a tensor where backward stops and stores the gradient."""
+    """Function that returns the values as a tensor at which backward stops and stores gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, values: Tensor, gradient: _Gradient) -> Tensor:
@@ -156,9 +156,8 @@ class _Segment:
 class Segments(TorchFunctionMode):
     """The segments of one micro-batch. The prologue is number 0, block n (0, 1, ...) is n + 1.
 
-    All methods except `backward`, `prefetch` and `params` are called by the forward.
-    Between blocks this object is an active `TorchFunctionMode`, which replaces operands computed by
-    earlier segments with borders.
+    Between the blocks of a forward this object is an active `TorchFunctionMode`, which replaces
+    operands computed by earlier segments with borders.
     """
 
     def __init__(self, partial: PartialGrads, micro_batch: int) -> None:
@@ -172,7 +171,7 @@ class Segments(TorchFunctionMode):
         self._entries: dict[tuple[Any, int], _Entry] = {}
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
         self._is_between = False
-        # By id of the parameter: its copy by autocast, which torch shares within a forward.
+        # By id of a parameter: node of its cast by autocast, which torch shares within a forward.
         self._casts: dict[int, Any] = {}
         self._shares_casts = False  # whether a block was entered within an autocast context
         self._pauses: list[int] = []  # `next_sequence_number` at the start of each block
@@ -286,7 +285,7 @@ class Segments(TorchFunctionMode):
         return self._segments[number].params
 
     def needs_backward(self, number: int) -> bool:
-        """Whether an output of segment ``number`` has a gradient so far."""
+        """Return whether an output of segment ``number`` has a gradient so far."""
         return any(gradient.grad is not None for _, gradient in self._segments[number].sources)
 
     def prefetch(self, number: int) -> None:

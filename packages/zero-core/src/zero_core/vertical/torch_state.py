@@ -1,11 +1,11 @@
-"""State of torch's contexts, which each micro-batch of the vertical schedule has for itself.
+"""State of torch's contexts, kept apart for each micro-batch of the vertical schedule.
 
 [Note: contexts of a paused forward]
 A forward may pause within contexts: autocast, ``no_grad``, a device, a choice of attention kernels,
 checkpointing around a block. torch keeps their state per thread or process, and micro-batches share
 a thread. So a pause exchanges the forward's state for the state before the step, and the next turn
-exchanges it back. Contexts around the step apply to each micro-batch, and contexts in a forward to
-that one alone. Dispatch keys reveal contexts that cannot be exchanged.
+exchanges it back. Contexts around the step apply to each micro-batch, and contexts in a forward
+only to that forward. Dispatch keys reveal contexts that cannot be exchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_core._torch import context_settings, dispatch_keys
 
 
 class TorchState:
-    """Exchanges the state of torch's contexts for the state when this object was made."""
+    """Exchange of the state of torch's contexts for the state when this object was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._settings = context_settings(device)
@@ -26,7 +26,7 @@ class TorchState:
         self._keys = dispatch_keys()
 
     def exchange(self, new: list[Any] | None = None) -> list[Any]:
-        """Set ``new``, by default the state before the step. Return the state until now."""
+        """Set ``new``, by default the state before the step. Return the previous state."""
         # A later cast in another micro-batch would share the autograd node of a cached one.
         torch.clear_autocast_cache()
         old = [get() for get, _ in self._settings]
@@ -36,5 +36,5 @@ class TorchState:
         return old
 
     def is_as_before(self) -> bool:
-        """Whether `exchange` has set all of the state before the step."""
+        """Return whether `exchange` has restored all of the state before the step."""
         return bool(dispatch_keys() == self._keys)

@@ -37,7 +37,7 @@ def write_error_file(kind: str, message: str, trace: str = "") -> None:
 
 @contextmanager
 def under_way(what: str, *, rank: int) -> Iterator[None]:
-    """Show a progress line for ``what`` on stderr, once it has taken a second.
+    """Show a progress line for ``what`` on stderr when it has taken a second.
 
     Only the first rank shows the line, and only on a terminal.
     """

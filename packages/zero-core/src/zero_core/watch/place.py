@@ -25,7 +25,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Place:
-    """Current activity of this rank. The main thread writes it, the heartbeat thread reads it."""
+    """Current activity of this rank. The main thread writes it. The heartbeat thread reads it."""
 
     __slots__ = ("clock", "doing", "num_changes", "num_steps", "unfinished", "waits_for")
 
@@ -66,7 +66,7 @@ class Place:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Mark the context as a wait for other ranks, in an exchange ``what`` by the program."""
+        """Mark the context as a wait for other ranks in the exchange ``what``."""
         self.begin_wait(what)
         try:
             yield
@@ -84,7 +84,7 @@ class Place:
 
 
 class MemoryMeter:
-    """Measures the memory of this rank: allocated on its accelerator, or resident on the host."""
+    """Meter of this rank's memory: allocated on its accelerator, or resident on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -120,12 +120,12 @@ class MemoryMeter:
 
 
 class StepClock:
-    """Records each change of a `Place` in one step. Only the place's thread uses it."""
+    """Record of the changes of a `Place` in one step, used only by the thread of the place."""
 
     def __init__(
         self, device: torch.device, doing: str, launched: dict[str, float], begin: Mark | None
     ) -> None:
-        """``begin``: the end of the previous step, or None for now.
+        """``begin``: the end of the previous step, or None for the current time.
 
         ``launched``: on a host, start times of collectives that no step has waited for yet.
         """
@@ -181,7 +181,7 @@ class StepClock:
         return event
 
     def seconds(self, mark: Any) -> float:
-        """Return the seconds from the step's beginning to ``mark``, which is of the same type."""
+        """Return the seconds from the step's beginning to ``mark``, a mark of the same device."""
         begin: Any = self._marks[0][2]
         return begin.elapsed_time(mark) / 1e3 if isinstance(begin, torch.Event) else mark - begin
 

@@ -1,4 +1,4 @@
-"""Heartbeats of ranks, which show in log lines and errors which rank the others wait for.
+"""Heartbeats of ranks. With them, log lines and errors name the rank that others wait for.
 
 One thread per process serves all engines. It never waits for the store that holds the heartbeats.
 
@@ -16,7 +16,7 @@ differ.
 
 gloo raises at the wait for a collective. NCCL's ``wait`` returns immediately, and a hanging rank is
 reported only by torch's watchdog, with a collective's number. For NCCL, `DeviceWaits` records which
-collective the device waits for. The heartbeat thread queries it, and ends the process in time.
+collective the device waits for. The heartbeat thread ends the process if such a wait is too long.
 
 [Note: stores that do not answer]
 A request to a store whose host is stopped blocks forever, whatever the store's timeout: torch
@@ -26,7 +26,7 @@ current call has taken. A store that does not answer also counts as a cause.
 
 [Note: reads of many ranks]
 All waiting ranks read beats from one store. So each reads beats of at most `_WINDOW` ranks at a
-time, first of the ranks after it. A stopped rank is thus named in time by the ranks before it. Once
+time, first of the ranks after it. A stopped rank is thus named in time by the ranks before it. When
 a log line is due, each further read uses the next window, and the time between reads grows with the
 wait. Until all windows were read, only verdicts about single ranks are reported.
 """
@@ -59,21 +59,21 @@ OTHER_BLOCKS = (
     "If a rank calls blocks that others do not call, as experts, name the module that holds them "
     "in zero_optimization.leaf_module"
 )
-_MAX_NAMED = 4  # maximal number of ranks or statements in a message
+_MAX_NAMED = 4  # maximum number of ranks or statements in a message
 _ENDED = ("Z", "X")
 _STOPPED = {"T": "its process is stopped", "t": "a debugger holds its process"}
-# Shares of the configured time: between two beats, of a wait before other ranks are observed,
-# without a beat before a rank counts as silent, of a wait before a line is logged.
+# Shares of the configured time: the interval of beats, the wait before other ranks are observed,
+# the time without a beat before a rank counts as silent, the wait before a line is logged.
 _BEAT, _OBSERVE, _SILENCE, _LOG = 0.1, 0.3, 0.3, 0.7
 _MIN_SILENCE_S = 0.5
-_LONG = 6  # factor on ``within_s`` before a live rank that compiles or uses a disk is named
+_LONG = 6  # factor on ``within_s`` before a rank is named that compiles or uses a disk
 _LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkpoint:")
 _WINDOW = 64  # number of ranks whose beats are read at once
 _READ = 1 / 16  # time between two reads, as a share of a long wait
 _FLUSH_S = 1.0  # longest wait for a beat that reports a failure or end
-_MAX_TICK = 3  # maximal number of beats for which one pause of the process counts
-_NUM_WATCHED = 1024  # maximal number of watched collectives of a device
-_LAST_REPORT_S = 2.0  # for torch's report of a timeout, before this process ends
+_MAX_TICK = 3  # largest part of a wait, in beats, that one tick counts
+_NUM_WATCHED = 1024  # maximum number of watched collectives of a device
+_LAST_REPORT_S = 2.0  # wait for torch's report of a timeout, before this process ends
 _LAST_WAIT_S = 10.0  # longest wait for pending collectives when an engine ends
 
 
@@ -102,7 +102,7 @@ class Beat(NamedTuple):
 class Verdict(NamedTuple):
     """Explanation of why a rank waits."""
 
-    text: str  # names ranks
+    text: str  # names ranks or the store
     level: int  # of `logging`: ERROR if permanent, INFO if the text names no cause
     is_final: bool  # whether waiting longer would not change it
 
@@ -201,7 +201,7 @@ class ThreadedBoard:
             self._changed.wait_for(lambda: self.is_lost or self._is_idle(), limit_s)
 
     def close(self) -> None:
-        """End the thread once nothing is pending."""
+        """End the thread when nothing is pending."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -329,7 +329,7 @@ class DeviceWaits:
 
 
 class Watch:
-    """Watches the waits of one engine. See [Note: which rank the others wait for]."""
+    """Observer of one engine's waits. See [Note: which rank the others wait for]."""
 
     def __init__(
         self,
@@ -341,7 +341,7 @@ class Watch:
         within_s: float,
         device_waits: DeviceWaits | None = None,
     ) -> None:
-        """Publish the first beat. ``within_s`` 0: publish only failures, and log nothing."""
+        """Publish the first beat. If ``within_s`` is 0, only failures follow, and no logs."""
         self.interval_s = _BEAT * within_s
         self.device_waits = device_waits
         self._board = board
@@ -367,7 +367,7 @@ class Watch:
     # ----------------------------------------------------- called by the heartbeat thread
 
     def tick(self, now: float) -> None:
-        """Publish a beat at time ``now``. After a long wait, log which rank is waited for."""
+        """Publish a beat at time ``now``. After a long wait, log which rank this one waits for."""
         with self._lock:
             self._publish(now)
             identity, what = self._find_wait()
@@ -387,7 +387,7 @@ class Watch:
                 before = logging.INFO if wait.logged is None else wait.logged.level
                 if verdict is not None and verdict.level > before:
                     self._log(what, waited_s, verdict)
-                # Only a wait of the device: one of the host ends with an error of its own.
+                # Only for a wait of the device: a wait of the host ends by raising an error.
                 if isinstance(identity, tuple) and wait.watched_s >= self._limit_s:
                     self._abort(now, what)
             self._last_tick = now
@@ -396,7 +396,7 @@ class Watch:
         wait = self._wait
         cause = "the cause is unknown" if wait.logged is None else wait.logged.text
         self._log(what, now - wait.since, Verdict(cause, logging.CRITICAL, True))
-        self._has_given_up = True  # so that no other rank takes this one for the cause
+        self._has_given_up = True  # so that no other rank names this one as the cause
         self._publish(now)
         self._board.flush(_FLUSH_S)
         time.sleep(_LAST_REPORT_S)
@@ -441,7 +441,7 @@ class Watch:
     def _log(self, what: str, waited_s: float, verdict: Verdict) -> None:
         is_error = verdict.level >= logging.ERROR
         is_long = any(phase in verdict.text for phase in _LONG_PHASES)
-        compiles = not self._place.num_steps and OUTSIDE not in verdict.text  # kernels, in step 1
+        compiles = not self._place.num_steps and OUTSIDE not in verdict.text  # in step 1
         if not verdict.is_final and (is_long or compiles) and waited_s < _LONG * self._within_s:
             return
         self._wait.logged = verdict
@@ -559,7 +559,7 @@ class Watch:
     # ----------------------------------------------------------- called by any thread
 
     def find_dead(self, ranks: Sequence[int]) -> str:
-        """Return which of ``ranks`` have ended or were silent for long, as of the last calls."""
+        """Return which of ``ranks`` ended or were silent for long, by beats requested earlier."""
         silence_s = _LONG * self._within_s or math.inf
         with self._lock:
             self._add_answers(time.monotonic())
@@ -572,10 +572,10 @@ class Watch:
             return join_few([_failure(rank, seen, silence_s) for rank, seen in dead.items()])
 
     def leave(self) -> None:
-        """Close with the engine. On a device the ranks first wait for each other if none failed.
+        """Publish the engine's end. On a device, then wait for the end of all other ranks' engines.
 
-        This rank's collectives end. NCCL may then still send to other ranks, and an abort would
-        drop what it sends. So all ranks close before. Both waits are limited.
+        NCCL may still send data of ended collectives to other ranks, and an abort would drop the
+        data. Both waits are limited. A rank that has failed skips the second one.
         """
         waits, others = self.device_waits, set[int]()
         if waits is not None:
@@ -607,7 +607,7 @@ _is_exiting = threading.Event()
 
 
 def start(watch: Watch) -> None:
-    """Let the heartbeat thread of this process serve ``watch`` until `Watch.close`."""
+    """Make the heartbeat thread of this process serve ``watch`` until `Watch.close`."""
     global _thread
     with _lock:
         _watches.add(watch)
