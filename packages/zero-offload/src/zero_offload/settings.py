@@ -1,10 +1,9 @@
 """Settings of the block ``offload_optimizer`` in a DeepSpeed-style config.
 
-As in DeepSpeed, keys for NVMe have no effect with ``"device": "cpu"``. ``update_in_backward`` is
-read by the engine. More of DeepSpeed's keys have no effect. ``pipeline``, ``pipeline_read`` and
-``pipeline_write``: reads and writes always overlap with the update. ``fast_init``: states that
-start at zero are never written before their first update. ``cpuadam_cores_perc`` belongs to
-``super_offload``. Any other key with a true value raises ValueError.
+The engine reads ``update_in_backward``. As in DeepSpeed, keys for NVMe have no effect with
+``"device": "cpu"``. Keys of DeepSpeed that never have an effect are ``pipeline``, ``pipeline_read``
+and ``pipeline_write``, because reads and writes always overlap with the update, ``fast_init``, and
+``cpuadam_cores_perc`` of ``super_offload``. Any other key with a true value raises ValueError.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class OffloadSettings:
     """Settings of optimizer offload, named like the arguments of `OffloadedOptimizer`.
 
     Attributes:
-        ratio: the host's share; 1 if ``parameters`` or ``device_budget`` selects its elements.
+        ratio: the host's share of the elements, unless ``parameters`` or ``device_budget`` is set.
         nvme_path: folder of the state file; None keeps optimizer state in host memory.
         buffer_count: blocks of the file in host memory; 3 or more let read, update and write
             overlap.
@@ -118,7 +117,7 @@ class OffloadSettings:
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
         """Read the block from a resolved ``zero_optimization`` config, or raise ValueError.
 
-        A missing block means the defaults. Its resolved form is ``"device": "none"``.
+        A missing block and ``{"device": "none"}`` both mean the defaults.
         """
         block = config.get(_BLOCK) or {}
         if not isinstance(block, Mapping):

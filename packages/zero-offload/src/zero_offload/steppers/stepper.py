@@ -211,7 +211,7 @@ class Stepper(ABC):
         return found
 
     def settle(self) -> None:
-        """Complete a file's transfers after a step's last chunk, in the update thread."""
+        """Complete transfers to a file, if any, after a step's last chunk, in the update thread."""
         return
 
     def count(self, active: Sequence[int]) -> None:
@@ -326,7 +326,7 @@ class RuleStepper(Stepper):
         """Store the updated buffers of a block that was taken."""
 
     def fill(self, pieces: Iterable[int], *, is_fresh: bool) -> None:
-        """Write the initial values of the pieces' states. ``is_fresh``: storage is zero."""
+        """Write the initial values of the pieces' states. With ``is_fresh`` storage is zero."""
         for span in (self.geometry.pieces[i] for i in pieces):
             for name, value in self._initial[span.group].items():
                 if value or not is_fresh:

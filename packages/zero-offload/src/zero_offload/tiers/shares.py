@@ -70,7 +70,7 @@ class Part:
     local: Mapping[int, tuple[int, ...]]
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite a state. A part with padding only has no states but master weights."""
+        """Overwrite a state. A part without pieces has master weights only."""
         if self.local or name == MASTER:
             self.tier.write_state(name, start, values)
 
@@ -490,8 +490,8 @@ class Shares:
     def resplit(self, num_host: int) -> None:
         """Move elements between host and device, so that the host has ``num_host`` elements.
 
-        Call it between steps. It waits for a pending step. Results do not change, except byte
-        counters, because master weights are published again. See [Note: resplit].
+        Call it between steps. It waits for a pending step. No state changes, but byte counters
+        grow, because master weights are published again. See [Note: resplit].
 
         Raises:
             ValueError: ``num_host`` is out of range, or parameter names select the host's elements.
@@ -511,7 +511,7 @@ class Shares:
         rest = host.complement(numel)
         try:
             self._host = host
-            # The growing side needs the other side's old state, so it is replaced first.
+            # The growing side needs the other side's old state, so the growing side goes first.
             if host.numel > before.numel:
                 self._replace_host(host)
                 self._replace_device(rest)
@@ -529,7 +529,7 @@ class Shares:
             raise
 
     def may_move(self, host: Intervals) -> bool:
-        """Return whether ``host`` differs from the current elements. Subclasses add checks."""
+        """Return whether ``host`` differs from the host's elements. Subclasses add checks."""
         return host != self._host
 
     def _replace_host(self, share: Intervals) -> None:
@@ -564,7 +564,7 @@ class Shares:
 
 
 class ReportingShares(Shares):
-    """`Shares` with counters, which include host tiers before a resplit."""
+    """`Shares` with counters, which include the host tiers that a resplit replaced."""
 
     def report(self) -> tuple[PartReport, ...]:
         return tuple(part.report() for part in self._present)
