@@ -69,8 +69,8 @@ def adam_step(
 
     Args:
         master: fp32 weights; updated.
-        grad: gradient in fp32, bf16 or fp16; unchanged. Or a list or tuple of several gradients,
-            whose dtypes may differ: they are added in fp32, in order, in the same pass.
+        grad: gradient in fp32, bf16 or fp16, or a list or tuple of several gradients, whose dtypes
+            may differ and which are added in fp32, in order, in the same pass; unchanged.
         exp_avg: fp32 first moment; updated.
         exp_avg_sq: fp32 second moment; updated.
         out: fp32, bf16 or fp16; receives the new master weights, rounded to nearest even.
@@ -78,8 +78,8 @@ def adam_step(
             state. Elements of a source are copied just before the same elements are updated, so
             memory is read once. If the source is a state, the target receives its old values.
             If the target is a state, the update starts from the source's values.
-        num_threads: number of threads. None: torch's count if torch is loaded, else the number of
-            CPUs that this process may use.
+        num_threads: number of threads; None for torch's count if torch is loaded, otherwise for the
+            number of CPUs that this process may use.
 
     Raises:
         TypeError: an argument has the wrong type or dtype. The message names the argument.
@@ -322,8 +322,8 @@ def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None 
     Errors are those of `adam_step`.
 
     Args:
-        grad: fp32, bf16 or fp16 gradient of any shape, contiguous, in host memory; unchanged. Or
-            several, as in `adam_step`: the norm is that of their sum in fp32.
+        grad: fp32, bf16 or fp16 gradient of any shape, contiguous, in host memory; unchanged. For
+            several gradients, as in `adam_step`, the norm is that of their sum in fp32.
         grad_scale: factor on the gradient; the sum is multiplied by its square, in fp64.
         num_threads: as in `adam_step`.
     """
@@ -364,7 +364,7 @@ def _more_grads(others: list[Block]) -> list[int]:
 def _add_copies(
     copies: Copies, written: dict[str, Block], read: dict[str, Block]
 ) -> list[tuple[Block, Block]]:
-    """Check and describe copies. Adds their memory to ``written`` and ``read``, except states."""
+    """Check and describe copies. Add their memory to ``written`` and ``read``, except states."""
     pairs = []
     shapes = {block.shape for block in written.values()}
     updated = {(block.address, block.nbytes) for block in written.values()}
@@ -419,7 +419,7 @@ def _update(
     """Check an update's arrays against each other, and run the kernel.
 
     ``written`` has the master weight first and then the states, in the kernel's order. All have the
-    gradient's shape. ``out`` or ``remainder`` may be anywhere in it. ``scales`` are states of
+    gradient's shape. ``out`` or ``remainder`` may be at any position. ``scales`` are states of
     another shape. ``stream`` is appended to the kernel's item.
     """
     threads = resolve_num_threads(num_threads)

@@ -277,7 +277,7 @@ class Geometry:
         return Intervals((self.pieces[i].start, ends[i]) for i in indices)
 
     def part(self, share: Intervals) -> tuple[Geometry, dict[int, tuple[int, ...]]]:
-        """Return the geometry of ``share``, and its pieces by piece of this one. Shards are views."""
+        """Return the geometry of ``share``, and the part's pieces by piece. Shards are views."""
         pieces: list[tuple[int, int, int]] = []
         local: dict[int, tuple[int, ...]] = {}
         for i, piece in enumerate(self.pieces):
