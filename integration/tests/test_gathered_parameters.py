@@ -369,7 +369,7 @@ def test_init_that_cannot_begin_leaves_none_active() -> None:
     assert is_zero_param(made.weight)
 
 
-VOCAB = 12_000  # makes the head larger than the minimum size of a tail unit
+VOCAB = 12_000  # so large that the engine gathers the head separately, as its tail unit
 SGD_AT_3 = config(3, optimizer={"type": "SGD", "params": {"lr": LR}})
 
 
