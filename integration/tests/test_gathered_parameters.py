@@ -49,7 +49,7 @@ def _before_the_engine(rank: int, world_size: int) -> None:
     source = world_size - 1
     with zero.GatheredParameters(model[0].parameters(), modifier_rank=source):
         assert weight.ds_status == zero.ZeroParamStatus.AVAILABLE
-        # The dtype is the config's, like in DeepSpeed.
+        # The dtype is the config's, as in DeepSpeed.
         assert torch.equal(weight, _model()[0].weight.bfloat16())
         if rank == source:
             nn.init.constant_(weight, 2.0)
@@ -374,7 +374,7 @@ SGD_AT_3 = config(3, optimizer={"type": "SGD", "params": {"lr": LR}})
 
 
 class _Head(torch.autograd.Function):
-    """Computes ``hidden @ weight.T + bias`` and gathers weight and bias in backward."""
+    """The function ``hidden @ weight.T + bias``, which gathers weight and bias in backward."""
 
     found: list[tuple[Any, ...]] = []  # noqa: RUF012
 

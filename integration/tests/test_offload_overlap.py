@@ -1,4 +1,4 @@
-"""Host updates in backward and in the next forward, undone updates, and updates on both sides."""
+"""Host updates in backward or in the next forward, undone ones, and ones split with the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run every command of the documentation, except `NOT_RUN` and with the changes of `SMALLER`."""
+"""Every command of the documentation runs, except `NOT_RUN` and with the options of `SMALLER`."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ BACKWARD_S, UPDATE_S, COPY_S = 0.020, 0.015, 0.002  # seconds per unit
 
 
 class Recorded(ReferenceAdam):
-    """Kernel that computes nothing and records the offsets of its calls."""
+    """Kernel that computes nothing and records the unit of each call."""
 
     def __init__(self, time: VirtualTime, masters: Tensor) -> None:
         super().__init__()

@@ -63,9 +63,9 @@ def adam_step(
 
     Adam: Kingma and Ba, 2015, algorithm 1. AdamW: Loshchilov and Hutter, 2019, algorithm 2. Arrays
     may be torch tensors, NumPy arrays, or any ``__dlpack__`` objects in host memory. All are
-    contiguous and have the same shape. The update is invisible to autograd. An element's result
-    does not depend on the instruction set, the thread count, or its index. `AdamHyper` lists the
-    hyperparameters.
+    contiguous and have the same shape. Autograd counts an in-place change but records no operation.
+    An element's result does not depend on the instruction set, the thread count, or its index.
+    `AdamHyper` lists the hyperparameters.
 
     Args:
         master: fp32 weights; updated.
@@ -138,7 +138,7 @@ def adam_step_8bit(
 ) -> None:
     """Apply one Adam update in place, with 8-bit moments, in one pass over memory.
 
-    Quantizes blocks of 128 elements relative to their maximum (Dettmers et al., 2021, arXiv
+    Blocks of 128 elements are quantized relative to their maximum (Dettmers et al., 2021, arXiv
     2110.02861). Codes of the first moment are signed approximate square roots. Codes of the second
     moment are floating-point approximations of its square root, 16 per power of two.
     `cpu_adam.reference` defines both. Start with zeros. With a bf16 ``param`` and a ``remainder``,
@@ -317,8 +317,8 @@ class GradNorm(NamedTuple):
 def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None = None) -> GradNorm:
     """Return the squared norm of ``grad_scale * grad`` and whether all elements are finite.
 
-    Sums in double precision, in chunks of 32 Ki elements that are added in order. The result's bits
-    do not depend on thread count or instruction set. Finite gradients never overflow the sum.
+    Chunks of 32 Ki elements are summed in double precision and added in order. The result's bits do
+    not depend on thread count or instruction set. Finite gradients never overflow the sum.
     Errors are those of `adam_step`.
 
     Args:

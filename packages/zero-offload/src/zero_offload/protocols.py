@@ -39,7 +39,7 @@ class ParamStore(Protocol):
 
 @runtime_checkable
 class UploadCodec(Protocol):
-    """Codec for lossless differences between old and new parameters, 1-D contiguous tensors."""
+    """Codec for lossless differences between old and new parameters (1-D, contiguous)."""
 
     def max_nbytes(self, numel: int, itemsize: int) -> int:
         """Return the maximum bytes of a difference, or 0 if this item size is not supported."""
@@ -309,7 +309,7 @@ class StateTier(Protocol):
         """Return once the parameter shards within ``[start, stop)`` hold their new values."""
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        """Return whether `wait_params` would return at once. False after a failed update."""
+        """Return whether `wait_params` would return at once, False after a failed update."""
 
     def state_names(self) -> Sequence[str]:
         """Return the names of the elementwise states, ``master_weight`` first."""
@@ -355,8 +355,8 @@ class ReservingTier(StateTier, Protocol):
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
         """Allocate the memory for gradients, for their conversion, and for copies of parameters.
 
-        Called once on an accelerator, before the first gradient. ``grads`` are ``(start, stop,
-        dtype)`` of the gradients that will be offered or added.
+        It is called once on an accelerator, before the first gradient. ``grads`` are ``(start,
+        stop, dtype)`` of the gradients that will be offered or added.
         """
 
 

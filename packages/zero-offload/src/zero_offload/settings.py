@@ -26,7 +26,7 @@ _BLOCK = "offload_optimizer"
 
 
 def check_state_dtype(value: Any, name: str = "state_dtype") -> str:
-    """Return ``value`` if it is one of `STATE_DTYPES`, else raise ValueError."""
+    """Return ``value`` if it is one of `STATE_DTYPES`, or raise ValueError."""
     if value not in STATE_DTYPES:
         raise ValueError(f"{name} must be one of {STATE_DTYPES}, got {value!r}")
     return str(value)
@@ -83,7 +83,6 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
 _SHARES = ("ratio", "parameters", "device_budget")
 _KNOWN = {
     *("device", "nvme_path", "buffer_count", "update_in_backward", *_CHECKS),
-    # These keys have no effect.
     *("cpuadam_cores_perc", "fast_init", "pipeline", "pipeline_read", "pipeline_write"),
 }
 
@@ -95,10 +94,8 @@ class OffloadSettings:
     Attributes:
         ratio: the host's share of the elements, unless ``parameters`` or ``device_budget`` is set.
         nvme_path: folder of the state file; None keeps optimizer state in host memory.
-        buffer_count: blocks of the file in host memory; 3 or more let read, update and write
-            overlap.
-        undo_buffer_size: maximum bytes of the undo log, see `HostTier.speculate`; None for no
-            limit.
+        buffer_count: blocks of the file in host memory; with 3, reads, updates and writes overlap.
+        undo_buffer_size: maximum bytes of `HostTier.speculate`'s undo log; None for no limit.
     """
 
     ratio: float | Literal["auto"] = 1.0

@@ -1,4 +1,4 @@
-"""Layout of parameters in the local flat space. Pure arithmetic.
+"""Layout of parameters in the local flat space, as pure arithmetic.
 
 [Note: terms]
 flat space   elements ``[0, numel)`` whose optimizer state this process owns, padding included.

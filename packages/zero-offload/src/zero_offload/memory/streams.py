@@ -106,7 +106,7 @@ class HostStreams:
         return Checksum(value, None)
 
     def reserve_difference(self, nbytes: int) -> None:
-        """Allocate device memory for differences of at most ``nbytes``. Called once."""
+        """Allocate device memory, once, for differences of at most ``nbytes``."""
 
     def difference_to_device(
         self, codec: UploadCodec, target: Tensor, difference: Tensor

@@ -304,7 +304,7 @@ class FileStepper(RuleStepper):
             raise
 
     def _is_replaced(self, name: str, index: int, start: int, stop: int) -> bool:
-        """Whether a write to the range replaces all data of the buffers that it changes."""
+        """Return whether a write to the range replaces all data of the buffers it changes."""
         block = self.layout.blocks[index]
         is_alone = name == MASTER or block.rule.block == 1
         return is_alone and (start, stop) == (block.start, block.stop)

@@ -152,7 +152,7 @@ class Stepper(ABC):
         self.watcher: ChangeWatcher | None = None
 
     def announce(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Call the watcher. Required before every change of states."""
+        """Call the watcher, as is required before every change of states."""
         if self.watcher is not None:
             for span in spans:
                 self.watcher.before_change(*span)
@@ -254,7 +254,7 @@ class Block:
 
 
 class BlockLayout:
-    """The blocks of a flat space, see [Note: blocks]. Pure arithmetic.
+    """The blocks of a flat space, as pure arithmetic. See [Note: blocks].
 
     ``rules`` are the rules of the shards, all with the same ``block``. A block has at most
     ``block_numel`` elements, rounded up to a multiple of the rule's ``block``. ``record_bytes`` are

@@ -140,7 +140,7 @@ class AutoRatio:
         return self.ratio
 
     def _probe(self, sample: Sample) -> Sample | None:
-        """Add a sample. Return the median once there are `STEPS_PER_PROBE`, and start anew."""
+        """Add a sample. Return the median after every `STEPS_PER_PROBE` samples, otherwise None."""
         self._samples.append(sample)
         if len(self._samples) < STEPS_PER_PROBE:
             return None
@@ -171,7 +171,7 @@ class AutoRatio:
             self._settle(low, probe, least_ratio)
 
     def _is_outweighing(self, probe: Sample) -> bool:
-        """Whether removing the stall gains more than it costs. See [Note: search]."""
+        """Return whether removing the stall gains more than it costs. See [Note: search]."""
         if not probe.host_numel:
             return False
         host_s = probe.host_s / probe.host_numel
@@ -311,7 +311,7 @@ class AutoTier(TwinTier):
 
     @property
     def ratio_report(self) -> RatioReport | None:
-        """The last settled ratio and its reason. None during the first search."""
+        """The last settled ratio and its reason, or None during the first search."""
         return self.controller.report
 
     def expect_micro_steps(self, count: int) -> None:

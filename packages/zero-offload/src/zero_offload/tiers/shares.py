@@ -47,7 +47,7 @@ _SQUARED_NUMEL = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """Sorted ``(start, stop)`` spans of a part, and a report, None for an engine's tier."""
+    """Sorted ``(start, stop)`` spans of a part, and its report, None for an engine's tier."""
 
     is_host: bool
     spans: tuple[tuple[int, int], ...]
@@ -80,7 +80,7 @@ class Part:
         self.tier.check_states(names if own else (), own)
 
     def snapshots(self) -> SnapshotTier:
-        """Return the tier if its states can be read during training, else raise TypeError."""
+        """Return the tier if its states can be read during training, or raise TypeError."""
         if not isinstance(self.tier, SnapshotTier):
             raise TypeError(
                 f"{type(self.tier).__name__} has no watch_changes() and peek_state(), which a save "
@@ -280,7 +280,7 @@ def end_share(numel: int, num_host: int, end: HostShare) -> Intervals:
 
 
 def is_chosen(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name matches a pattern of `fnmatchcase`, in which ``*`` matches dots too."""
+    """Return whether a name matches a pattern of `fnmatchcase`, where ``*`` matches dots too."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -412,7 +412,7 @@ class Shares:
 
     @property
     def parts(self) -> Sequence[AnyPart]:
-        """The host's part and the device's. Raises after a failed resplit."""
+        """The host's part and the device's, or an error after a failed resplit."""
         self.check_whole()
         return self._present
 
@@ -579,7 +579,7 @@ class ReportingShares(Shares):
 
     @property
     def bytes_h2d(self) -> int:
-        """Parameter bytes copied from the host so far. Complete after ``wait_params``."""
+        """Parameter bytes copied from the host so far, complete after ``wait_params``."""
         return sum(report.bytes_h2d for report in self._host_reports())
 
     @property

@@ -1,8 +1,8 @@
 """Twin-Flow: optimizer state that host and device update at the same time.
 
 As in DeepSpeed ZeRO-Offload++ (Twin-Flow) the host updates a set of elements, which are at one end
-of the flat space or in some parameters, and the device all others. A piece that is split
-has equal scalars in all parts, so a checkpoint does not depend on the split.
+of the flat space or in some parameters, and the device all others. A piece that is split has
+equal scalars in all parts, so a checkpoint does not depend on the split.
 """
 
 from __future__ import annotations

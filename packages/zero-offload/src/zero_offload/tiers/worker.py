@@ -10,7 +10,7 @@ rarely delays forward. If no gradient has arrived, the worker waits for the olde
 an element keep the order of steps. With `Stepper.is_sequential` chunks keep the planned order.
 
 [Note: ahead of the decision]
-Tentative chunks (see `memory_stepper`) are updated in the same order and publish nothing. Once the
+Tentative chunks (see `memory_stepper`) are updated in the same order and publish nothing. When the
 speculation ends, tentative chunks that were not updated are dropped. If the step is confirmed,
 tentative updates are published, and all other chunks are updated and published. Otherwise the
 tentative updates are undone. While other copies to the device are pending, the worker prefers
@@ -122,7 +122,7 @@ class Progress:
         return [entry.event for entry in hits if entry.event is not None]
 
     def is_over(self, start: int, stop: int) -> bool:
-        """Return whether all runs in a range have arrived. False after a failed step."""
+        """Return whether all runs in a range have arrived, False after a failed step."""
         with self._changed:
             hits = self._overlapping(start, stop)
             have_arrived = (e.is_published and (e.event is None or e.event.query()) for e in hits)
@@ -188,7 +188,7 @@ class Speculation:
             self._is_over = True
 
     def wait(self) -> None:
-        """Block until no chunk is being updated, so that no gradient is read. Follows `end`."""
+        """Block, after `end`, until no chunk is being updated and thus no gradient is read."""
         with self.changed:
             self.changed.wait_for(lambda: not self._is_entered)
 

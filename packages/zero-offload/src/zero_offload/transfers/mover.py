@@ -31,8 +31,8 @@ takes more than `SEPARATE_BYTES` per element, there is one layer. A background t
 sum while the next micro-step computes. The update always adds the last micro-step's gradient. Terms
 are added in order in the dtype of the sum, so both methods give the same bits.
 
-The caller waits for the gradients' sums of squares at the end of backward, to clip their norm. An
-update therefore waits for the sums of squares of all gradients that have arrived.
+At the end of backward the caller waits for the sums of squares of all gradients. An update
+therefore waits for the sums of squares of gradients that have arrived.
 """
 
 from __future__ import annotations
