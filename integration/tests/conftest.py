@@ -1,4 +1,4 @@
-"""Runs of the train program, each made once per test session and shared by several tests."""
+"""Functions that run zero-engine, and fixtures, among them a finished run that tests share."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_old_names_and_forms_become_todays():
     for given, stage in ((True, 1), (False, 0)):
         core = read({**BASE, "zero_optimization": given}).core
         assert core.get("zero_optimization", {}).get("stage", 0) == stage
-    # this project extends DeepSpeed's config by "auto"
+    # The ratio "auto" is this project's extension of DeepSpeed's config.
     automatic = {"device": "cpu", "ratio": "auto"}
     assert _zero(stage=2, offload_optimizer=automatic)["offload_optimizer"] == automatic
     both = {"max_live_parameters": 1, "stage3_max_live_parameters": 2}

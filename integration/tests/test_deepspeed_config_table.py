@@ -141,7 +141,7 @@ CHECKED_ONLY = {"data_types.param_dtype": "fp16"}
 
 
 def _example(row: Row) -> Any:
-    """Return a value other than the default: another choice, the negated bool, or one more."""
+    """Return another value than the default: another choice, the negated bool, or a near number."""
     if row.key in EXAMPLES:
         return EXAMPLES[row.key]
     default = None if row.default == "-" else json.loads(row.default.strip("`"))

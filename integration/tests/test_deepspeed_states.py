@@ -1,4 +1,4 @@
-"""`safe_get_*` and `safe_set_*` of parameters, compared with torch."""
+"""DeepSpeed's `safe_get_*` and `safe_set_*` functions of parameters, compared with torch."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def _gradients_within_no_sync(rank: int, world_size: int) -> None:
         weight = engine.module[0].weight
         with engine.no_sync():
             _backward(engine)
-            if rank == 0:  # like in DDP, sets this rank's part of the mean
+            if rank == 0:  # sets this rank's term of the mean, as in DDP
                 utils.safe_set_full_grad(weight, torch.ones(7, 3))
             with pytest.raises(ValueError, match="shape"):
                 utils.safe_set_full_grad(weight, torch.ones(2))

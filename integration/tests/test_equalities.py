@@ -53,7 +53,7 @@ def _small_blocks_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prompt_tier(**given: Any) -> Any:
-    """Make a tier whose host starts each unit's update before backward continues."""
+    """Make a tier whose host completes each unit's update before backward continues."""
     tier = create_tier(**{**given, "adam_kernel": cpu_adam})
     speculate = tier.speculate
 
@@ -70,7 +70,7 @@ _first_moves = itertools.count()
 
 
 def moving_tier(**given: Any) -> Any:
-    """Make a tier whose ratio cycles through `MOVES`, from another start on each rank."""
+    """Make a tier whose ratio cycles through `MOVES`, from a different start on each rank."""
     kernel = None if given["optimizer_class"] is torch.optim.NAdam else cpu_adam
     tier: Any = create_tier(**{**given, "adam_kernel": kernel})
     left = itertools.islice(itertools.cycle(MOVES), next(_first_moves) % len(MOVES), None)

@@ -49,7 +49,7 @@ def _before_the_engine(rank: int, world_size: int) -> None:
     source = world_size - 1
     with zero.GatheredParameters(model[0].parameters(), modifier_rank=source):
         assert weight.ds_status == zero.ZeroParamStatus.AVAILABLE
-        # The dtype is the config's, like in DeepSpeed.
+        # The dtype is the config's, as in DeepSpeed.
         assert torch.equal(weight, _model()[0].weight.bfloat16())
         if rank == source:
             nn.init.constant_(weight, 2.0)
@@ -369,12 +369,12 @@ def test_init_that_cannot_begin_leaves_none_active() -> None:
     assert is_zero_param(made.weight)
 
 
-VOCAB = 12_000  # makes the head larger than the minimum size of a tail unit
+VOCAB = 12_000  # so large that the engine gathers the head separately, as its tail unit
 SGD_AT_3 = config(3, optimizer={"type": "SGD", "params": {"lr": LR}})
 
 
 class _Head(torch.autograd.Function):
-    """Computes ``hidden @ weight.T + bias`` and gathers weight and bias in backward."""
+    """The function ``hidden @ weight.T + bias``, which gathers weight and bias in backward."""
 
     found: list[tuple[Any, ...]] = []  # noqa: RUF012
 

@@ -46,7 +46,7 @@ def _join(rank: int, world_size: int) -> None:
 
 
 def _arguments(folder: Path | str, kind: Any = TrainingArguments, **changes: Any) -> Any:
-    """Return arguments for micro-batches of four samples. An epoch ends with half a step."""
+    """Return arguments for micro-batches of four samples. An epoch's last step has one, not two."""
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "num_train_epochs": 2,

@@ -1,4 +1,4 @@
-"""Packages beside torch: an installation changes no torch, and a missing package is named."""
+"""Installations leave the installed torch unchanged. Errors name a missing package."""
 
 from __future__ import annotations
 

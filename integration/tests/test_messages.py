@@ -292,7 +292,7 @@ def _counts_waits(ranks: SimulatedRanks, case: Case, after: str) -> Any:
 def test_lossless_messages_on_a_device_have_few_waits_and_the_bits_of_plain_ones(
     stage: int, after: str
 ) -> None:
-    # One wait for the facts, one for the lengths of all weights, and one for each coded reduction.
+    # One host wait for the statistics, one for all weights' lengths, one for each coded reduction.
     most = {"": 1, "weights": 2, "gradients": 1 + NUM_CODED, "both": 2 + NUM_CODED}
     ways = {"": {}, "weights": WEIGHTS, **({} if after else {"gradients": GRADIENTS, "both": BOTH})}
     found = {}

@@ -110,7 +110,7 @@ def test_wandb_and_comet_are_given_the_scalars(monkeypatch):
     assert logged == [({"Train/Samples/lr": 0.1},)] * 4
     assert comet.calls[0][0] == "start"
     assert comet.calls[1] == ("set_name", ("n",))
-    # Each step has two samples, and every four samples log a value.
+    # Each step has two samples, and Comet gets values at intervals of four samples.
     steps = [kwargs["step"] for name, kwargs in comet.calls if name == "log_metric"]
     assert steps == [2, 6]
 

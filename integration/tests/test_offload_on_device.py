@@ -87,7 +87,7 @@ UPLOADS = [
 
 
 def train_waiting_once(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int], int]:
-    """Train with at most one host wait a step. Returns values, host elements and uploaded bytes."""
+    """Train with at most one host wait a step. Return values, host elements and uploaded bytes."""
     engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
     tier: Any = engine.sharded_state.tier
 

@@ -1,4 +1,4 @@
-"""Host updates in backward, in the next forward, undone, and shared with the device."""
+"""Host updates in backward or in the next forward, undone ones, and ones split with the device."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def build(config: dict[str, Any]) -> zero_core.Engine:
 
 
 def backward(engine: zero_core.Engine, step: int, factor: float = 1.0) -> None:
-    """Run forward and backward, then wait until the host has started all early updates."""
+    """Run forward and backward, then wait until the host has completed all early updates."""
     engine.backward(factor * engine(**batch(step, 0, engine.rank))["loss"])
     tier: Any = engine.sharded_state.tier
     for part in tier.parts:

@@ -1,4 +1,4 @@
-"""Printed examples, configurations and the documentation's Python, train as they are."""
+"""Printed example configurations and the documentation's Python code run unchanged."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _serve_deepspeed() -> None:
 
     sys.path.insert(0, str(ON_PATH))
     install()
-    # transformers looks for deepspeed at import. The ranks' server had none when it imported it.
+    # The ranks' server imported transformers without deepspeed, which is looked for at import only.
     module = sys.modules.get("transformers.integrations.deepspeed")
     if module is not None:
         importlib.reload(module)

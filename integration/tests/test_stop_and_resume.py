@@ -64,7 +64,7 @@ def _train_until_stopped(folder: RunFolder, *arguments: str) -> None:
 def test_run_that_was_stopped_and_resumed_is_one_without_a_stop(
     tmp_path: Path, tiny_options: tuple[str, ...], finished_run: tuple[RunFolder, str]
 ) -> None:
-    """SIGINT is tested in `faults/ranks/test_restarts.py`."""
+    """SIGTERM stops the run. `faults/ranks/test_restarts.py` tests other signals too."""
     folder, straight = RunFolder(tmp_path / "interrupted"), finished_run[0]
     _train_until_stopped(folder, *tiny_options)
     assert _numbers(folder)[-1]["step"] != STEPS, "the signal came too late"

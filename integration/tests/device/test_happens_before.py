@@ -67,7 +67,7 @@ for the device. They must run without a race."""
 
 
 class _PinnedAccesses(TorchDispatchMode):
-    """Traces host accesses of torch operators to pinned memory."""
+    """Dispatch mode that traces host accesses of torch operators to pinned memory."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,4 +1,4 @@
-"""A training script as a reader of the documentation has it, with DeepSpeed's interface."""
+"""A training script with DeepSpeed's interface, as readers of the documentation may have."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Run every command of the documentation, except `NOT_RUN` and with the changes of `SMALLER`."""
+"""Every command of the documentation runs, except `NOT_RUN` and with the options of `SMALLER`."""
 
 from __future__ import annotations
 
@@ -103,10 +103,9 @@ def _block(stem: str, language: str) -> str:
 
 
 def _interpreter() -> str:
-    """Return the interpreter for programs and their ranks.
+    """Return the interpreter for programs and their ranks, forked if DeepSpeed is installed.
 
-    A forked one has imported transformers. If DeepSpeed was missing then, transformers ignores the
-    engine.
+    Forked interpreters have imported transformers, which must have found DeepSpeed at that time.
     """
     return forked_python() if find_spec("deepspeed") else sys.executable
 

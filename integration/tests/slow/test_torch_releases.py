@@ -1,4 +1,4 @@
-"""Resolution with torch's builds, from indexes of wheels that have only metadata."""
+"""Resolution of dependencies with each build of torch, from indexes of wheels without code."""
 
 import functools
 import http.server
@@ -25,7 +25,7 @@ def make_wheel(index: Path, name: str, version: str, needs: str = "") -> None:
 
 @pytest.fixture
 def indexes(tmp_path, monkeypatch):
-    """Serve torch's index and a default one to uv, for one package and a copy of the table."""
+    """Serve stand-ins of torch's index and the default one to uv, and copy the table of results."""
     make_wheel(tmp_path / "default", "numpy", "2.1")
     make_wheel(tmp_path / "default", "torch", "2.13.0")
     make_wheel(tmp_path / "whl/cu126", "numpy", "1.26")  # must not hide NumPy 2
@@ -54,14 +54,14 @@ def indexes(tmp_path, monkeypatch):
 
 
 def results() -> dict[str, list[str]]:
-    """Return the kinds of results that the builds of 2.13.0 have."""
+    """Return the kinds of results by build of torch 2.13.0."""
     release = releases.read_table()["torch"]["2.13.0"]
     return {build: [*release[build]["3.12"]] for build in ("cpu", "cu126", "cu130", "cu132")}
 
 
 def test_builds_are_resolved_from_torchs_index(indexes):
     assert releases.resolve("2.13.0") == 1
-    # This index has no build for the CPU, and that for CUDA 13.2 does not fit the package.
+    # Torch's index has no build for the CPU. The build for CUDA 13.2 needs another NumPy.
     found = {"cpu": "conflict", "cu126": "resolved", "cu130": "resolved", "cu132": "conflict"}
     assert results() == {build: [result] for build, result in found.items()}
     assert "| 2.13.0 | cu128 | absent |" in releases.PAGE.read_text()

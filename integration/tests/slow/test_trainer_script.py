@@ -64,7 +64,7 @@ RUNS = {
         },
     ),
     "resumed": Run("gpt2", {"zero_optimization": {"stage": 2}, "optimizer": ADAMW}, ranks=1),
-    # Uses the Trainer's default optimizer.
+    # This run uses the Trainer's default optimizer.
     "encoder-decoder": Run(
         "t5", {"zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": HOST}}
     ),

@@ -1,4 +1,4 @@
-"""Print every config key that the installed DeepSpeed reads as JSON."""
+"""Print as JSON every config key that the installed DeepSpeed reads."""
 
 from __future__ import annotations
 

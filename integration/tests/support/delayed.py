@@ -78,7 +78,7 @@ class Slow:
 
 
 class SlowReduction(Slow):
-    """A delayed reduction. Its members are declared because isinstance checks the class."""
+    """A delayed reduction. It declares the members that the engine's isinstance checks need."""
 
     @property
     def contributions(self) -> Sequence[Tensor]:

@@ -1,6 +1,6 @@
 """Compare torch's AdamW and CPUAdam on one CPU training loop, in alternating steps.
 
-Needs only torch and cpu-adam: ``python benchmarks/alone.py [--width 1024] [--rounds 11]``. Prints
+``python benchmarks/alone.py [--width 1024] [--rounds 11]`` needs only torch and cpu-adam. It prints
 medians over all rounds of milliseconds per step (forward, backward and update) and per update, and
 bytes of optimizer state. Ratios are relative to torch's fused AdamW.
 """

@@ -3,17 +3,18 @@
 // [Note: 8-bit states]
 // Blocks of kBlockNumel elements share a scale, their largest magnitude (block-wise quantization:
 // Dettmers et al. 2021, arXiv 2110.02861). The states are the first moment and the square root of
-// the second moment. The encodings keep small values precise next to large ones. First moment: the
-// code is y = compress(x * top / scale), rounded to an integer. `compress` approximates the square
-// root within 6.1%. It halves the exponent and is linear in between: it shifts the bits of an fp32
-// number right by one and adds half of the bits of 1.0. It takes two integer operations instead of
-// a square root's dozen cycles, and its inverse is exact and equally cheap. `top` compresses to the
-// largest code, 127. Second moment: the code is an 8-bit floating-point number without sign and
-// zero, made of the leading bits of the ratio to the block's largest root. There are 16 codes per
-// power of two, and 255 means the largest root. No code means zero, because a denominator of zero
-// would make the update explode. The scale is exact fp32. When moments decay, the scale decays and
-// the codes need not change. A block whose largest value is below 2**-100 is stored as zero. A
-// block with a non-finite moment gets a scale of NaN, which marks its elements as lost.
+// the second moment. The encodings keep small values precise next to large ones. The code of a
+// first moment x is compress(x * top / scale), rounded to an integer. `compress` approximates the
+// square root within 6.1%. It halves the exponent and is linear in between: it shifts the bits of
+// an fp32 number right by one and adds half of the bits of 1.0. It takes two integer operations
+// instead of a square root's dozen cycles, and its inverse is exact and equally cheap. `top`
+// compresses to the largest code, 127. The code of a second moment is an 8-bit floating-point
+// number without a sign or a zero, made of the leading bits of the root's ratio to the block's
+// largest root. There are 16 codes per power of two, and 255 means the largest root. No code means
+// zero, because a denominator of zero would make the update explode. The scale is exact fp32. When
+// moments decay, the scale decays and the codes need not change. A block whose largest value is
+// below 2**-100 is stored as zero. A block with a non-finite moment gets a scale of NaN, which
+// marks its elements as lost.
 constexpr int kBlock = static_cast<int>(cpu_adam::kBlockNumel);
 constexpr float kExpAvgUnit = 1.0f / 16128.0f;
 // Slightly less than 16128, which compresses to 127: no rounding mode may produce 128.

@@ -7,10 +7,10 @@
 
 namespace cpu_adam {
 
-// Usable kernels, slowest first.
+// Returns the usable kernels, slowest first.
 const std::vector<const KernelTable*>& available_tables();
 
-// All instruction sets that any build of this package has, usable here or not.
+// Returns all instruction sets that any build of this package has, usable here or not.
 std::vector<const char*> known_isas();
 
 }  // namespace cpu_adam

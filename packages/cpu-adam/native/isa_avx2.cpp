@@ -1,5 +1,5 @@
-// AVX2 with FMA and F16C. Processes 16 elements at a time in two registers, so that 16 16-bit
-// results fill one register.
+// Kernels for AVX2 with FMA and F16C. They process 16 elements at a time in two registers, so that
+// 16 16-bit results fill one register.
 
 #include <immintrin.h>
 
@@ -122,7 +122,7 @@ struct F16 {
   static CPU_ADAM_INLINE void stream(char* to, Vec x) { stream_halves(to, round(x)); }
 };
 
-// 16 32-bit integers. Operations start with `u` if unsigned or sign-independent, else with `i`.
+// 16 32-bit integers. Operations start with `i` if signed, otherwise with `u`.
 struct UInt {
   __m256i low, high;
 };

@@ -1,6 +1,6 @@
-// AVX-512 F, and BW for 16-bit elements. Processes 32 elements at a time in two registers, so that
-// 32 16-bit results fill one register. The bf16 instructions of later CPUs are not used, because
-// they flush subnormal numbers.
+// Kernels for AVX-512 F, and BW for 16-bit elements. They process 32 elements at a time in two
+// registers, so that 32 16-bit results fill one register. The bf16 instructions of later CPUs are
+// not used, because they flush subnormal numbers.
 
 #include <immintrin.h>
 
@@ -45,7 +45,7 @@ CPU_ADAM_INLINE Vec if_ordered(Vec test, Vec a, Vec b) {
           _mm512_mask_mov_ps(b.high, ordered_mask(test.high), a.high)};
 }
 
-// 32 32-bit integers. Operations start with `u` if unsigned or sign-independent, else with `i`.
+// 32 32-bit integers. Operations start with `i` if signed, otherwise with `u`.
 struct UInt {
   __m512i low, high;
 };
@@ -117,7 +117,7 @@ CPU_ADAM_INLINE UInt if_ordered(Vec test, UInt a, UInt b) {
           _mm512_mask_mov_epi32(b.high, ordered_mask(test.high), a.high)};
 }
 CPU_ADAM_INLINE __m512 copy_sign_16(__m512 x, __m512 y) {
-  // 0xd8 selects the second operand's bit where the third operand's bit is 1, else the first's.
+  // 0xd8 selects the second operand's bit where the third's is 1, otherwise the first's.
   return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
       _mm512_castps_si512(x), _mm512_castps_si512(y), _mm512_set1_epi32(INT32_MIN), 0xd8));
 }

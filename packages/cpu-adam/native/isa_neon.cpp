@@ -1,5 +1,6 @@
-// NEON of 64-bit Arm. Processes 8 elements at a time in two registers, so that 8 16-bit results
-// fill one register. Every 64-bit Arm CPU has NEON, so no compiler flag or detection is needed.
+// Kernels for NEON of 64-bit Arm. They process 8 elements at a time in two registers, so that 8
+// 16-bit results fill one register. Every 64-bit Arm CPU has NEON, so no compiler flag or detection
+// is needed.
 
 #include <arm_neon.h>
 
@@ -112,7 +113,7 @@ struct F16 {
   }
 };
 
-// 8 32-bit integers. Operations start with `u` if unsigned or sign-independent, else with `i`.
+// 8 32-bit integers. Operations start with `i` if signed, otherwise with `u`.
 struct UInt {
   uint32x4_t low, high;
 };

@@ -132,7 +132,7 @@ struct F16 {
   }
 };
 
-// Integer vector operations start with `u` if unsigned or sign-independent, else with `i`.
+// Integer vector operations start with `i` if signed, otherwise with `u`.
 using UInt = std::uint32_t;
 
 CPU_ADAM_INLINE UInt as_bits(Vec x) { return bits_of(x); }

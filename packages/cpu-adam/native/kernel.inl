@@ -18,9 +18,9 @@
 // uset1, uadd, usub, umul, uand, uor, uxor, ushl<n>, ushr<n>   elementwise, modulo 2**32
 // umax, reduce_umax  unsigned maximum: elementwise, and of all lanes as one number
 // igreater           compares signed integers: all ones or zero
-// is_ordered         all ones where a float is not NaN, else zero
-// if_ordered(test, a, b)   a where the float `test` is not NaN, else b; of Vec and of UInt
-// if_nonzero(test, a, b)   a where the float with bits `test` is not zero, else b; of UInt
+// is_ordered         all ones where a float is not NaN, otherwise zero
+// if_ordered(test, a, b)   a where the float `test` is not NaN, otherwise b; of Vec and of UInt
+// if_nonzero(test, a, b)   a where the float with bits `test` is not zero, otherwise b; of UInt
 // lanes              0, 1, 2, ...
 // load_u8, load_i8, load_i16, load_upper_16   load_upper_16 fills upper halves, with zeros below
 // store_8, store_16  store the low 8 or 16 bits of each lane

@@ -4,7 +4,7 @@ CPU_ADAM_INLINE void copy_bytes(char* to, const char* from, std::int64_t count) 
   for (std::int64_t i = 0; i < count; ++i) to[i] = from[i];
 }
 
-// Used without a copy: stores nothing.
+// Element type of the copy for master weights without a copy. Stores nothing.
 struct NoOut {
   static constexpr int kBytes = 0;
   static CPU_ADAM_INLINE void store(char*, Vec) {}

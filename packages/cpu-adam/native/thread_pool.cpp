@@ -127,7 +127,7 @@ void spin_until(const Condition& is_true) {
 struct alignas(64) Part {
   std::atomic<std::int64_t> next;
   std::int64_t end;
-  bool is_taken;  // a thread has started with this part; guarded by the pool's mutex
+  bool is_taken;  // whether a thread has started with this part; guarded by the pool's mutex
 };
 
 std::atomic<ThreadPool*> g_pool{nullptr};
@@ -150,7 +150,7 @@ struct ThreadPool::Job {
   std::atomic<int> num_active{0};  // helpers at work; written under the pool's mutex
   std::condition_variable done;    // signals that num_active is 0
 
-  // Returns the part to start with: the preferred one if it is free, else the next free one.
+  // Returns the part to start with: the preferred one if it is free, otherwise the next free one.
   int take_part(int preferred) {
     int part = preferred < num_parts ? preferred : 0;
     while (parts[part].is_taken) part = (part + 1) % num_parts;

@@ -173,7 +173,7 @@ def test_a_block_of_8_bit_moments_that_is_not_finite_is_lost_alone(isa, value, i
 
 @pytest.mark.parametrize(("beta2", "step"), [(0.999, 1), (0.999, 777), (0.95, 3), (0.5, 2)])
 def test_the_division_by_the_bias_correction_is_rounded_correctly(isa, beta2, step, hyper):
-    # Uses many significands of the second moment, over 40 powers of two. The weight becomes a
+    # Use many significands of the second moment, over 40 powers of two. The weight becomes a
     # constant divided by the bias-corrected root, which exposes an incorrect division.
     numel = 1 << 18
     significands = np.random.default_rng(step).integers(2**23, 2**24, numel)

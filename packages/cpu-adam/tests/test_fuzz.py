@@ -195,7 +195,7 @@ def random_call(choose: random.Random, form: Update) -> dict[str, Any]:
 
 
 def make_call(seed: int) -> tuple[str, str]:
-    """Make the call of ``seed``. Return the function's name and "success" or the error's type."""
+    """Make a random call. Return the function's name, and "success" or the type of the error."""
     choose = random.Random(seed)
     form = choose.choice(FORMS)
     function = form.function

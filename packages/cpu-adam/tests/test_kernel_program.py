@@ -1,4 +1,4 @@
-"""Runs the C++ test of the kernels (``native/kernel_check.cpp``) natively and on emulated Arm.
+"""The C++ test of the kernels (``native/kernel_check.cpp``), run natively and on emulated Arm.
 
 `nox -s "nightly(sanitize)"` runs the same program with sanitizers.
 """

@@ -337,7 +337,7 @@ def test_settings_of_a_group_may_change_between_steps():
         for each in (optimizer, expected):
             each.param_groups[0].update(lr=10.0**-step, betas=(0.9 - step / 10, 0.99))
             if each is expected:
-                each.__setstate__({})  # drops the cached rosters
+                each.__setstate__({})  # drops verified memory, see `cpu_adam._slots`
         set_grads(params, step)
         set_grads(twins, step)
         optimizer.step()
@@ -441,7 +441,7 @@ class TestMemoryThatShrinks:
         for each, some in ((optimizer, params), (expected, twins)):
             each.state[some[1]]["exp_avg"].data = torch.empty(0)
             each.state[some[1]]["exp_avg"].data = torch.zeros(self.NUMEL)
-        expected.__setstate__({})  # drops the cached rosters
+        expected.__setstate__({})  # drops verified memory, see `cpu_adam._slots`
         optimizer.step()
         expected.step()
         for one, two in zip(params, twins, strict=True):

@@ -1,4 +1,4 @@
-"""Threads never change results, and survive fork and concurrent calls."""
+"""Updates on several threads give the same results, also after a fork and in concurrent calls."""
 
 from __future__ import annotations
 

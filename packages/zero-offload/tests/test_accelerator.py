@@ -1,4 +1,4 @@
-"""Equal numbers on an accelerator, with its streams and pinned memory."""
+"""`OffloadedOptimizer` on an accelerator, compared with torch's optimizer."""
 
 from __future__ import annotations
 

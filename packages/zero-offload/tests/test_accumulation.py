@@ -30,7 +30,7 @@ from zero_offload.testing.virtual_time import VirtualThread, VirtualTime
 from zero_offload.tiers.twin import TwinTier
 from zero_offload.transfers.mover import HostMover
 
-SEGMENTS = ((256, 360), (0, 256))  # backward ends with the first unit
+SEGMENTS = ((256, 360), (0, 256))  # in the order of backward, the last unit first
 RATIOS = (0.0, 0.3, 1.0)
 
 

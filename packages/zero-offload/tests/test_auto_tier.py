@@ -123,7 +123,7 @@ def test_a_stall_is_the_hosts_lateness_alone(clock: VirtualTime) -> None:
 
 
 def test_units_updated_one_by_one_are_one_step() -> None:
-    """Each unit is offered and updated before the next one, as in updates during backward."""
+    """Each unit is updated before the next one's gradient, as in updates during backward."""
     space, script = Space(), Scripted((0.5, 0.2, 0.9))
     tier = make_auto(space, ReferenceAdam(), script)
     for step in range(4):
@@ -175,7 +175,7 @@ def test_a_host_that_is_always_late_gives_all_to_the_device(
     """The kernel takes 4 ms for any share, so the search ends at ratio 0 and logs it once."""
     caplog.set_level(logging.INFO, logger="zero_offload")
     space = Space()
-    # the last piece fills the space, so any share has elements to update
+    # The last piece must fill the space, so that any share has elements to update.
     space.pieces[-1] = (272, 360, 0)
     tier = make_auto(space, TimedAdam(clock, 0.004, 1e-5))
     assert tier.ratio_report is None

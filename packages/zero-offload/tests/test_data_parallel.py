@@ -45,7 +45,7 @@ PAIRS = [(0, 0.0), (0, 1.0), (1, 0.3), (2, 0.3)]
 def shard(
     model: nn.Sequential, *, is_mixed: bool = False, mesh: DeviceMesh | None = None
 ) -> nn.Sequential:
-    """Apply FSDP2 with one unit per layer with weights. ``is_mixed`` computes in bf16."""
+    """Apply FSDP2 with one unit per linear layer. ``is_mixed`` computes in bf16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_mixed else None)
     for module in (model[0], model[3], model[4], model):
         fully_shard(module, mesh=mesh, mp_policy=policy)

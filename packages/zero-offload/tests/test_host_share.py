@@ -44,7 +44,7 @@ def _host_elements(tier: TwinTier) -> set[int]:
 @pytest.mark.parametrize(
     ("block", "expected"),
     [
-        # includes the padding after block.0
+        # The padding after block.0 goes with it.
         ({"parameters": ["block.0.*"]}, {*range(37, 256 + 4)}),
         ({"parameters": ["*.bias", "head.weight"]}, {*range(37, 42), *range(260, 360)}),
         ({"parameters": ["*"]}, {*range(360)}),

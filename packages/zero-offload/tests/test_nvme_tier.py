@@ -35,7 +35,7 @@ from zero_offload.tiers.twin import TwinTier
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 TIMEOUT_S = 120.0
 GROUPS = [group_of(optim.AdamW, lr=1e-2), group_of(optim.AdamW, lr=3e-3, weight_decay=0.1)]
-BLOCK_NUMEL = 50  # 6 and 3 blocks for the shards of 256 and 104 elements
+BLOCK_NUMEL = 50  # The shards of 256 and 104 elements have 6 and 3 blocks.
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_a_cleared_piece_starts_again_and_its_neighbours_stay(tmp_path: Path) ->
 def test_bytes_moved_per_step_are_those_of_the_touched_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # no reads ahead for the next step
+    # Reads ahead for the next step would count too.
     monkeypatch.setattr(BlockPipeline, "prefetch", lambda self: None)
     space = Space(num_groups=2)
     tier = _make(space, tmp_path)
@@ -298,7 +298,7 @@ def test_nothing_is_left_in_the_folder_and_the_file_closes_with_its_tier(tmp_pat
     tier = _make(space, tmp_path)
     train(tier, space, GROUPS, range(1))
     assert list(tmp_path.iterdir()) == []
-    # creates no file
+    # With ratio 0 no file is created.
     train(_make(space, tmp_path / "never made", ratio=0.0), space, GROUPS, range(1))
     fd = _file(tier).fileno()
     del tier

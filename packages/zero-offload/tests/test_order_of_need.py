@@ -33,7 +33,7 @@ BACKWARD_S, UPDATE_S, COPY_S = 0.020, 0.015, 0.002  # seconds per unit
 
 
 class Recorded(ReferenceAdam):
-    """Kernel that computes nothing and records the offsets of its calls."""
+    """Kernel that computes nothing and records the unit of each call."""
 
     def __init__(self, time: VirtualTime, masters: Tensor) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Units:
         self.tier = HostTier(geometry, stepper, mover, self.thread)
 
     def backward(self, num_ahead: int, *, step_at_end: bool = False) -> None:
-        """Compute, offer and update the units from last to first, or update all of them at the end.
+        """Compute, offer and update the units from last to first, or update all at the end.
 
         The caller is ``num_ahead`` units ahead of the device.
         """
@@ -134,7 +134,7 @@ def test_a_chunk_waits_for_its_own_part_of_the_gradient_alone() -> None:
 
 
 def test_updates_of_an_element_stay_in_the_order_of_their_steps() -> None:
-    """The later step begins at a lower offset."""
+    """Steps that queue behind a running update are updated in ascending order of offsets."""
     space, kernel = Space(), GatedAdam()
     tier, _ = host_tier(space, kernel)
     grads = space.grad(0)

@@ -144,7 +144,7 @@ def test_compact_states_give_the_same_bits_at_every_ratio(
         assert_same(trained(groups=groups, space=Space(dtype), ratio=ratio, **block), expected)
     if state_dtype == "int8":
         tier = make_tier(Space(dtype), ratio=0.7, kernel=kernel, state_dtype=state_dtype)
-        # ratio 0.7 splits at 108, aligned to 42, the start of piece [42, 253)
+        # Ratio 0.7 splits at element 108, which is aligned down to the start of piece [42, 253).
         assert tier.host_numel == 360 - 42
 
 

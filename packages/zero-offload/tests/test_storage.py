@@ -131,7 +131,7 @@ def test_a_read_leaves_the_memory_beside_its_tensor_alone(tmp_path: Path) -> Non
 
 
 def test_direct_io_is_used_where_the_file_system_has_it(tmp_path: Path) -> None:
-    """The test probes the file system itself, and reads the flags of the open file."""
+    """The test probes the file system, and reads the flags of the open file."""
     probe = tmp_path / "probe"
     probe.touch()
     try:
@@ -177,7 +177,7 @@ def _write_and_be_killed(folder: Path) -> None:
 
 
 def test_a_killed_process_leaves_nothing_behind(tmp_path: Path) -> None:
-    # the server of `support.ranks`, which has imported torch
+    # The server of `support.ranks` has already imported torch.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     killed = context.Process(target=_write_and_be_killed, args=(tmp_path,), daemon=True)

@@ -29,9 +29,9 @@ def convert_state(
 ) -> OptimizerOrState:
     """Convert moments to another dtype, and master weights to another format.
 
-    Moments from bf16 to fp32 are exact. From int8 to fp32, only the second moment is rounded,
-    because the stored root is squared. Other conversions round to nearest. Step counts do not
-    change. Master weights change only if ``master_dtype`` is given, with any ``dtype``.
+    Converting moments from bf16 to fp32 is exact. From int8 to fp32, only the second moment is
+    rounded, because the stored root is squared. Other conversions round to nearest. Step counts do
+    not change. Master weights change only if ``master_dtype`` is given.
 
     Converting master weights is exact, except that splitting moves a value midway between two bf16
     numbers (one in 131,072) by one fp32 ulp. A state dict has no parameters. Splitting in a state
@@ -83,7 +83,7 @@ def convert_state(
 def _convert(
     state: dict[str, Any], param: Tensor | None, dtype: str, master_dtype: str | None
 ) -> dict[str, Any]:
-    """Convert the state of one parameter. ``param`` is None in a state dict."""
+    """Convert the state of one parameter. ``param`` is None for a state dict."""
     state = _convert_moments(state, dtype)
     if master_dtype == "split" and MASTER in state:
         state[REMAINDER] = _split(state.pop(MASTER), param)
@@ -95,8 +95,8 @@ def _convert(
 def _split(master: Tensor, param: Tensor | None) -> Tensor:
     """Return the remainders of master weights with bf16 parameters.
 
-    A master midway between two bf16 numbers that was rounded down is 32768 away from its parameter,
-    one more than int16 holds, and is clipped. NaNs and zeros have remainder zero.
+    A master midway between two bf16 numbers that was rounded down has the remainder 32768, which is
+    clipped to the largest int16. NaNs and zeros have remainder zero.
     """
     whole = _memory_order(master).numpy()
     upper = reference.float32_to_bfloat16(whole) if param is None else _bits(param)

@@ -63,14 +63,14 @@ def adam_step(
 
     Adam: Kingma and Ba, 2015, algorithm 1. AdamW: Loshchilov and Hutter, 2019, algorithm 2. Arrays
     may be torch tensors, NumPy arrays, or any ``__dlpack__`` objects in host memory. All are
-    contiguous and have the same shape. The update is invisible to autograd. An element's result
-    does not depend on the instruction set, the thread count, or its index. `AdamHyper` lists the
-    hyperparameters.
+    contiguous and have the same shape. Autograd counts an in-place change but records no operation.
+    An element's result does not depend on the instruction set, the thread count, or its index.
+    `AdamHyper` lists the hyperparameters.
 
     Args:
         master: fp32 weights; updated.
-        grad: gradient in fp32, bf16 or fp16; unchanged. Or a list or tuple of several gradients,
-            whose dtypes may differ: they are added in fp32, in order, in the same pass.
+        grad: gradient in fp32, bf16 or fp16, or a list or tuple of several gradients, whose dtypes
+            may differ and which are added in fp32, in order, in the same pass; unchanged.
         exp_avg: fp32 first moment; updated.
         exp_avg_sq: fp32 second moment; updated.
         out: fp32, bf16 or fp16; receives the new master weights, rounded to nearest even.
@@ -78,8 +78,8 @@ def adam_step(
             state. Elements of a source are copied just before the same elements are updated, so
             memory is read once. If the source is a state, the target receives its old values.
             If the target is a state, the update starts from the source's values.
-        num_threads: number of threads. None: torch's count if torch is loaded, else the number of
-            CPUs that this process may use.
+        num_threads: number of threads; None for torch's count if torch is loaded, otherwise for the
+            number of CPUs that this process may use.
 
     Raises:
         TypeError: an argument has the wrong type or dtype. The message names the argument.
@@ -138,7 +138,7 @@ def adam_step_8bit(
 ) -> None:
     """Apply one Adam update in place, with 8-bit moments, in one pass over memory.
 
-    Quantizes blocks of 128 elements relative to their maximum (Dettmers et al., 2021, arXiv
+    Blocks of 128 elements are quantized relative to their maximum (Dettmers et al., 2021, arXiv
     2110.02861). Codes of the first moment are signed approximate square roots. Codes of the second
     moment are floating-point approximations of its square root, 16 per power of two.
     `cpu_adam.reference` defines both. Start with zeros. With a bf16 ``param`` and a ``remainder``,
@@ -317,13 +317,13 @@ class GradNorm(NamedTuple):
 def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None = None) -> GradNorm:
     """Return the squared norm of ``grad_scale * grad`` and whether all elements are finite.
 
-    Sums in double precision, in chunks of 32 Ki elements that are added in order. The result's bits
-    do not depend on thread count or instruction set. Finite gradients never overflow the sum.
+    Chunks of 32 Ki elements are summed in double precision and added in order. The result's bits do
+    not depend on thread count or instruction set. Finite gradients never overflow the sum.
     Errors are those of `adam_step`.
 
     Args:
-        grad: fp32, bf16 or fp16 gradient of any shape, contiguous, in host memory; unchanged. Or
-            several, as in `adam_step`: the norm is that of their sum in fp32.
+        grad: fp32, bf16 or fp16 gradient of any shape, contiguous, in host memory; unchanged. For
+            several gradients, as in `adam_step`, the norm is that of their sum in fp32.
         grad_scale: factor on the gradient; the sum is multiplied by its square, in fp64.
         num_threads: as in `adam_step`.
     """
@@ -364,7 +364,7 @@ def _more_grads(others: list[Block]) -> list[int]:
 def _add_copies(
     copies: Copies, written: dict[str, Block], read: dict[str, Block]
 ) -> list[tuple[Block, Block]]:
-    """Check and describe copies. Adds their memory to ``written`` and ``read``, except states."""
+    """Check and describe copies. Add their memory to ``written`` and ``read``, except states."""
     pairs = []
     shapes = {block.shape for block in written.values()}
     updated = {(block.address, block.nbytes) for block in written.values()}
@@ -419,7 +419,7 @@ def _update(
     """Check an update's arrays against each other, and run the kernel.
 
     ``written`` has the master weight first and then the states, in the kernel's order. All have the
-    gradient's shape. ``out`` or ``remainder`` may be anywhere in it. ``scales`` are states of
+    gradient's shape. ``out`` or ``remainder`` may be at any position. ``scales`` are states of
     another shape. ``stream`` is appended to the kernel's item.
     """
     threads = resolve_num_threads(num_threads)

@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
 
 def loaded_torch() -> Any | None:
-    """Return torch if the program has imported it, else None."""
+    """Return torch if the program has imported it, otherwise None."""
     torch = sys.modules.get("torch")
     # foreign: torch, perhaps partially imported.
     return torch if hasattr(torch, "autograd") else None
@@ -58,7 +58,7 @@ def loaded_torch() -> Any | None:
 def describe(name: str, value: Any, *, is_written: bool, types: tuple[int, ...]) -> Block:
     """Find the memory of argument ``name``: a torch tensor, NumPy array or DLPack object.
 
-    ``is_written``: refuse read-only memory. ``types`` are the allowed element types.
+    With ``is_written``, read-only memory raises. ``types`` are the allowed element types.
     """
     torch = loaded_torch()
     if torch is not None and isinstance(value, torch.Tensor):

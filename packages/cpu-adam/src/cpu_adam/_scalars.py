@@ -1,6 +1,6 @@
-"""Checks of a call's numbers: thread count and hyperparameters, from which scalars are derived.
+"""Checks of thread counts and hyperparameters, and the scalars of an update.
 
-Scalars are equal for all elements. They are computed in double precision and rounded to fp32 once,
+Scalars are equal for all elements. They are computed in double precision and rounded to fp32 only
 at the end, as in torch.optim's for-loop. Their order is that of the structs in native/kernels.h.
 """
 
@@ -51,7 +51,7 @@ class AdamHyper(TypedDict):
 def finite_number(name: str, value: Any) -> float:
     """Return ``value`` as a float that is finite in fp32 as well."""
     if type(value) is float and -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
-        return value  # fast path: the code below dominates the time of a small step
+        return value  # fast path, because the code below would dominate the time of a small step
     # NumPy before 2.4 converts an array of one element, with a warning.
     is_array = isinstance(value, np.ndarray) and value.ndim > 0
     if is_array or isinstance(value, str | bytes):
@@ -269,7 +269,7 @@ def sgd_scalars(
 def resolve_num_threads(num_threads: int | None) -> int:
     """Check and return the thread count.
 
-    None means torch's thread count if torch is loaded, else the number of usable CPUs.
+    None means torch's thread count if torch is loaded, otherwise the number of usable CPUs.
     """
     if num_threads is None:
         if (torch := loaded_torch()) is not None:

@@ -1,7 +1,7 @@
 """States of parameters: creation at the first step, and verification at every step.
 
-With many small parameters, a step's time is spent in Python, not in memory. Everything done at
-every step therefore works on columns of all parameters, by `map` and similar functions.
+With many small parameters, most of a step's time is spent in Python. Everything done at every step
+therefore works on columns of all parameters, by `map` and similar functions.
 
 [Note: checks of a step]
 A `Slot` is one parameter's verified memory: dtypes, shapes, strides, storages, and addresses. A
@@ -83,7 +83,7 @@ def check_master(param: Tensor, master_dtype: str | None) -> None:
 
 
 def check_param(param: Tensor, master_dtype: str | None) -> None:
-    """Raise an error if the parameter cannot be updated."""
+    """Raise ValueError or TypeError if the parameter cannot be updated."""
     if param.device.type != "cpu":
         raise ValueError(f"params: CPUAdam updates CPU parameters; got one on {param.device}")
     if param.layout is not torch.strided:
@@ -297,7 +297,7 @@ def _are_same(found: Iterable[object], expected: Sequence[object]) -> bool:
 
 
 class Snapshot:
-    """Parameters and states as they were verified."""
+    """Parameters and states as they were verified, for comparison at later steps."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._params = [slot.param for slot in slots]
@@ -306,7 +306,7 @@ class Snapshot:
         self._owners = [slot.state for slot in slots for _ in slot.watched]
         watched = [entry for slot in slots for entry in slot.watched]
         self._names, self._values, self._parts, extents = map(list, zip(*watched, strict=True))
-        # Extents at verification, which may have changed since.
+        # Use the extents at verification, because the memory may have changed since.
         extents += [slot.extent for slot in slots]
         self._extents = list(zip(*extents, strict=True))
         self._strides = [slot.stride for slot in slots]

@@ -232,7 +232,7 @@ class CPUAdam(Optimizer):
                         dtype = value.dtype if is_kept else torch.float32
                         self.state[param][name] = value.to(param.device, dtype, copy=True)
 
-        # The last hook before loading and the first one after, so that users' hooks are unaffected.
+        # `remember` runs after users' pre-hooks, and `restore` before their post-hooks.
         before = self.register_load_state_dict_pre_hook(remember)
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
@@ -266,9 +266,9 @@ class CPUAdam(Optimizer):
 
 
 class _Update:
-    """Step of one group: checks and collects all memory, which `run` then updates.
+    """Step of one group. The constructor checks and collects all memory, and `run` updates it.
 
-    ``roster`` is the group's verified memory, reused in the next step.
+    ``roster`` is the group's verified memory, which the next step reuses.
     """
 
     def __init__(

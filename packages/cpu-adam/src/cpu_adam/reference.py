@@ -216,8 +216,8 @@ def _in_blocks(values: Array) -> Array:
 def _compress(values: Float32Array) -> Float32Array:
     """Approximate the square root of non-negative numbers.
 
-    Halves the exponent and is linear in between: within 6.1% of the root, monotone, and exactly
-    invertible.
+    The result has half the exponent and is linear in between. It is within 6.1% of the root,
+    monotone, and exactly invertible.
     """
     return ((values.view(np.uint32) >> 1) + _HALF_OF_ONE).view(np.float32)
 

@@ -137,7 +137,7 @@ def make_capsule(
     return capsule
 
 
-# Keeps what the capsules point to alive, because the capsules have no destructor.
+# Keeps the memory of capsules alive, because the capsules have no destructor.
 _kept: list[object] = []
 
 

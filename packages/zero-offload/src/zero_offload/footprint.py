@@ -1,4 +1,4 @@
-"""Predicted memory of offloaded state and parameters, computed without allocating any.
+"""Predicted memory of offloaded state and parameters, computed without allocating memory.
 
 The entry points ``state_tier`` and ``param_tier`` of ``zero_core.footprints`` predict the memory of
 `zero_offload.create_tier` and `zero_offload.create_param_tier` for the same configuration.
@@ -166,7 +166,7 @@ class TierFootprint:
         }
 
     def _nvme_buffer_bytes(self, ratio: float) -> int:
-        """Return the bytes of host buffers for states on NVMe. For fp32 they are an estimate."""
+        """Return the bytes of host buffers for states on NVMe. For fp32 this is an estimate."""
         start, stop = self._host_span(ratio)
         part, buffer_count = self._clipped(start, stop), self._settings.buffer_count
         if self._rule is not None and part:
@@ -260,7 +260,7 @@ class TierFootprint:
         return sum(nbytes for name, nbytes in self._kept(start, stop) if name not in halves)
 
     def _masters(self, part: Sequence[_Span], *, needs_copy: bool) -> int:
-        """Return the bytes of master weights that are not parameter memory. All have one dtype."""
+        """Return the bytes of master weights that are not in the memory of parameters."""
         whole = self._whole(part)
         width = self._geometry.master_dtype.itemsize
         needs_copy |= any(s.dtype.itemsize != width or s.is_offloaded for s in whole)

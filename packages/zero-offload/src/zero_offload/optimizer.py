@@ -47,8 +47,7 @@ from zero_offload.transfers.mover import resolve_upload_codec
 class LocalPart:
     """The local part of one parameter, with its range ``[start, stop)`` in the flat space.
 
-    ``shard`` is a 1-D view of the parameter's memory. A parameter with gaps in its memory raises
-    ValueError.
+    ``shard`` is a 1-D view of the parameter's memory, whose gaps, if any, raise ValueError.
     """
 
     def __init__(self, param: Tensor, start: int) -> None:
@@ -397,7 +396,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def sync_from_params(self) -> None:
         """Set the master weights to the parameters' current values.
 
-        Needed only after writes through ``param.data``, which autograd does not count.
+        This is needed only after writes through ``param.data``, which autograd does not count.
         """
         for i in range(len(self._parts)):
             self._take_param(i)

@@ -339,7 +339,7 @@ class FileShards:
         return segment in self._fetched and segment not in self._stale
 
     def _buffer_for(self, segment: int, sooner: Collection[int] = ()) -> _Buffer | None:
-        """Return a buffer for the shard, or None if all hold shards in ``sooner``."""
+        """Return a buffer for the shard, or None if all hold shards read ahead or in ``sooner``."""
         if segment in self._fetched:
             return self._fetched.pop(segment)
         if self._free:

@@ -1,7 +1,8 @@
 """Structural protocols of the objects that this package receives and returns.
 
-They repeat those engine protocols that this package uses, under the same names, so that neither
-package imports the other.
+They repeat the protocols of zero-core that this package uses, under the same names, so that neither
+package imports the other. The flat space is the 1-D concatenation of the parameter elements whose
+optimizer state this process owns. A shard is a range of it in one dtype.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ParamStore(Protocol):
 
 @runtime_checkable
 class UploadCodec(Protocol):
-    """Codec for lossless differences between old and new parameters: 1-D, contiguous tensors."""
+    """Codec for lossless differences between old and new parameters (1-D, contiguous)."""
 
     def max_nbytes(self, numel: int, itemsize: int) -> int:
         """Return the maximum bytes of a difference, or 0 if this item size is not supported."""
@@ -75,7 +76,7 @@ class PassOptions(TypedDict, total=False):
 
 
 class AdamHyper(PassOptions):
-    """Keyword arguments of an Adam update. ``step`` starts at 1. The last two default to True."""
+    """Keyword arguments of an Adam update. ``step`` starts at 1. The flags default to True."""
 
     step: int
     lr: float
@@ -116,7 +117,7 @@ class SummingKernel(Protocol):
     def grad_norm_sq(
         self, grad: Any, *, grad_scale: float = 1.0, num_threads: int | None = None
     ) -> tuple[float, bool]:
-        """Return the sum of squares in double precision, and whether it is finite."""
+        """Return the scaled gradient's sum of squares as a double, and whether it is finite."""
 
 
 @runtime_checkable
@@ -290,7 +291,10 @@ class StateTier(Protocol):
     """
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
-        """Accept the final gradient of ``[start, start + grad.numel())``."""
+        """Accept the final gradient of ``[start, start + grad.numel())``.
+
+        Return None, or a function to call before the memory of ``grad`` is overwritten.
+        """
 
     def read_grad(self, start: int, stop: int) -> Tensor:
         """Return a 1-D CPU copy of the gradient offered for ``[start, stop)``."""
@@ -305,7 +309,7 @@ class StateTier(Protocol):
         """Return once the parameter shards within ``[start, stop)`` hold their new values."""
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        """Return whether `wait_params` would return at once. False after a failed update."""
+        """Return whether `wait_params` would return at once, False after a failed update."""
 
     def state_names(self) -> Sequence[str]:
         """Return the names of the elementwise states, ``master_weight`` first."""
@@ -317,7 +321,7 @@ class StateTier(Protocol):
         """Overwrite one state over ``[start, start + values.numel())``."""
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        """Return the scalar states of a piece, with ``num_steps``."""
+        """Return the scalar states of a piece, and its number of updates as ``num_steps``."""
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         """Restore the result of `read_scalars`."""
@@ -330,7 +334,7 @@ class ChangeWatcher(Protocol):
     """Observer that reads states before they change."""
 
     def before_change(self, start: int, stop: int) -> None:
-        """Called before the states of ``[start, stop)`` change, by the thread that changes them."""
+        """Prepare for a change of states in ``[start, stop)``, in the thread that makes it."""
 
 
 @runtime_checkable
@@ -351,8 +355,8 @@ class ReservingTier(StateTier, Protocol):
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
         """Allocate the memory for gradients, for their conversion, and for copies of parameters.
 
-        Called once on an accelerator, before the first gradient. ``grads`` are ``(start, stop,
-        dtype)`` of the gradients that will be offered or added.
+        It is called once on an accelerator, before the first gradient. ``grads`` are ``(start,
+        stop, dtype)`` of the gradients that will be offered or added.
         """
 
 

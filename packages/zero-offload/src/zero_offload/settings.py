@@ -1,10 +1,9 @@
 """Settings of the block ``offload_optimizer`` in a DeepSpeed-style config.
 
-As in DeepSpeed, keys for NVMe have no effect with ``"device": "cpu"``. ``update_in_backward`` is
-read by the engine. More of DeepSpeed's keys have no effect. ``pipeline``, ``pipeline_read`` and
-``pipeline_write``: reads and writes always overlap with the update. ``fast_init``: states that
-start at zero are never written before their first update. ``cpuadam_cores_perc`` belongs to
-``super_offload``. Any other key with a true value raises ValueError.
+The engine reads ``update_in_backward``. As in DeepSpeed, keys for NVMe have no effect with
+``"device": "cpu"``. Keys of DeepSpeed that never have an effect are ``pipeline``, ``pipeline_read``
+and ``pipeline_write``, because reads and writes always overlap with the update, ``fast_init``, and
+``cpuadam_cores_perc`` of ``super_offload``. Any other key with a true value raises ValueError.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _BLOCK = "offload_optimizer"
 
 
 def check_state_dtype(value: Any, name: str = "state_dtype") -> str:
-    """Return ``value`` if it is one of `STATE_DTYPES`, else raise ValueError."""
+    """Return ``value`` if it is one of `STATE_DTYPES`, or raise ValueError."""
     if value not in STATE_DTYPES:
         raise ValueError(f"{name} must be one of {STATE_DTYPES}, got {value!r}")
     return str(value)
@@ -84,7 +83,6 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
 _SHARES = ("ratio", "parameters", "device_budget")
 _KNOWN = {
     *("device", "nvme_path", "buffer_count", "update_in_backward", *_CHECKS),
-    # These keys have no effect.
     *("cpuadam_cores_perc", "fast_init", "pipeline", "pipeline_read", "pipeline_write"),
 }
 
@@ -94,12 +92,10 @@ class OffloadSettings:
     """Settings of optimizer offload, named like the arguments of `OffloadedOptimizer`.
 
     Attributes:
-        ratio: the host's share; 1 if ``parameters`` or ``device_budget`` selects its elements.
+        ratio: the host's share of the elements, unless ``parameters`` or ``device_budget`` is set.
         nvme_path: folder of the state file; None keeps optimizer state in host memory.
-        buffer_count: blocks of the file in host memory; 3 or more let read, update and write
-            overlap.
-        undo_buffer_size: maximum bytes of the undo log, see `HostTier.speculate`; None for no
-            limit.
+        buffer_count: blocks of the file in host memory; with 3, reads, updates and writes overlap.
+        undo_buffer_size: maximum bytes of `HostTier.speculate`'s undo log; None for no limit.
     """
 
     ratio: float | Literal["auto"] = 1.0
@@ -118,7 +114,7 @@ class OffloadSettings:
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
         """Read the block from a resolved ``zero_optimization`` config, or raise ValueError.
 
-        A missing block means the defaults. Its resolved form is ``"device": "none"``.
+        A missing block and ``{"device": "none"}`` both mean the defaults.
         """
         block = config.get(_BLOCK) or {}
         if not isinstance(block, Mapping):

@@ -26,7 +26,7 @@ def share_under_torchrun() -> int:
     """Return this rank's share of torchrun's CPU cores, or 1 without torchrun.
 
     The cores that the torchrun process may use are divided equally among its ranks. A rank that is
-    bound to fewer cores (``torchrun --numa-binding``, numactl) uses at most those.
+    bound to fewer cores (``torchrun --numa-binding``, numactl) uses at most that many.
     """
     found = os.environ
     is_torchruns = "TORCHELASTIC_RUN_ID" in found and found.get("OMP_NUM_THREADS") == "1"

@@ -18,10 +18,9 @@ TIMEOUT_S = 120.0
 
 
 class ReferenceAdam:
-    """Adam in single torch operations, each of which is correctly rounded.
+    """Adam in single torch operations. The bits of an element do not depend on its position.
 
-    The bits of an element do not depend on its position. The kernel records the number of elements
-    of each call.
+    The kernel records the number of elements of each call.
     """
 
     def __init__(self) -> None:

@@ -53,10 +53,10 @@ def loop(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor, which may be a DTensor. A collective."""
+    """Return all elements of a tensor, which may be a DTensor. This is a collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def weights(model: nn.Module) -> Tensor:
-    """Return all weights as one fp32 vector. A collective for DTensors."""
+    """Return all weights as one fp32 vector. This is a collective for DTensors."""
     return torch.cat([whole(p.detach()).flatten().float() for p in model.parameters()])

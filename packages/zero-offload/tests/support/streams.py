@@ -18,7 +18,7 @@ from zero_offload.protocols import UploadCodec
 
 
 class Fired(threading.Event):
-    """Event of a `_Stream`."""
+    """Event that is set after an item of a `_Stream` has run."""
 
     def query(self) -> bool:
         return self.is_set()

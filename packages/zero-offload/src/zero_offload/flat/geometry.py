@@ -1,12 +1,12 @@
-"""Layout of parameters in the local flat space. Pure arithmetic.
+"""Layout of parameters in the local flat space, as pure arithmetic.
 
 [Note: terms]
 flat space   elements ``[0, numel)`` whose optimizer state this process owns, padding included.
 piece        range of one parameter in the flat space. Pieces are sorted and disjoint.
 shard        1-D tensor in the parameters' dtype over ``[start, start + tensor.numel())``, to which
-             new values are written. A model unit has one shard per dtype. Each piece is inside one
-             shard.
-run          contiguous range of active pieces in one shard, updated and published at once.
+             new values are written. Each piece is inside one shard.
+run          contiguous pieces of one shard that a step updates and then publishes, that is, copies
+             to the shard, at once.
 part         set of elements (`Intervals`) that one tier holds. Numbered without gaps, these
              elements form a flat space too, in which a piece or shard may become several.
 split point  element at which the host's elements begin or end.
@@ -277,7 +277,7 @@ class Geometry:
         return Intervals((self.pieces[i].start, ends[i]) for i in indices)
 
     def part(self, share: Intervals) -> tuple[Geometry, dict[int, tuple[int, ...]]]:
-        """Return the geometry of ``share``, and its piece indices by piece. Shards are views."""
+        """Return the geometry of ``share``, and the part's pieces by piece. Shards are views."""
         pieces: list[tuple[int, int, int]] = []
         local: dict[int, tuple[int, ...]] = {}
         for i, piece in enumerate(self.pieces):

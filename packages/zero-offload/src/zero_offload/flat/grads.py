@@ -93,7 +93,7 @@ class GradLedger:
         return grad if grad_scale == 1.0 else grad.mul_(grad_scale)
 
     def joined(self, start: int, stop: int) -> list[Tensor]:
-        """Return the terms of a range, each as one tensor. Several parts give a single tensor."""
+        """Return a range's terms if all of it has the same, otherwise their sum as one tensor."""
         parts = self.segments(start, stop)
         if len(parts) == 1:
             return parts[0][2]

@@ -1,8 +1,7 @@
 """Host buffers, page-locked up to a limit.
 
 Page-locked ("pinned") memory allows asynchronous copies at full speed, but the machine cannot swap
-it. All buffers of a tier share one limit. Memory beyond the limit, or that cannot be locked, is
-pageable.
+it. All buffers of a tier share one limit. Memory is pageable beyond it or if locking fails.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Blocks of memory in a scratch file, transferred asynchronously and checksummed.
 
-`BlockFile` is the infinity offload engine of ZeRO-Infinity (arXiv 2104.07857, section 6.1). It
+`BlockFile` is like the infinity offload engine of ZeRO-Infinity (arXiv 2104.07857, section 6.1). It
 keeps optimizer states or parameter shards on NVMe and overlaps their transfers with other work.
 
 [Note: terms]
@@ -97,14 +97,14 @@ class Scratch:
         self._local = threading.local()
 
     def read(self, view: memoryview, address: int, offset: int) -> None:
-        """Fill ``view``, which is memory at ``address``, from ``offset`` on, or raise OSError."""
+        """Fill ``view``, the memory at ``address``, from ``offset`` of the file on."""
         for at, part, bounce in self._parts(view, address):
             self._complete(os.preadv, part if bounce is None else bounce, offset + at)
             if bounce is not None:
                 part[:] = bounce[: len(part)]
 
     def write(self, view: memoryview, address: int, offset: int) -> None:
-        """Write ``view``, which is memory at ``address``, to ``offset``, or raise OSError."""
+        """Write ``view``, the memory at ``address``, to ``offset`` of the file."""
         for at, part, bounce in self._parts(view, address):
             if bounce is not None:
                 bounce[: len(part)] = part
@@ -113,7 +113,7 @@ class Scratch:
     def _parts(
         self, view: memoryview, address: int
     ) -> Iterator[tuple[int, memoryview, memoryview | None]]:
-        """Yield ``(at, part, bounce)``. ``bounce`` is None for the part that needs no buffer."""
+        """Yield parts of ``view``, each with its offset and its bounce buffer, None without one."""
         direct = 0 if address % ALIGNMENT else len(view) - len(view) % ALIGNMENT
         direct = direct if self.is_direct else len(view)
         yield 0, view[:direct], None
@@ -227,10 +227,9 @@ class Transfer:
 class BlockFile:
     """Blocks of fixed lengths in one preallocated file, read and written in the background.
 
-    The file is unlinked and allocated at construction, so a full disk raises there. Without direct
-    I/O on its file system (``is_direct``) a warning is issued. A block that was never written reads
-    as zeros. Transfers of different blocks run in any order. A block has at most one pending
-    transfer.
+    The constructor allocates and unlinks the file. It raises if the disk is full, and warns if the
+    file system has no direct I/O (``is_direct``). A block that was never written reads as zeros.
+    Transfers of different blocks run in any order. A block has at most one pending transfer.
 
     Attributes:
         bytes_read, bytes_written: bytes of blocks so far, not rounded up to `ALIGNMENT`.

@@ -3,8 +3,8 @@
 [Note: order of the streams]
 An accelerator has three queues: the caller's current stream (forward, backward, device updates),
 the *down* stream (gradients to the host) and the *up* stream (parameters to the device). The host's
-update thread, the worker, is a fourth. Differences need a *checksums* stream too, which reads the
-old parameter values.
+update thread, the worker, is a fourth. If new parameters are sent as differences, a *checksums*
+stream reads the old values.
 
 Rules:
 
@@ -40,7 +40,7 @@ TimedCopy = tuple[str, torch.Event, torch.Event]
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """A checksum of values on the device: int64, valid in host memory once the event fired."""
+    """A checksum of values on the device: int64 in host memory, valid after ``event``."""
 
     value: Tensor
     event: torch.Event | None
@@ -106,7 +106,7 @@ class HostStreams:
         return Checksum(value, None)
 
     def reserve_difference(self, nbytes: int) -> None:
-        """Allocate device memory for differences of at most ``nbytes``. Called once."""
+        """Allocate device memory, once, for differences of at most ``nbytes``."""
 
     def difference_to_device(
         self, codec: UploadCodec, target: Tensor, difference: Tensor
@@ -130,7 +130,7 @@ class AcceleratorStreams(HostStreams):
         self.down = down
         self.up = up
         self._followers = [up]  # streams that `follow` orders after the caller's reads
-        self._checksums: torch.Stream | None = None  # stream, for differences only
+        self._checksums: torch.Stream | None = None  # created for differences only
         self._room: Tensor | None = None  # device buffer of one difference
         self._reading: deque[tuple[torch.Event, Tensor]] = deque()  # gradients with a pending copy
         # One thread appends timed copies, and another removes them.

@@ -6,9 +6,9 @@ Moments are bf16 with stochastic rounding, or 8-bit block-wise (Dettmers et al.,
 [Note: 8-bit codes]
 128 elements form a block with an fp32 scale, their largest magnitude. A first moment's code
 approximates the square root of its magnitude divided by the scale, with the moment's sign and 127
-for the scale itself. It halves the exponent and is linear in between. A second moment's code has 8
-leading bits of its square root divided by the scale: 16 codes per power of two, from 255 for the
-scale to 0 for ``17 / 2**20``. With scale 0 all elements are 0.
+for the scale itself. The approximation halves the exponent and is linear in between. A second
+moment's code has 8 leading bits of its square root divided by the scale: 16 codes per power of two,
+from 255 for the scale to 0 for ``17 / 2**20``. With scale 0 all elements are 0.
 
 Encoding decoded values restores all codes and scales, unless a block's largest root is below
 ``2**-56`` (1.4e-17). Then fp32 squares of small roots lose bits.

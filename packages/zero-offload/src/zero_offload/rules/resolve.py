@@ -187,7 +187,7 @@ def _has_amsgrad(groups: Groups) -> bool:
 
 
 def _may_start_late(groups: Groups) -> bool:
-    """Whether a group may get momentum later: torch then uses its first gradient undampened."""
+    """Return whether a group may get momentum later. Torch does not dampen its first gradient."""
     momenta = [bool(group["momentum"]) for group in groups]
     return any(momenta) and not all(momenta) and any(group["dampening"] for group in groups)
 
@@ -200,8 +200,8 @@ _ONLY_SERVED = {"state_dtype": ("float32",), "master_dtype": (None, "float32")}
 class HostUpdate:
     """Kernel and torch class that compute an optimizer's update.
 
-    ``defaults`` are the optimizer's settings, with all defaults. ``is_kernels_own``: see [Note: a
-    kernel's own optimizer class].
+    ``defaults`` are the optimizer's settings, with all defaults. ``is_kernels_own`` is whether the
+    class is a kernel's, see [Note: a kernel's own optimizer class].
     """
 
     defaults: Mapping[str, Any]

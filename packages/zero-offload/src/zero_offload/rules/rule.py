@@ -50,11 +50,10 @@ class Rule(ABC):
     """One update rule over flat host memory.
 
     Attributes:
-        states: names and dtypes of the elementwise states in a checkpoint, without the master
-            weight.
+        states: names and dtypes of the elementwise states in a checkpoint, except master weights.
         scalars: names of torch's scalar states: ``("step",)`` or none.
         block: see [Note: rules].
-        summing: the kernel if it accepts several gradients, else None.
+        summing: the kernel if it accepts several gradients, otherwise None.
         is_master_split: whether ``stored`` has the master weight as bf16 ``param`` and int16
             ``remainder``, which ``decode`` joins and ``encode`` splits.
     """

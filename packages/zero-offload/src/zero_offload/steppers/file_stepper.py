@@ -1,8 +1,8 @@
 """Master weights and optimizer state in a file on NVMe.
 
 As in ZeRO-Infinity (arXiv 2104.07857, sections 5.1 and 6.3) an update streams the state through a
-few host buffers. A chunk of a step is one block of the file. While it is updated, the next blocks
-are read and the last ones written.
+few host buffers. A chunk of a step is one block of the file. While a block is updated, the next
+ones are read and the last ones written.
 
 [Note: buffers]
 A block has several **parts** (master weights, each state), which are records of a `BlockFile`. Part
@@ -57,10 +57,10 @@ def longest_parts(sizes: Sequence[int], num_parts: int) -> list[int]:
 
 
 class BlockPipeline:
-    """Transfers blocks between a file and buffers, with reads ahead and writes behind.
+    """Pipeline of blocks between a file and buffers, with reads ahead and writes behind.
 
-    `announce` may be called from any thread, all else from one thread at a time. A failed write
-    raises StorageError in a later call. See [Note: buffers].
+    `announce` may be called from any thread, all other methods from one thread at a time. A
+    failed write raises StorageError in a later call. See [Note: buffers].
     """
 
     def __init__(self, file: BlockFile, num_parts: int, buffer_count: int) -> None:
@@ -304,7 +304,7 @@ class FileStepper(RuleStepper):
             raise
 
     def _is_replaced(self, name: str, index: int, start: int, stop: int) -> bool:
-        """Whether a write to the range replaces all data of the buffers that it changes."""
+        """Return whether a write to the range replaces all data of the buffers it changes."""
         block = self.layout.blocks[index]
         is_alone = name == MASTER or block.rule.block == 1
         return is_alone and (start, stop) == (block.start, block.stop)

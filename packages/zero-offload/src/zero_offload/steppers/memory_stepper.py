@@ -96,7 +96,7 @@ class HostRing:
         return 0 if needed <= tail else None
 
     def free(self, span: RingSpan) -> None:
-        """Free a span. Its memory is reused once all spans before it are free."""
+        """Free a span. Its memory is reused after all earlier spans are free."""
         span.is_free = True
         while self._spans and self._spans[0].is_free:
             self._spans.popleft()
@@ -240,7 +240,7 @@ class MemoryStepper(RuleStepper):
     def _windows(
         self, name: str, start: int, stop: int
     ) -> Iterator[tuple[Block, dict[str, Tensor], int, int]]:
-        """Yield ``(block, buffers, a, b)`` ranges to decode or encode, except whole masters."""
+        """Yield ``(block, buffers, a, b)`` ranges to decode or encode, except unsplit masters."""
         for index, low, high in self.layout.overlaps(start, stop):
             block = self.layout.blocks[index]
             if name == MASTER and not block.rule.is_master_split:

@@ -152,7 +152,7 @@ class Stepper(ABC):
         self.watcher: ChangeWatcher | None = None
 
     def announce(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Call the watcher. Required before every change of states."""
+        """Call the watcher, as is required before every change of states."""
         if self.watcher is not None:
             for span in spans:
                 self.watcher.before_change(*span)
@@ -211,7 +211,7 @@ class Stepper(ABC):
         return found
 
     def settle(self) -> None:
-        """Complete a file's transfers after a step's last chunk, in the update thread."""
+        """Complete transfers to a file, if any, after a step's last chunk, in the update thread."""
         return
 
     def count(self, active: Sequence[int]) -> None:
@@ -254,7 +254,7 @@ class Block:
 
 
 class BlockLayout:
-    """The blocks of a flat space, see [Note: blocks]. Pure arithmetic.
+    """The blocks of a flat space, as pure arithmetic. See [Note: blocks].
 
     ``rules`` are the rules of the shards, all with the same ``block``. A block has at most
     ``block_numel`` elements, rounded up to a multiple of the rule's ``block``. ``record_bytes`` are
@@ -326,7 +326,7 @@ class RuleStepper(Stepper):
         """Store the updated buffers of a block that was taken."""
 
     def fill(self, pieces: Iterable[int], *, is_fresh: bool) -> None:
-        """Write the initial values of the pieces' states. ``is_fresh``: storage is zero."""
+        """Write the initial values of the pieces' states. With ``is_fresh`` storage is zero."""
         for span in (self.geometry.pieces[i] for i in pieces):
             for name, value in self._initial[span.group].items():
                 if value or not is_fresh:

@@ -62,7 +62,7 @@ class VirtualTime:
             self.is_worker = False
 
     def now(self) -> float:
-        """Return the clock of the worker in `as_worker`, else the caller's."""
+        """Return the worker's clock in `as_worker`, otherwise the caller's."""
         return self.worker if self.is_worker else self.caller
 
     def advance_to(self, time: float) -> None:

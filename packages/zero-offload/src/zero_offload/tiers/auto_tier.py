@@ -2,7 +2,8 @@
 
 A step is measured when the next step's first gradient is offered, because the host is idle then.
 Device work that is still running counts for the next step, so that nothing waits for a measurement.
-Each rank chooses its own ratio, because no ratio changes a value.
+Each rank chooses its own ratio. On a CPU no ratio changes a value. On accelerators, whose update
+may round differently, no two ranks may own the same elements.
 
 [Note: search]
 Host and device update their shares at the same time. Time in which the caller waits for the host is
@@ -73,7 +74,7 @@ class RatioReport:
         host_s_per_element: seconds; None if the host had no elements.
         device_s_per_element: seconds; None if the device never had elements.
         stall_s: seconds per step that callers waited for the host. This and the host's seconds are
-            from this ratio if it was probed, else from the last probe.
+            from this ratio if it was probed, otherwise from the last probe.
         least_ratio: smallest ratio that fits in device memory, 0 for no bound.
         num_probes: number of ratios measured in this search.
         reason: explanation of the ratio.
@@ -139,7 +140,7 @@ class AutoRatio:
         return self.ratio
 
     def _probe(self, sample: Sample) -> Sample | None:
-        """Add a sample. Return the median once there are `STEPS_PER_PROBE`, and start anew."""
+        """Add a sample. Return the median after every `STEPS_PER_PROBE` samples, otherwise None."""
         self._samples.append(sample)
         if len(self._samples) < STEPS_PER_PROBE:
             return None
@@ -170,7 +171,7 @@ class AutoRatio:
             self._settle(low, probe, least_ratio)
 
     def _is_outweighing(self, probe: Sample) -> bool:
-        """Whether removing the stall gains more than it costs. See [Note: search]."""
+        """Return whether removing the stall gains more than it costs. See [Note: search]."""
         if not probe.host_numel:
             return False
         host_s = probe.host_s / probe.host_numel
@@ -268,7 +269,7 @@ def read_memory(device: torch.device) -> MemoryReading | None:
 
 
 class DeviceRoom:
-    """Computes the smallest ratio whose device share fits in device memory."""
+    """Bound for the smallest ratio whose device share fits in device memory."""
 
     def __init__(self, numel: int, element_bytes: int) -> None:
         self.element_bytes = element_bytes
@@ -310,7 +311,7 @@ class AutoTier(TwinTier):
 
     @property
     def ratio_report(self) -> RatioReport | None:
-        """The last settled ratio and its reason. None during the first search."""
+        """The last settled ratio and its reason, or None during the first search."""
         return self.controller.report
 
     def expect_micro_steps(self, count: int) -> None:

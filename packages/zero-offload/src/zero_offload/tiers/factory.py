@@ -34,7 +34,7 @@ from zero_offload.transfers.mover import SHORTEST_NBYTES, HostMover, Mover
 
 
 class HostClock:
-    """Measures the seconds of synchronous work in `measure`."""
+    """Clock for the seconds of synchronous work in `measure`."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -52,7 +52,7 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """Measures the seconds of work enqueued in `measure`, by events. `take` waits for no event."""
+    """Clock for the seconds of device work enqueued in `measure`. `take` waits for no event."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ _log = logging.getLogger(__name__)
 
 
 class OffloadTiers:
-    """Creates the tiers of host and device. Arguments are those of `zero_offload.create_tier`.
+    """Factory of host and device tiers. Arguments are those of `zero_offload.create_tier`.
 
     ``rule`` is the update by a kernel, or None for torch's own update.
     """
@@ -135,7 +135,7 @@ class OffloadTiers:
         return self.rule is not None and self._settings.nvme_path is None
 
     def alignment(self, groups: Groups) -> int:
-        """Return the alignment of split points in elements, so that no bit changes on a CPU."""
+        """Return the alignment of split points, in elements, at which no bit changes on a CPU."""
         if self.device.type != "cpu":
             return 1
         if self.rule is not None:

@@ -5,8 +5,8 @@
 
 [Note: speculation]
 `HostTier.speculate` begins a step before it is confirmed, without publishing values. ``step`` with
-the same settings and scale completes it. Any other scale or setting, a replaced or dropped
-gradient, `read_state`, `write_state` and other calls that wait for pending steps undo it first.
+the same settings and scale completes it. A step with others, a replaced or dropped gradient,
+`read_state`, `write_state` and other calls that wait for pending steps undo it first.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ class HostTier(FlatTier):
         return self._sums.square_sum(start, stop, self._grads)
 
     def drop_grads(self, start: int, stop: int) -> None:
-        """Forget the gradient of a range, so that the next one added is the first."""
+        """Discard the gradient of a range, so that the next one added is the first."""
         self._undo_within(start, stop)
         self._sums.replaced(start, stop)
         self._grads.discard(start, stop)

@@ -47,7 +47,7 @@ _SQUARED_NUMEL = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """Sorted ``(start, stop)`` spans of a part, and a report, None for an engine's tier."""
+    """Sorted ``(start, stop)`` spans of a part, and its report, None for an engine's tier."""
 
     is_host: bool
     spans: tuple[tuple[int, int], ...]
@@ -70,7 +70,7 @@ class Part:
     local: Mapping[int, tuple[int, ...]]
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite a state. A part with padding only has no states but master weights."""
+        """Overwrite a state. A part without pieces has master weights only."""
         if self.local or name == MASTER:
             self.tier.write_state(name, start, values)
 
@@ -80,7 +80,7 @@ class Part:
         self.tier.check_states(names if own else (), own)
 
     def snapshots(self) -> SnapshotTier:
-        """Return the tier if its states can be read during training, else raise TypeError."""
+        """Return the tier if its states can be read during training, or raise TypeError."""
         if not isinstance(self.tier, SnapshotTier):
             raise TypeError(
                 f"{type(self.tier).__name__} has no watch_changes() and peek_state(), which a save "
@@ -280,7 +280,7 @@ def end_share(numel: int, num_host: int, end: HostShare) -> Intervals:
 
 
 def is_chosen(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name matches a pattern of `fnmatchcase`, in which ``*`` matches dots too."""
+    """Return whether a name matches a pattern of `fnmatchcase`, where ``*`` matches dots too."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -412,7 +412,7 @@ class Shares:
 
     @property
     def parts(self) -> Sequence[AnyPart]:
-        """The host's part and the device's. Raises after a failed resplit."""
+        """The host's part and the device's, or an error after a failed resplit."""
         self.check_whole()
         return self._present
 
@@ -490,8 +490,8 @@ class Shares:
     def resplit(self, num_host: int) -> None:
         """Move elements between host and device, so that the host has ``num_host`` elements.
 
-        Call it between steps. It waits for a pending step. Results do not change, except byte
-        counters, because master weights are published again. See [Note: resplit].
+        Call it between steps. It waits for a pending step. No state changes, but byte counters
+        grow, because master weights are published again. See [Note: resplit].
 
         Raises:
             ValueError: ``num_host`` is out of range, or parameter names select the host's elements.
@@ -511,7 +511,7 @@ class Shares:
         rest = host.complement(numel)
         try:
             self._host = host
-            # The growing side needs the other side's old state, so it is replaced first.
+            # The growing side needs the other side's old state, so the growing side goes first.
             if host.numel > before.numel:
                 self._replace_host(host)
                 self._replace_device(rest)
@@ -529,7 +529,7 @@ class Shares:
             raise
 
     def may_move(self, host: Intervals) -> bool:
-        """Return whether ``host`` differs from the current elements. Subclasses add checks."""
+        """Return whether ``host`` differs from the host's elements. Subclasses add checks."""
         return host != self._host
 
     def _replace_host(self, share: Intervals) -> None:
@@ -564,7 +564,7 @@ class Shares:
 
 
 class ReportingShares(Shares):
-    """`Shares` with counters, which include host tiers before a resplit."""
+    """`Shares` with counters, which include the host tiers that a resplit replaced."""
 
     def report(self) -> tuple[PartReport, ...]:
         return tuple(part.report() for part in self._present)
@@ -579,7 +579,7 @@ class ReportingShares(Shares):
 
     @property
     def bytes_h2d(self) -> int:
-        """Parameter bytes copied from the host so far. Complete after ``wait_params``."""
+        """Parameter bytes copied from the host so far, complete after ``wait_params``."""
         return sum(report.bytes_h2d for report in self._host_reports())
 
     @property

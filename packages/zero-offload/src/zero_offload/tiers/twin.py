@@ -1,8 +1,8 @@
 """Twin-Flow: optimizer state that host and device update at the same time.
 
-As in DeepSpeed ZeRO-Offload++ (Twin-Flow) the host updates a set of elements, the last ones or some
-parameters, and the device all others. A piece that is split has equal scalars in all parts, so a
-checkpoint does not depend on the split.
+As in DeepSpeed ZeRO-Offload++ (Twin-Flow) the host updates a set of elements, which are at one end
+of the flat space or in some parameters, and the device all others. A piece that is split has
+equal scalars in all parts, so a checkpoint does not depend on the split.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class TwinTier(ReportingShares):
         return torch.cat([values for _, values in sorted(found, key=itemgetter(0))])
 
     def begin_round(self) -> None:
-        """Called at the start of an optimizer step, which may call ``step`` several times."""
+        """Do nothing at the start of an optimizer step, which may have several ``step`` calls."""
 
     def discard_grads(self) -> None:
         self._offered = self._fresh = Intervals()
@@ -146,7 +146,7 @@ class TwinTier(ReportingShares):
         part.tier.step(self._groups, active, grad_scale=grad_scale)
 
     def may_move(self, host: Intervals) -> bool:
-        """Return whether ``host`` differs from the current elements, after pending steps if so."""
+        """Return whether ``host`` differs from the host's elements. If so, wait for all steps."""
         if self._fresh:
             raise RuntimeError("a resplit between offer_grad and step: step or discard first")
         is_moving = super().may_move(host)

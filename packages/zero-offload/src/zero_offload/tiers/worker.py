@@ -10,7 +10,7 @@ rarely delays forward. If no gradient has arrived, the worker waits for the olde
 an element keep the order of steps. With `Stepper.is_sequential` chunks keep the planned order.
 
 [Note: ahead of the decision]
-Tentative chunks (see `memory_stepper`) are updated in the same order and publish nothing. Once the
+Tentative chunks (see `memory_stepper`) are updated in the same order and publish nothing. When the
 speculation ends, tentative chunks that were not updated are dropped. If the step is confirmed,
 tentative updates are published, and all other chunks are updated and published. Otherwise the
 tentative updates are undone. While other copies to the device are pending, the worker prefers
@@ -55,8 +55,8 @@ class Progress:
     """Runs of all pending steps, published by one thread and awaited by others.
 
     ``changed`` guards the runs. It is notified when a run is published or a step ends. ``error`` is
-    the error of the first failed step, after which no step may run. ``stall_s`` are the seconds
-    spent in `wait`.
+    the error of the first failed step, after which no step may run. ``stall_s`` is the time in
+    `wait`, in seconds.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Progress:
         self.error: BaseException | None = None
 
     def begin(self, runs: Sequence[tuple[int, int]]) -> tuple[list[Published], list[Published]]:
-        """Add a step. Return an entry per run, and earlier steps' entries to publish first."""
+        """Add a step. Return an entry per run, and earlier entries that must be published first."""
         with self._changed:
             new, before = [Published() for _ in runs], self.begin_unpublished(runs)
             for (start, stop), entry in zip(runs, new, strict=True):
@@ -122,7 +122,7 @@ class Progress:
         return [entry.event for entry in hits if entry.event is not None]
 
     def is_over(self, start: int, stop: int) -> bool:
-        """Return whether all runs in a range have arrived. False after a failed step."""
+        """Return whether all runs in a range have arrived, False after a failed step."""
         with self._changed:
             hits = self._overlapping(start, stop)
             have_arrived = (e.is_published and (e.event is None or e.event.query()) for e in hits)
@@ -173,7 +173,7 @@ class Speculation:
 
     @contextmanager
     def entered(self) -> Iterator[bool]:
-        """Enter a chunk's update in this context. Yields False if it is no longer wanted."""
+        """Enter a chunk's update in this context. Yield False if the speculation has ended."""
         with self.changed:
             self._is_entered = is_wanted = not self._is_over
         try:
@@ -188,14 +188,14 @@ class Speculation:
             self._is_over = True
 
     def wait(self) -> None:
-        """Block until no chunk is being updated, so that no gradient is read. Follows `end`."""
+        """Block, after `end`, until no chunk is being updated and thus no gradient is read."""
         with self.changed:
             self.changed.wait_for(lambda: not self._is_entered)
 
 
 @dataclass(slots=True)
 class Job:
-    """The chunks of one call of ``step``, in ascending order, for a worker.
+    """Chunks that a worker updates, publishes or undoes, for one call of a tier.
 
     Attributes:
         arrivals: arrival of each chunk's gradient; None if it is in memory.
@@ -225,9 +225,9 @@ _Ready = tuple[int, int, int, Job]
 
 
 class Worker:
-    """Updates chunks in the order of need. See [Note: order of need].
+    """Updater of chunks in the order of need. See [Note: order of need].
 
-    `add` may be called from any thread, all else from one thread at a time.
+    `add` may be called from any thread, all other methods from one thread at a time.
 
     Attributes:
         update_s: seconds spent on updates so far, without waits for gradients or memory.
@@ -333,7 +333,7 @@ class Worker:
         self.updates.append((started, ended))
 
     def _update_tentatively(self, job: Job, index: int) -> float:
-        """Update a chunk tentatively if that is still wanted. Return the start time."""
+        """Update a chunk tentatively, unless the speculation has ended. Return the start time."""
         speculation, log, chunk = job.speculation, self.log, job.chunks[index]
         assert speculation is not None, "a tentative job has one"
         assert log is not None, "and a log"

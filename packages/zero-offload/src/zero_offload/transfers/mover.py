@@ -16,10 +16,10 @@ gradient to the host and a 16-bit value to the device.
 
 [Note: differences]
 The host keeps the values that it sent last, but other code may have written to the shard since.
-While the host updates, the device therefore computes a checksum of its values. If it equals the
-host's checksum, the host sends the lossless difference, else the new values. A long span is sent in
-parts, which alternate between two buffers. Short parts are sent whole, without a checksum, as are
-up to three elements at either end, so that the others are whole checksum words.
+While the host updates, the device therefore computes a checksum of its values. If that equals the
+host's checksum, the host sends the lossless difference, otherwise the new values. A long span is
+sent in parts, which alternate between two buffers. Short parts are sent whole, without a checksum,
+as are up to three elements at either end, so that the others are whole checksum words.
 
 [Note: layers]
 layer   host memory over the flat space for one micro-step's gradient, in the gradient's dtype.
@@ -27,12 +27,12 @@ sum     host memory over the flat space in the master weights' dtype.
 folded  range whose terms were added to the sum. The sum is then its first term.
 
 With few micro-steps, each has its own layer, and the update adds them in its own pass. If this
-takes more than `SEPARATE_BYTES` per element, there is one layer. A background thread folds it while
-the next micro-step computes. The update always adds the last micro-step's gradient. Terms are added
-in order in the dtype of the sum, so both methods give the same bits.
+takes more than `SEPARATE_BYTES` per element, there is one layer. A background thread adds it to the
+sum while the next micro-step computes. The update always adds the last micro-step's gradient. Terms
+are added in order in the dtype of the sum, so both methods give the same bits.
 
-The caller waits for square sums at the end of backward. A chunk's update therefore waits for the
-square sums of all gradients that have arrived.
+At the end of backward the caller waits for the sums of squares of all gradients. An update
+therefore waits for the sums of squares of gradients that have arrived.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Buffer:
 
 
 class UploadDifferences:
-    """Sends lossless differences of new parameters. See [Note: differences].
+    """Sender of lossless differences of new parameters. See [Note: differences].
 
     Attributes:
         num_bytes: bytes of host memory for the values that were sent last.
@@ -248,7 +248,7 @@ class Arrival:
 
 
 class Mover:
-    """Mover for a tier on the compute device: uses gradients in place and writes parameters.
+    """Mover for a tier on the compute device, which reads gradients and writes parameters in place.
 
     Work is enqueued on the caller's current stream, after the streams that produced gradients.
     """
@@ -451,11 +451,11 @@ class HostMover(Mover):
         return max(found, key=attrgetter("number"), default=None)
 
     def note_read(self, read: Future[Any]) -> None:
-        """Record that another thread's job ``read`` reads the gradients offered so far."""
+        """Record a job in another thread that reads the gradients offered so far."""
         self._reads = (*(r for r in self._reads if not r[1].done()), (self.arrived, read))
 
     def make_way(self) -> None:
-        """Block the updating thread while other threads read gradients that have arrived."""
+        """Block the updating thread while sums of squares of arrived gradients are computed."""
         for arrived, read in self._reads:
             if arrived is None or arrived.query():
                 wait([read])
@@ -564,7 +564,7 @@ def num_layers(num_micro_steps: int, dtype: torch.dtype) -> tuple[int, bool]:
 
 
 class GradSums:
-    """Adds up a host tier's gradients. See [Note: layers]."""
+    """Sums of a host tier's gradients. See [Note: layers]."""
 
     def __init__(self, mover: HostMover, stepper: Stepper) -> None:
         self._mover = mover
