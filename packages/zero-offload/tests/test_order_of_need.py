@@ -133,7 +133,7 @@ def test_a_chunk_waits_for_its_own_part_of_the_gradient_alone() -> None:
     assert updates[0] == copies[0] == pytest.approx(BACKWARD_S + COPY_S / 3)
 
 
-def test_updates_of_an_element_stay_in_the_order_of_their_steps() -> None:
+def test_updates_that_queue_run_in_ascending_order_of_offsets() -> None:
     """Steps that queue behind a running update are updated in ascending order of offsets."""
     space, kernel = Space(), GatedAdam()
     tier, _ = host_tier(space, kernel)
