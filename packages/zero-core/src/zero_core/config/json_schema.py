@@ -23,11 +23,11 @@ _Schema = dict[str, Any]
 def make_schema() -> _Schema:
     schema = Config.model_json_schema()
     kinds = schema["$defs"]
-    # Validators and `load_config` also convert strings to these types.
+    # Validators also accept one string instead of a list of strings.
     for name in ("ModulesConfig", "LeafModuleConfig"):
         for value in kinds[name]["properties"].values():
             value["type"] = ["array", "string"]
-    # torch's names of the two dtypes are valid, too
+    # a validator also accepts torch's names of the two dtypes
     kinds["TorchAutocastConfig"]["properties"]["dtype"] = {"type": "string", "default": "bf16"}
     kinds["Bf16Config"]["properties"]["check_grad_overflow"] = {"type": "boolean"}
     for name in ("Optimizer", "Scheduler"):

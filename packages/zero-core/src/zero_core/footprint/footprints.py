@@ -176,7 +176,7 @@ class UploadFootprint(Protocol):
     def __call__(
         self, *, numel: int, dtype: torch.dtype, learning_rate: float | None = None
     ) -> int:
-        """Return a lossless difference's expected bytes, or the most without ``learning_rate``."""
+        """Return the expected bytes of a difference. Without ``learning_rate``, an upper bound."""
 
 
 class Footprints:

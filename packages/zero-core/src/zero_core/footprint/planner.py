@@ -323,7 +323,7 @@ class Planner:
         )
 
     def choices(self, variant: Variant, ratios: Sequence[float] = ()) -> Iterator[Choice]:
-        """Yield each stage with the least offload that fits, with none, all, and ``ratios``."""
+        """Yield each stage without offload, with full and least fitting offload, and ``ratios``."""
         is_divisible = self._can_offload and self._drawn.updates_slices
         needs_offload = variant.placement.changes("offload_optimizer")
         tried = [] if needs_offload else [0.0]
@@ -430,7 +430,7 @@ class Planner:
         )
 
     def advice(self, best: Choice | None, choices: Sequence[Choice]) -> str:
-        """Return one sentence on whether the configuration fits, or else which choice fits."""
+        """Return a text that says whether the configuration fits, and if not, which choice does."""
         limits, configured = self.machine.limits, self.configured
         if not limits:
             return f"{configured} takes {configured.needs}; no memory was given to fit it into"
