@@ -183,8 +183,8 @@ def find_races(
 ) -> Iterator[Race]:
     """Yield the races in a trace of the fake CUDA. ``without``: positions of waits to ignore.
 
-    The threads of a device count as one thread, except ``workers``. They never run at the same
-    time: a caller waits for its autograd thread, for example.
+    The threads of a device count as one thread, except ``workers``: the others never run at the
+    same time. For example, a caller waits for its autograd thread.
     """
     devices: dict[int, int] = {}  # the first device that each thread used
     for record in trace:
