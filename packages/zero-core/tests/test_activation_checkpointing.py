@@ -166,7 +166,7 @@ def test_page_locked_memory_that_was_lent_while_its_size_was_dropped_is_dropped_
     torch.cuda.synchronize()
     torch.empty(1, pin_memory=True)  # makes torch's allocator free buffers whose copies ended
     grown = torch.cuda.host_memory_stats()["active_bytes.current"] - before
-    # The 8,192 bytes of ``lent`` are free. Torch's allocator rounds sizes up.
+    # The 8,192 bytes of ``lent`` have been freed. Torch's allocator rounds sizes up.
     assert 32768 <= grown < 32768 + 8192, grown
 
 

@@ -229,7 +229,7 @@ def test_each_dtype_follows_torch_at_every_stage(ranks, mix, name, tmp_path):
     optimizer = OPTIMIZERS[name](list(masters.values()))
     batches = [rows(step, ranks.rank, 6) for step in range(STEPS)]
     losses = _train_masters(plain, masters, optimizer, ranks, batches)
-    # Gradients are divided in their own dtype. Thirds are rounded, and halves of fp16's smallest.
+    # Gradients are divided in their own dtype, which rounds thirds and halves of fp16's smallest.
     is_exact = ranks.size == 1 or (ranks.size == 2 and torch.float16 not in MIXES[mix])
     atol = 0.0 if is_exact else 1e-3
     for stage in (0, 1, 2, 3):

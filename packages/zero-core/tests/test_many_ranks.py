@@ -49,7 +49,7 @@ def test_a_step_among_1024_ranks_holds_what_was_planned(rank, stage):
     assert held["gradient shards"] == 4 * numel
     assert planned["optimizer states"] == 8 * numel
     owned = engine.layout.pieces(rank, is_sharded=True)
-    assert bool(owned) == (rank == 0)  # the shards of the last rank are padding
+    assert bool(owned) == (rank == 0)  # the last rank's shards are only padding
     tier = engine.sharded_state.tier
     names = tier.state_names()[1:]
     states = [tier.read_state(name, 0, numel) for name in names]

@@ -311,7 +311,7 @@ CASES_OF = {
     1: [("compiled", {"activation_checkpointing": again}, "vertical") for again in (None, {})],
     2: [
         *(("dropout", {"world_size_invariant": is_so}, "vertical") for is_so in (False, True)),
-        ("a weight with a hook and dropout", {}, "auto"),  # the hook makes "auto" fall back
+        ("a weight with a hook and dropout", {}, "auto"),  # the hook makes "auto" horizontal
     ],
 }
 

@@ -82,9 +82,9 @@ def far(monkeypatch):
 
 
 def healthy(num_steps, size):
-    """Yield stages of healthy training: what each rank does, then waits for, and the seconds.
+    """Yield stages of healthy training for `_Ranks.run`.
 
-    The training has compilation, saves that rank 0 writes, and times when rank 1 is slow.
+    They contain a compilation, saves that rank 0 writes, and times when rank 1 is slow.
     """
     chance = random.Random(1)
     for step in range(num_steps):

@@ -271,7 +271,7 @@ def save_own_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 
 def autocast_source(tensor: Tensor) -> Tensor | None:
-    """Return the parameter that autocast cast to ``tensor``, or to the base of a view ``tensor``.
+    """Return the parameter of which ``tensor``, or its base if it is a view, is autocast's copy.
 
     Returns None if there is none, or if it needs no gradient: torch does not record such casts.
     """

@@ -212,7 +212,7 @@ class Ownership:
             self.undo()
 
 
-_alive: list[weakref.ref[Ownership]] = []  # newest last
+_alive: list[weakref.ref[Ownership]] = []  # in order of creation
 
 
 def owner_of(param: nn.Parameter) -> object | None:

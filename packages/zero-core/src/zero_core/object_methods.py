@@ -39,7 +39,7 @@ class SuspendableHooks:
 
     def __init__(self) -> None:
         self._hooks: list[tuple[nn.Module, Any]] = []
-        self.handles: list[RemovableHandle] = []  # of the registered hooks
+        self.handles: list[RemovableHandle] = []  # handles of the registered hooks
 
     def add(self, module: nn.Module, hook: Any) -> None:
         self._hooks.append((module, hook))

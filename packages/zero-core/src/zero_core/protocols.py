@@ -422,7 +422,7 @@ class ChangeWatcher(Protocol):
     """Observer that can read states before they change."""
 
     def before_change(self, start: int, stop: int) -> None:
-        """Called before states of ``[start, stop)`` may change, by the thread that changes them.
+        """Prepare for a change of states of ``[start, stop)``, by the thread that changes them.
 
         May wait. May be called for states that do not change, or that have changed before.
         """

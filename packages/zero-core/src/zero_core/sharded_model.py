@@ -233,7 +233,7 @@ class _Progress:
 
 
 class Attach(Protocol):
-    """Callback of an adapter in `zero_core.build`."""
+    """Callback that an adapter passes to `zero_core.build`."""
 
     def __call__(self, engine: ShardedModel, /) -> None:
         """Add methods or hooks to ``engine`` and its model."""

@@ -2,8 +2,8 @@
 
 ``python -m zero_core.config.json_schema`` writes `SCHEMA_FILE` from the typed blocks. The schema
 accepts the configurations of `load_config`, except for numbers and booleans of another JSON type
-("2", "true", 1). It also accepts "auto" in the ``params`` of an optimizer or a schedule, where the
-train program and Trainers replace it. Only `load_config` checks rules between keys.
+("2", "true", 1). It also accepts "auto" in the ``params`` of an optimizer or a schedule, which
+zero-engine and Hugging Face Trainers replace. Only `load_config` checks rules between keys.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from zero_core.layout.arithmetic import round_up
 _MIB = 1 << 20
 _NUM_THREADS = 2  # threads with a workspace: the forward's and autograd's
 _CONTEXT = _COMMUNICATOR = 500 * 10**6
-_PEER = 470 * 10**6  # each peer of the node in an all-to-all
-_NETWORK = 512 * _MIB  # an all-to-all's peers on other nodes
+_PEER = 470 * 10**6  # for each peer on the node, in an all-to-all
+_NETWORK = 512 * _MIB  # for all peers on other nodes, in an all-to-all
 
 
 def outside_of_tensors(

@@ -10,9 +10,9 @@ Each tensor can be computed alone and in any order, bit for bit. `Recording.valu
 operations that the tensor depends on, back to the last overwrite. Each random operation starts from
 its recorded generator state. The method is that of torchdistx's deferred_init.
 
-Recording runs each random operation once, on memory that is freed at once. The generator thus
-advances as in an ordinary construction, and the state before each operation is known. Values that
-Python reads during construction (a number, a shape that depends on values) are computed at once.
+Recording also executes each random operation on temporary memory. The generator thus advances as in
+an ordinary construction, and the state before each operation is known. Values that Python reads
+during construction (a number, a shape that depends on values) are computed immediately.
 Deferred tensors are on the meta device. During construction they report the CPU as their device,
 because ``torch.nn.init`` skips meta tensors.
 """

@@ -285,7 +285,7 @@ class _FormerParam:
         if self.is_lost:
             return
         if former is None and self._slice is not None:
-            self._slice.own.data = torch.empty(0, dtype=torch.uint8)  # several tensors may share it
+            self._slice.own.data = torch.empty(0, dtype=torch.uint8)  # tensors may share a slice
         elif former is None:
             self._device = self._data.device
             self._data = torch.empty_like(self._data, device="meta")

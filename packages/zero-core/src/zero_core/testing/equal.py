@@ -1,8 +1,8 @@
 """Equality tests: adding a configuration variant must not change any bit of a training.
 
 `Row` is one test case, and `check` runs it. `cover` chooses rows that contain every pair of values
-of all valid rows. A `Scenario` trains `Hard` on this rank's batches with a given engine, and
-returns every loss.
+that occurs in a valid row. A `Scenario` trains `Hard` on this rank's batches with a given engine,
+and returns every loss.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def cover(
     strength: int = 2,
     by_family: bool = False,
 ) -> list[Row]:
-    """Return rows that contain every combination of ``strength`` values of some valid row.
+    """Return rows that contain every combination of ``strength`` values in any valid row.
 
     Prefers rows that add many combinations, then rows with about two ranks. ``by_family``: a
     combination is covered by any variant of a family, and each variant is covered at all its

@@ -98,8 +98,8 @@ class Counters:
 
     launches: int  # kernels, copies and collectives
     by_name: dict[str, int]  # "aten::mm", "copy up", "copy down", "nccl all_gather", ...
-    bytes_read: int  # of tensors that jobs read without writing them
-    bytes_written: int  # of tensors that jobs wrote, also in place
+    bytes_read: int  # bytes of tensors that jobs read and did not write
+    bytes_written: int  # bytes of tensors that jobs wrote, also in place
     # Number of times the host waited, by kind. "event", "stream", "device": synchronizations.
     # "item": an operator needs a value or shape on the host. "copy": a blocking copy, or one to
     # pageable memory. "staged copy" counts non-blocking copies from pageable memory: no wait.

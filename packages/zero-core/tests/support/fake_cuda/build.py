@@ -1,4 +1,4 @@
-"""Builds the fake CUDA libraries into torch's folder: ``python build.py HEADERS BUILD``.
+"""Build of the fake CUDA libraries into torch's folder: ``python build.py HEADERS BUILD``.
 
 torch's CUDA wheel needs NVIDIA's libraries to be imported. This program creates in ``torch/lib`` of
 the wheel for CUDA ``BUILD``, such as ``cu130``,

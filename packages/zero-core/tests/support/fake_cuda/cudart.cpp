@@ -146,10 +146,10 @@ void count_sync(const char* kind, int device, bool has_stack = true) {
   if (!stack.empty()) counters[device].stacks.emplace_back(kind, stack);
 }
 
-// The code that queries an event. A completed query orders its thread after the event if the caller
+// The code that queries an event. A completed query orders its thread after the event if the code
 // is Python or torch's allocator of pinned memory, which then reuses a block. torch's allocator of
-// device memory reuses blocks in the order of streams, and NCCL's watchdog reuses none. No stack may
-// be read under an allocator's lock.
+// device memory reuses blocks in stream order, and NCCL's watchdog reuses none. No stack may be
+// read under an allocator's lock.
 enum class Caller { python, pinned_memory, other };
 
 __attribute__((noinline)) Caller find_caller() {
@@ -442,7 +442,7 @@ void map_memory() {
 }
 
 std::mutex& memory_mutex = *new std::mutex;
-std::map<char*, size_t>& blocks = *new std::map<char*, size_t>;  // of devices, by front address
+std::map<char*, size_t>& blocks = *new std::map<char*, size_t>;  // front address and size of each
 std::array<std::multimap<size_t, char*>, kMaxDevices>& freed =
     *new std::array<std::multimap<size_t, char*>, kMaxDevices>;
 std::array<size_t, kMaxDevices>& tops = *new std::array<size_t, kMaxDevices>{};

@@ -64,7 +64,7 @@ size_t size_of(int type) {
 
 struct Header {
   char kind[16];
-  uint64_t number;  // of the collective within its communicator
+  uint64_t number;  // number of the collective within its communicator
   uint64_t size;    // bytes of the message
   int64_t type, reduction;
 
@@ -200,7 +200,7 @@ struct Transfer {
   int peer;
   char* data;
   Header header;
-  size_t done = 0;  // bytes, header included
+  size_t done = 0;  // bytes moved, header included
   Header found{};   // the received header
 
   bool is_done() const { return done == sizeof(Header) + header.size; }
