@@ -137,7 +137,7 @@ def test_inputs_on_the_host_fill_the_planned_memory_and_come_up_one_block_ahead(
     up = [n for n, (name, _) in enumerate(launched) if name == "copy up"]
     assert len(up) == DEPTH
     assert all(launched[n][1] != 0 for n in up)
-    # The inputs of the last two blocks are copied up before the last block is recomputed.
+    # The last two blocks' inputs are copied to the device before the last block is recomputed.
     between = [n - up[0] for n in up[:3]]
     assert between[:2] == [0, 1]
     assert between[2] > 2
@@ -166,7 +166,7 @@ def test_page_locked_memory_that_was_lent_while_its_size_was_dropped_is_dropped_
     torch.cuda.synchronize()
     torch._C._host_emptyCache()  # makes torch's allocator free buffers whose copies ended
     grown = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
-    # Not the 8,192 bytes of ``lent``. Torch's allocator rounds sizes up.
+    # The 8,192 bytes of ``lent`` have been freed. Torch's allocator rounds sizes up.
     assert 32768 <= grown < 32768 + 8192, grown
 
 

@@ -96,7 +96,7 @@ def test_a_part_is_told_the_nodes_and_what_is_frozen_and_may_use_the_lanes(ranks
     assert sorted(told["frozen"]) == frozen != []
     assert told["config"]["stage"] == 3
     assert engine.memory_report()["secondary shards"] == 4711
-    # Training with jobs on each lane is bit-identical to training without a plug-in.
+    # Training with jobs on both queues is bit-identical to training without a plug-in.
     plain = zero_core.build(make_model(), CONFIG, process_group=ranks)
     for step in range(4):
         _step(engine, step)

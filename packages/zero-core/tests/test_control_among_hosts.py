@@ -76,7 +76,7 @@ def test_libraries_do_what_torchs_collectives_do(world_size):
 
 def _differ(rank, world_size):
     ranks = find_ranks(None, None)
-    # Rank 1 connects once more, like after a build that failed on rank 1 alone.
+    # Rank 1 connects twice, as after a build that failed on rank 1 alone.
     controls = [ranks.connect() for _ in range(1 + rank)]
     assert controls[-1].gather_bytes(str(rank).encode()) == [b"0", b"1", b"2"]
     control = ranks.limited(0.5).connect(0.3)

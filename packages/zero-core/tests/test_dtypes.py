@@ -128,7 +128,7 @@ def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(rank
     planned = zero_core.plan(model, config, ranks.size, device_type="cpu")
     assert planned.memory.device["model buffers"] == sum(b.nbytes for b in own.values())
     assert planned.memory.device["gradient shards"] == shards
-    # Beyond all shards, there is a buffer into which a unit's second micro-step is reduced.
+    # In addition to all shards, there is a buffer for the reduction of a unit's second micro-step.
     largest = max(s.shard_numel for s in engine.layout.segments)
     assert 0 <= shards - 4 * trained <= 4 * largest * (ranks.size > 1)
 
@@ -229,7 +229,7 @@ def test_each_dtype_follows_torch_at_every_stage(ranks, mix, name, tmp_path):
     optimizer = OPTIMIZERS[name](list(masters.values()))
     batches = [rows(step, ranks.rank, 6) for step in range(STEPS)]
     losses = _train_masters(plain, masters, optimizer, ranks, batches)
-    # Gradients are sent in their own dtype: a third has no 16 bits, half of fp16's least neither.
+    # Gradients are divided in their own dtype, which rounds thirds and halves of fp16's smallest.
     is_exact = ranks.size == 1 or (ranks.size == 2 and torch.float16 not in MIXES[mix])
     atol = 0.0 if is_exact else 1e-3
     for stage in (0, 1, 2, 3):

@@ -48,7 +48,7 @@ def _closed(ranks: SimulatedRanks) -> None:
     engine = zero_core.build(make_model(), Case(2).config(), process_group=ranks)
     train_steps(engine, 0, 1)
     if ranks.rank == 0:
-        engine.close()  # other ranks have already left
+        engine.close()  # needs no other rank: rank 1 does not call it
 
 
 @pytest.mark.parametrize("run", [simulate, run_on_processes])
@@ -63,7 +63,7 @@ def _close_early(rank: int, world_size: int, folder: Path) -> None:
     with torch.no_grad():
         loss = float(engine(**batch(0, 0, 0))["loss"])
     if rank:
-        time.sleep(1.5)  # other ranks evaluate for longer, and publish nothing meanwhile
+        time.sleep(1.5)  # evaluates for longer than rank 0, and publishes nothing meanwhile
         (folder / f"{rank} {loss}").touch()
     engine.close()
     # NCCL sends the last parts in the background, and an abort would drop them.

@@ -98,7 +98,7 @@ def test_buffers_in_16_bits_are_those_of_rank_0():
 
 
 def _count_in_a_block(ranks, stage):
-    """Return the engine's launches in forward and backward, and those of one sum of slices."""
+    """Return the engine's launches per block, in forward, and in backward without the sum."""
     device, dtype = ranks.device, torch.bfloat16
     x, counts = torch.ones(2, 20, device=device, dtype=dtype), []
 
@@ -119,7 +119,7 @@ def _count_in_a_block(ranks, stage):
     before = count()
     sum_slices(x, torch.empty(20, device=device), norm, nonfinite)
     of_sum = count() - before
-    # plain and engine with 2 blocks, then with 3
+    # launches without and with an engine, for 2 blocks and then for 3
     forward, backward = ((d - b) - (c - a) for a, b, c, d in zip(*counts, strict=True))
     return forward, backward - of_sum
 

@@ -19,7 +19,7 @@ SIMULATED_STEPS = 5  # ranks take different branches in step 5
 WAYS = [(1, False), (3, False), (3, True)]
 """Micro-steps per step, and whether gradients accumulate locally."""
 # The grid of three ranks is the largest, because the order of a sum matters only there. No case
-# accumulates fp16 locally, because torch's GradScaler would skip other steps than the engine.
+# accumulates fp16 locally, because torch's GradScaler and the engine would skip different steps.
 GRID_OF = {
     1: [
         Case(accumulation=3, is_local=True),

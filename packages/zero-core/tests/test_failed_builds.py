@@ -83,7 +83,7 @@ def _each_call(ranks, calls, event, *case):
     stage, kind, _ = case
     expected = _result(_build(ranks, *case))
     made = _make(ranks, kind)
-    kept = []  # keeps tracebacks alive like a notebook does, and thereby the failed engine
+    kept = []  # keeps tracebacks alive, as a notebook does, and thereby the failed engine
     for call in calls:
         has_places = stage < 3 and call[0] not in GIVING_UP
         before = described(*made, has_places=has_places)

@@ -80,7 +80,7 @@ def test_what_killed_saves_left_is_gone_after_the_next_one(tmp_path):
     (tmp_path / ".three.saving").mkdir()
     (tmp_path / ".three.saving" / "exp_avg-00000.safetensors").write_bytes(b"x")
     (tmp_path / ".latest.saving").write_text("x")
-    (tmp_path / ".two.old").mkdir()  # half removed, without its manifest
+    (tmp_path / ".two.old").mkdir()  # partly removed: its manifest is missing
     (tmp_path / ".two.old" / "exp_avg-00000.safetensors").write_bytes(b"x")
     (tmp_path / ".mine.old").mkdir()
     marks = [tmp_path / f".{letter * 32}-0" for letter in "ab"]
@@ -145,7 +145,7 @@ def test_links_are_neither_written_through_nor_read(tmp_path):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
 def test_a_stored_checkpoint_of_version_2_loads(ranks):
-    # Written by two ranks on 28 November 2026, at stage 3 with bf16.
+    # Two ranks wrote this checkpoint at stage 3 with bf16.
     stored = Path(__file__).parent / "data" / "checkpoint-version-2"
     zero_core.verify_checkpoint(stored)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))

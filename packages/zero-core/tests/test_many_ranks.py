@@ -23,7 +23,7 @@ class SilentRanks(Ranks):
 @pytest.fixture(params=[0, 1023], ids=lambda rank: f"rank{rank}")
 def rank(request, monkeypatch):
     rank = request.param
-    # The fake backend sums nothing. A step compares the ranks' settings by a sum.
+    # A step compares the ranks' settings by a sum, which the fake backend does not compute.
     monkeypatch.setattr(ControlGroup, "sum", lambda _, values: values.mul_(WORLD_SIZE))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
     yield rank
@@ -33,7 +33,7 @@ def rank(request, monkeypatch):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_among_1024_ranks_holds_what_was_planned(rank, stage):
-    # The fake backend leaves received values undefined.
+    # The fake backend leaves received values undefined, so gradients may be non-finite.
     config = Case(stage, "bf16", top={"check_grad_overflow": False}).config()
     with torch.device("meta"):
         planned = zero_core.plan(
@@ -49,7 +49,7 @@ def test_a_step_among_1024_ranks_holds_what_was_planned(rank, stage):
     assert held["gradient shards"] == 4 * numel
     assert planned["optimizer states"] == 8 * numel
     owned = engine.layout.pieces(rank, is_sharded=True)
-    assert bool(owned) == (rank == 0)  # the shards of the last rank are padding
+    assert bool(owned) == (rank == 0)  # the last rank's shards are only padding
     tier = engine.sharded_state.tier
     names = tier.state_names()[1:]
     states = [tier.read_state(name, 0, numel) for name in names]

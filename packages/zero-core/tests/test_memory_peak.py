@@ -92,7 +92,7 @@ def _measure_construction(rank, world_size, folder):
     kept = engine.memory_report()["parameters"]  # other buffers are not resident before a write
     assert kept < MODEL_BYTES / world_size * 1.01, "this rank's shards"
     assert peak.nbytes >= kept * 0.9, "the measurement sees what is there"
-    # Beside the shards, a whole unit and a parameter whose initial values are computed.
+    # In addition to the shards, allow a whole unit and a parameter whose initial value is computed.
     bound = kept + 2 * UNIT_BYTES + SLACK_BYTES
     assert bound < kept + MODEL_BYTES / 3, "a whole model would be seen"
     assert peak.nbytes <= bound, ("deferred", rank, peak.nbytes, bound)

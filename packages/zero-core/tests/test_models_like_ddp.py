@@ -1,4 +1,4 @@
-"""Unusual models, which train like under DDP, bit for bit, at every stage."""
+"""Unusual models, which train as under DDP, bit for bit, at every stage."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class _AtRoot(Mixture):
 
 
 WIDTH, DEPTH, TWICE = 33, 7, 4  # block number TWICE is called twice in a row
-# Blocks whose branch rank 1 leaves out, by step. If a reduction waited for the end of rank 1's
-# backward, other ranks could not start the gathers that rank 1 waits for.
+# By step: blocks whose branch rank 1 leaves out, and blocks that it skips. If a reduction waited
+# for the end of rank 1's backward, other ranks could not start the gathers that rank 1 waits for.
 LEFT_OUT = [set(), {6}, {5}, {3}, {0}, {5, 6}, set(range(DEPTH))]
 SKIPPED = [set(), {6}, {2}, {0}, {0, 1}, {1, 2, 3, 4, 5}, set(range(DEPTH))]
 
@@ -304,7 +304,7 @@ USES = {
 }
 
 
-# Only two cases of each model are not marked slow: stage 3 on two ranks, one stage on three ranks.
+# Two cases of each model are not marked slow: stage 3 on two ranks, and one stage on three ranks.
 GRID = [
     pytest.param(stage, size, name, marks=[] if (stage, size) in gate else pytest.mark.slow)
     for number, name in enumerate(USES)

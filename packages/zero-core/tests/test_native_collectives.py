@@ -105,7 +105,7 @@ def _sums(native):
 
 
 def _jobs(native):
-    """Exchange in several subgroups at once, on each lane and on the calling thread."""
+    """Exchange in several subgroups concurrently, on both queues and on the calling thread."""
     size, rank = native.world_size, native.rank
     stride = 2 if size % 2 == 0 else size
     within = native.subgroup(range(rank // stride * stride, (rank // stride + 1) * stride))
@@ -133,7 +133,7 @@ def _jobs(native):
             native.launch(lambda t=turn: swap(within, f"swap within {t}"), is_reduction=True),
             native.launch(lambda t=turn: gather(across, f"across {t}"), is_reduction=False),
             native.launch(lambda t=turn: swap(across, f"swap across {t}"), is_reduction=True),
-            # A job of the subgroup's lane may run a gather of the whole group.
+            # Subgroups share the queues of the whole group, whose gathers may run in between.
             native.launch(lambda t=turn: gather(native, f"all {t}"), is_reduction=False),
         ]
         gather(turned, f"turned {turn}")

@@ -1,4 +1,4 @@
-"""Faults of a rank under NCCL, which the other ranks report by name as they end in time."""
+"""Faults of one rank under NCCL: the other ranks name it in an error and end in time."""
 
 import logging
 import os

@@ -79,7 +79,7 @@ def train(ranks, case):
         inputs = [torch.randn(2, WIDTH, generator=generator) for _ in range(case.accumulation)]
         inputs[0][0, 0] = torch.nan if step == 2 and ranks.rank == 0 else 1.0
         inputs = [x.to(ranks.device).requires_grad_(case.is_twice) for x in inputs]
-        # Where the last block is used on one rank only, it is still updated on each rank.
+        # The last block is updated on each rank even if only one rank uses it.
         used = blocks_of(step + ranks.rank, is_twice=case.is_twice)
         before = count_waits(ranks) if is_late else 0
         if step == 2 and case.optimizer == "SGD":  # its momentum begins after a skipped step

@@ -1,4 +1,4 @@
-"""Named optimizers compared with their papers and torch, and parameter groups with own settings."""
+"""Named optimizers compared with their papers and torch, and groups with different settings."""
 
 from functools import partial
 

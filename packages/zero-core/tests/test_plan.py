@@ -187,7 +187,7 @@ class _Casts(TorchDispatchMode):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_traffic_is_that_of_the_paper(stage):
-    # Two model sizes per step, or three at stage 3, where the last unit is gathered only once.
+    # A rank sends about two model sizes, or three at stage 3, where the last unit is gathered once.
     depth, width, ranks = 40, 1024, 64
     size = 2 * 12 * width * width * depth
     config = make_config(stage, "bf16", data_types={"grad_accum_dtype": "bf16"})

@@ -54,7 +54,7 @@ def test_floating_inputs_are_cast_to_the_compute_dtype():
     assert engine(rows(0, 0)).dtype == torch.bfloat16
 
 
-# Unlike Adam, SGD shows a factor of the gradient in the weights.
+# With SGD, unlike Adam, a wrong factor of the gradient changes the weights.
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
 
 
@@ -171,7 +171,7 @@ class _Reticent:
 
 
 CULPRITS = {
-    # Values: world size, ranks per node, ranks with non-finite input, on an accelerator, message.
+    # World size, ranks per node, ranks with non-finite input, whether on an accelerator, message.
     "several": (3, 3, (0, 2), False, "batches of ranks 0, 2"),
     "of two nodes": (4, 2, (1, 2), True, "batches of ranks 1, 2"),
     "of one node": (4, 4, (1, 2), True, "batches of ranks 1, 2"),

@@ -178,7 +178,7 @@ def _the_groups_of_an_engine_that_is_dropped_end_later(rank: int, world_size: in
 
 
 def _groups_that_end_together_are_aborted_as_one(rank: int, world_size: int) -> None:
-    """A patched gloo class stands in for NCCL's, which has methods that group aborts."""
+    """Check that aborts are grouped, by a patched gloo class that stands in for NCCL's."""
     calls: list[str] = []
     gloo: Any = dist.ProcessGroupGloo
     with pytest.MonkeyPatch.context() as patch:
@@ -198,7 +198,7 @@ def _groups_that_end_together_are_aborted_as_one(rank: int, world_size: int) -> 
 
 
 def _some_ranks_with_a_bound_device_split_their_group(rank: int, world_size: int) -> None:
-    """A bound device requires ``split_group``, which is faked here because it needs NCCL."""
+    """Check the calls of ``split_group`` for a bound device. A fake replaces it: it needs NCCL."""
     group = dist.new_group([0, 2])
     kept = _groups_of_its_own(rank, [2], 2)
     world = dist.group.WORLD

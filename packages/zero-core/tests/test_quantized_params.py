@@ -1,4 +1,4 @@
-"""Quantized frozen parameters, sharded as bytes, with adapters that train like under DDP."""
+"""Quantized frozen parameters, sharded as bytes, with adapters that train as under DDP."""
 
 import copy
 
@@ -259,7 +259,7 @@ def test_blocks_quantized_one_at_a_time_have_the_values_of_a_whole_model(tmp_pat
     for block in model.blocks:
         _quantize(block)
     for world_size in (1, 3):
-        # Made before the simulated ranks start, because these are threads that share torch's hooks.
+        # Make the models before the simulated ranks start, because the ranks share torch's hooks.
         models = [_deferred() for _ in range(world_size)]
         found = simulate(_loaded, world_size, str(tmp_path) if has_file else None, models)
         assert set(found) == {model(_x(0, 0)).item()}

@@ -40,7 +40,7 @@ CURVES = {
         {"warmup_min_lr": [0.0, 1.0], "warmup_max_lr": [1.0, 3.0], "warmup_num_steps": 2, **LINEAR},
         [[0.0, 0.0, 0.5, 1.0, 1.0], [1.0, 1.0, 2.0, 3.0, 3.0]],
     ),
-    # Trainers pass 0 steps by default. transformers turns 0 into 1 for DeepSpeed.
+    # transformers' Trainer passes 0 steps by default, and 1 instead of 0 to DeepSpeed.
     "no warm-up is the shortest": ("WarmupLR", {"warmup_num_steps": 0}, [[0.0, 0.0, 0.9, 0.9]]),
     "a warm-up of 1 step is the shortest": (
         "WarmupLR",

@@ -108,7 +108,7 @@ def test_what_is_set_is_what_the_step_uses(ranks, is_local):
             assert torch.equal(engine.states.get_full(name, what), value)
         engine.states.set_full("frozen.0.up.bias", torch.full((23,), 0.5))
         engine.step()
-        # Rounding does not differ: gradients were set directly instead of reduced.
+        # Gradients were set directly, so no reduction rounds them differently.
         after = engine.full_state_dict()
         for name in (*NAMES, "frozen.0.up.bias"):
             torch.testing.assert_close(

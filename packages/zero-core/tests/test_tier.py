@@ -100,7 +100,7 @@ def test_slices_follow_torch_bit_by_bit_and_inactive_pieces_rest(
     for step in range(5):
         active = EVERY if step % 2 else [0, 2, 4, 5]
         _offer(tier, step, grad_dtype)
-        for some in (active[:2], active[2:]):  # the gradient must be scaled once, not in each call
+        for some in (active[:2], active[2:]):  # each gradient must be scaled in one call only
             tier.step([group], some, grad_scale=0.3)
         tier.discard_grads()
         for index, grad in enumerate(_parts(_drawn(10 + step).to(grad_dtype).float() * 0.3)):

@@ -22,7 +22,6 @@ TILED = {
 }
 
 
-# A language model with modules that can be tiled and untied logits.
 class _Mlp(nn.Module):
     def __init__(self, width):
         super().__init__()

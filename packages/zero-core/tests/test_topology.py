@@ -63,7 +63,7 @@ def test_each_launcher_tells_its_nodes(ranks):
     assert _count({"LOCAL_WORLD_SIZE": "2"}) == 2
     assert _count({"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": half, "RANK": str(rank)}) == 2
     assert _count({"LOCAL_WORLD_SIZE": "1"}) == 1
-    # torchrun identifies nodes of unequal size by the node's number only.
+    # If torchrun's nodes have unequal sizes, only the node's number identifies a node.
     sizes = "3" if rank < 3 else "1"
     assert _count({"LOCAL_WORLD_SIZE": sizes, "GROUP_RANK": str(rank // 3)}) == 1
     # ranks of a node are not consecutive
@@ -135,14 +135,14 @@ def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank(
     assert _found() == "cuda:0"
     assert _found(LOCAL_RANK="2") == "cuda:2"
     assert _found(LOCAL_RANK="3") == "cuda:2"  # the device that the program selected wins
-    # srun and mpirun set no LOCAL_RANK. mpirun starts its proxies by srun, torchrun starts in both.
+    # srun and mpirun set no LOCAL_RANK. srun starts mpirun's proxies. Both may start torchrun.
     given = {}
     for variable, number in zip(reversed(LOCAL_RANKS), "14567", strict=True):
         torch.accelerator.set_device_index(0)
         given[variable] = number
         assert _found(**given) == f"cuda:{number}"
     torch.accelerator.set_device_index(0)
-    assert _found(LOCAL_RANK="8") == "cuda:0"  # the launcher set CUDA_VISIBLE_DEVICES for each rank
+    assert _found(LOCAL_RANK="8") == "cuda:0"  # as if each rank saw only its own device
     world = dist.group.WORLD
     assert world is not None
     world.bound_device_id = torch.device("cuda", 1)

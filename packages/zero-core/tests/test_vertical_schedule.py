@@ -1,4 +1,4 @@
-"""The vertical schedule: bit-identical to the horizontal one, with two passes of gathers a step."""
+"""The vertical schedule: the horizontal one's bits, with two passes of gathers per step."""
 
 import random
 import re
@@ -300,7 +300,7 @@ SETTINGS = {
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bits_are_the_same_with(world_size, stage, name):
-    # Below stage 3 a tied weight is refused with autocast, which shares one cast for all its uses.
+    # Below stage 3 a tied weight is refused with autocast, which casts a weight once for all uses.
     kind = {"autocast": "plain", "a weight that is cast twice": "casts twice"}.get(name, "tied")
     config = _config(stage) | SETTINGS[name]
     skipped = simulate(_same_bits, world_size, kind, config)
@@ -311,7 +311,7 @@ CASES_OF = {
     1: [("compiled", {"activation_checkpointing": again}, "vertical") for again in (None, {})],
     2: [
         *(("dropout", {"world_size_invariant": is_so}, "vertical") for is_so in (False, True)),
-        ("a weight with a hook and dropout", {}, "auto"),  # the hook makes "auto" fall back
+        ("a weight with a hook and dropout", {}, "auto"),  # the hook makes "auto" horizontal
     ],
 }
 
@@ -469,7 +469,7 @@ def test_step_within_no_grad_fails(schedule):
 @pytest.mark.parametrize("inner", [3, None])
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_context_holds_where_it_was_entered_on_one_thread(name, inner):
-    inner = inner or 3 * (name == "no_grad")  # `test_step_within_no_grad_fails`
+    inner = inner or 3 * (name == "no_grad")  # a whole step within no_grad fails
 
     def in_one_forward(net, x):
         x = net.first(x)
@@ -528,7 +528,7 @@ def test_step_that_was_left_at_any_moment_begins_anew():
         with pytest.raises(KeyboardInterrupt) if left.moment else nullcontext(), left.armed():
             engine.train_batch(_batches(0))
         assert _visible_state() == before
-        if engine.place.unfinished:  # within step(), whose interruption another test has
+        if engine.place.unfinished:  # interrupted within step(), which other tests cover
             return expected
         if not engine.global_steps:
             engine.train_batch(_batches(0))

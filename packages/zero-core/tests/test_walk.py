@@ -65,7 +65,7 @@ def _walks(rank, world_size):
         num_calls, num_files = walk.num_calls, len(walk.files)
         engine.step()
         sys.setprofile(None)
-    # Goals: 13 files and 800 calls before step(). 18 files, 26 classes and 1,000 calls with step().
+    # Goals: 13 files and 800 calls before step(), and 18 files, 26 classes and 1,000 calls with it.
     assert num_files <= 22, sorted(walk.files)
     assert num_calls <= 800
     assert walk.num_calls <= 1_000, walk.num_calls

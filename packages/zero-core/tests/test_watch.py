@@ -77,19 +77,19 @@ class _Stalled:
 
 @pytest.fixture(autouse=True)
 def far(monkeypatch):
-    """Hide the ranks' processes from each other, like on different hosts."""
+    """Hide the ranks' processes from each other, as on different hosts."""
     monkeypatch.setattr(watches, "process_state", lambda pid: "")
 
 
 def healthy(num_steps, size):
-    """Yield stages of healthy training: what each rank does, then waits for, and the seconds.
+    """Yield stages of healthy training for `_Ranks.run`.
 
-    The training has compilation, saves that rank 0 writes, and times when rank 1 is slow.
+    They contain a compilation, saves that rank 0 writes, and times when rank 1 is slow.
     """
     chance = random.Random(1)
     for step in range(num_steps):
         for number, doing in enumerate(FORWARD):
-            compiled = 50.0 if step == 0 else 0.0  # on rank 1
+            compiled = 50.0 if step == 0 else 0.0  # seconds of compilation on rank 1
             wait = f"all_gather of unit {number + 1}"
             yield [(doing, wait, compiled * (r == 1) + chance.random() / 9) for r in range(size)]
             # Rank 1 is slow in four units in a row. The other ranks wait for 24 s.
@@ -178,8 +178,8 @@ class _Device:
     [
         ("hangs", 1, range(40)),
         ("ends late", 1, range(40)),  # while this rank sends its last beat
-        ("of the host", 99, range(40)),  # a host's wait that ends while its cause is looked for
-        ("begins after a pause", 41, (0, 1, 41)),  # of the process
+        ("of the host", 99, range(40)),  # a wait of the host that ends while its cause is sought
+        ("begins after a pause", 41, (0, 1, 41)),  # a pause of the process
         ("paused", 1, (0, 1, 2, 42)),
     ],
 )
@@ -201,7 +201,7 @@ def test_only_a_collective_that_hangs_on_the_device_ends_the_process(
             device.current = "all_gather of unit 1", object()
         watch.tick(start + now)
     assert bool(aborts) == (way == "hangs")
-    assert json.loads(board.table[0])[6] == (way == "hangs")  # whether it has given up
+    assert json.loads(board.table[0])[6] == (way == "hangs")  # `Beat.has_given_up`
 
 
 def test_a_rank_that_gave_up_is_not_the_cause():
@@ -251,7 +251,7 @@ def test_reads_are_bounded_and_a_rank_that_stops_is_named_in_time(size, caplog, 
     text = f"no sign of life of rank {size // 2} for"
     assert [text in record.message for record in caplog.records] == [True] * 8
     before = [board.num_read for board in ranks.boards]
-    assert max(before) <= 9 * 8  # its own heartbeats and those of a window of ranks
+    assert max(before) <= 9 * 8  # 8 reads of its own beat and those of a window of 8 ranks
     ranks.tick(ranks.now + 20 * WITHIN_S)
     more = [board.num_read - num for board, num in zip(ranks.boards, before, strict=True)]
     assert max(more) <= 9 * 60

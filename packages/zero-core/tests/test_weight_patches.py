@@ -352,7 +352,7 @@ def test_a_comparison_finds_every_differing_bit(bits, data):
 
 
 def test_values_that_changed_their_sign_are_far():
-    """The largest NaN and the smallest negative number are neighbours as 16-bit integers."""
+    """The NaN 0x7FFF and -0.0 (0x8000) are neighbours as 16-bit integers modulo 2**16."""
     ends = torch.tensor([0x7FFF, 0x7FFE, -0x7FFF, -0x8000], dtype=torch.int32).to(torch.int16)
     changed, far = compare(ends, ends.flip(0))
     assert changed.tolist() == far.tolist() == [True, True, True, True]

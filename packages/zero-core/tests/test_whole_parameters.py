@@ -178,7 +178,7 @@ def test_checkpoint_resumes_with_other_ranks_and_another_stage(tmp_path, name, s
     simulate(_resumes, sizes[1], name, stages, str(tmp_path), sizes)
 
 
-# The states' shapes differ from the parameters'.
+# The shapes of Adafactor's states differ from the parameters'.
 @pytest.mark.parametrize("name", ["LionLike", "Adafactor"])
 @on_ranks(3)
 def test_states_are_read_and_set_by_name_and_each_is_on_one_rank(ranks, name):
@@ -277,7 +277,7 @@ def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones(ranks):
     assert sent == pytest.approx([6 * 2 * matrix, 2 * 2 * matrix], rel=0.03)
     settings = Case(3, top=ADAFACTOR).config()
     planned = zero_core.plan(Deep(), settings, 3).memory.device["whole parameters in a step"]
-    owned = 2 * matrix  # elements per rank
+    owned = 2 * matrix  # bytes per rank
     numels = [w.numel for w in assign_owners(engine.layout) if w.owner == ranks.rank]
     assert 4 * sum(numels) == owned
     assert 2 * owned < planned <= 2 * (owned + 2 * matrix)

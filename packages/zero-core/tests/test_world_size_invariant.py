@@ -98,7 +98,7 @@ def test_losses_norms_and_weights_have_the_bits_of_one_rank(kind):
         changed = {**KINDS[kind], "zero_optimization": {"stage": stage}}
         assert_same_bits(run(world_size, changed), alone)
     if kind == "fp32":
-        # A simulated rank is a thread too, and torch's thread count changes the bits.
+        # Run on a simulated rank, too: the number of torch's threads changes the bits.
         (expected,) = simulate(plain_torch, 1)
         assert all(torch.equal(alone[2][name], expected[name]) for name in expected)
 

@@ -11,8 +11,8 @@ import torch
 def release_free_pages() -> None:
     """Return freed host memory to the operating system.
 
-    glibc retains freed blocks below 32 MiB that have small live objects next to them. Once a
-    model's parameters have moved into the engine's arena, these are a third of the model's size.
+    glibc retains freed blocks below 32 MiB that have small live objects next to them. After a
+    model's parameters have moved to the engine's memory, such blocks amount to a third of its size.
     """
     _call("malloc_trim", 0)
 
@@ -23,7 +23,7 @@ def use_one_core() -> None:
     OpenMP gives each calling thread a separate team of threads, which spin while they wait. Next to
     the training thread's team, a second team makes operations ten times slower.
     """
-    torch.get_num_threads()  # a thread's first torch call sets its own limit, so make it first
+    torch.get_num_threads()  # a thread's first torch call would overwrite a limit set before it
     _call("omp_set_num_threads", 1)
 
 

@@ -61,12 +61,12 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def allow_foreach(cls: type[nn.Parameter]) -> None:
-    """Let torch's optimizers update parameters of class ``cls`` by foreach kernels."""
+    """Allow torch's optimizers to update parameters of class ``cls`` by foreach kernels."""
     _foreach_supported_types.append(cls)
 
 
 def inner_tensors(tensor: Tensor) -> tuple[dict[str, Tensor], Any] | None:
-    """Return the inner tensors and the context of a wrapper-subclass tensor, None for others.
+    """Return inner tensors and context of a wrapper-subclass tensor, or None for other tensors.
 
     ``__tensor_unflatten__`` of the class rebuilds the tensor from this result.
     """
@@ -87,19 +87,19 @@ def group_names_begin_at() -> int:
 
 
 def begin_group_names_at(number: int) -> None:
-    """Name later process groups that all ranks create by numbers >= ``number``."""
+    """Make the next process group that all ranks create have a number of at least ``number``."""
     world = dist.distributed_c10d._world
     world.group_count = max(world.group_count, number)
 
 
 @contextmanager
 def counting_groups(number: int) -> Iterator[None]:
-    """Make torch count from ``number`` to name groups that only their members create.
+    """Make torch count from ``number`` when it names groups that only their members create.
 
     torch names such a group by a hash of its ranks and a count. Before torch 2.15 (pytorch#189073)
     the count is the number of groups that this rank is in: placeholders raise it to ``number``.
-    Since then it is ``group_count``, which must stay equal on all ranks, so it is restored.
-    ``_FIRST_OWN_NUMBER`` keeps names made in this context apart from names of later groups.
+    From 2.15 on, the count is ``group_count``, which is restored because it must stay equal on all
+    ranks. ``_FIRST_OWN_NUMBER`` keeps names made in this context apart from those of later groups.
     """
     world = dist.distributed_c10d._world
     names = cast("dict[Any, Any]", world.pg_names)
@@ -146,7 +146,7 @@ def store_address(store: Any) -> str | None:
 
 
 def set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
-    # torch 2.14 made it public and deprecated the old name.
+    # torch 2.14 made this function public and deprecated the private name.
     change: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     change(timedelta(seconds=timeout_s), group)
 
@@ -176,9 +176,9 @@ def renew_autograd_after_fork() -> None:
     """Make torch rebuild this process's autograd engine, if the process was forked.
 
     Without this call torch rebuilds the engine in the first call that needs the engine, and takes
-    no lock. Two threads whose first backward begins at once may then each build an engine, and the
-    process dies of SIGSEGV (torch 2.10 to 2.13, ``PythonEngine::get_python_engine``). Call this
-    function before such threads start.
+    no lock. Two threads whose first backwards begin at the same time may then each build an engine,
+    and the process dies of SIGSEGV (torch 2.10 to 2.13, ``PythonEngine::get_python_engine``). Call
+    this function before such threads start.
     """
     # This call needs the engine and changes nothing.
     torch.autograd.Variable._execution_engine.is_checkpoint_valid()
@@ -271,9 +271,9 @@ def save_own_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 
 def autocast_source(tensor: Tensor) -> Tensor | None:
-    """Return the parameter whose autocast copy is ``tensor``, or the base of ``tensor``, a view.
+    """Return the parameter of which ``tensor``, or its base if it is a view, is autocast's copy.
 
-    Returns None for a parameter that needs no gradient: torch does not record its casts.
+    Returns None if there is none, or if it needs no gradient: torch does not record such casts.
     """
     whole = tensor if tensor._base is None else tensor._base
     source = None if whole.grad_fn is None or whole._version else cast_param(whole.grad_fn)
@@ -324,7 +324,7 @@ def cast_floats(inputs: Any, dtype: torch.dtype | None) -> Any:
 
 
 def dispatch_keys() -> Any:
-    """Return an object that differs within contexts which `context_settings` does not reach."""
+    """Return a value that changes with contexts whose state `context_settings` does not cover."""
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
@@ -362,7 +362,7 @@ def _set_saved_hooks(items: list[Any]) -> None:
 def context_settings(device: torch.device) -> list[_Setting]:
     """Return functions that get and set each part of the state of torch's contexts.
 
-    Names are looked up in this call: one that a release renames breaks the vertical schedule alone.
+    Private names are looked up here: a torch release without one breaks only the vertical schedule.
     """
     from torch.utils import _device
     from torch.utils import _python_dispatch as dispatch

@@ -75,7 +75,7 @@ class Blueprint:
                 name=names[0],
                 shape=tuple(param.shape),
                 dtype=param.dtype if is_opaque else compute_dtype(param, config.compute_dtype),
-                # Membership in an optimizer group decides. Integer tensors cannot have a gradient.
+                # Parameters in optimizer groups are trained. Integers cannot have a gradient.
                 is_trainable=number in group_of and param.is_floating_point(),
                 aliases=names[1:],
                 is_opaque=is_opaque,

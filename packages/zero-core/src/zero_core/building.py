@@ -134,8 +134,8 @@ def build(
     they hold their values only while their unit is computed. Values and buffers are those of rank
     0, as in DDP. Every rank must call it, with the same model and configuration.
 
-    A model made under `zero_core.deferred_init`, or of `zero_core.protocols.PartitionedParam`, gets
-    its values here, one parameter at a time. No rank ever holds more than its shards and one unit.
+    A model made under `zero_core.deferred_init`, or with `zero_core.protocols.PartitionedParam`s,
+    gets its values here, one parameter at a time. A rank holds at most its shards and one unit.
 
     If the call fails, model and optimizer are restored, and another call may follow: see [Note: a
     build is a transaction] in `zero_core.init.values`.
@@ -381,7 +381,7 @@ def _make_engine(
     extensions = Extensions(followers)
     gradient = StepGradient(state, communicator, train, config, facts, extensions, arithmetic)
     unit_set = UnitSet(held.units, communicator, has_sharded_params=memory.has_sharded_params)
-    # A host may wait for lengths. The shards of other tiers are not updated yet when a step ends.
+    # On a CPU, waiting for lengths costs nothing. Other tiers update shards after the step's end.
     if (
         communicator.announcing
         and ranks.device.type != "cpu"

@@ -47,7 +47,7 @@ class ModelCheckpoints(GatheredCalls):
     ) -> dict[str, Tensor]:
         """Return the whole model's state dict on the CPU, on every rank or on ``rank`` alone.
 
-        Values are read from the working shards. A parameter whose dtype differs from ``dtype`` is
+        Values are read from the parameter shards. A parameter whose dtype differs from ``dtype`` is
         cast from its master weights. Tied names share a tensor. Every rank must call it.
         """
         self._device_states.check_states("full_state_dict()")
@@ -57,9 +57,9 @@ class ModelCheckpoints(GatheredCalls):
     def export_safetensors(
         self, directory: str | Path, *, dtype: torch.dtype | None = None
     ) -> Path:
-        """Write ``model.safetensors`` for Hugging Face: several files and an index if large.
+        """Write ``model.safetensors`` for Hugging Face and return the folder.
 
-        Every rank must call it. Rank 0 writes. Returns the folder.
+        A large model has several files and an index. Every rank must call it. Rank 0 writes.
         """
         self._device_states.check_states("export_safetensors()")
         with self.place.during("export_safetensors()"):
@@ -81,8 +81,8 @@ class ModelCheckpoints(GatheredCalls):
         """Write the training state. It can be loaded at another stage, world size or state tier.
 
         Every rank must call it, between two steps. The previous checkpoint stays complete until the
-        new one is complete. An engine built for evaluation writes only parameters and buffers. They
-        can be loaded ``without=("optimizer", "lr_scheduler", "progress")``.
+        new one is complete. An engine built for evaluation writes only parameters and buffers. Load
+        them ``without=("optimizer", "lr_scheduler", "progress")``.
 
         Args:
             directory: folder of all checkpoints: a path, or an fsspec URL such as
@@ -117,7 +117,7 @@ class ModelCheckpoints(GatheredCalls):
     ) -> tuple[Location, dict[str, Any]]:
         """Restore a checkpoint's parameters and buffers.
 
-        Trained parameters are its master weights, rounded. See `zero_core.Engine.load_checkpoint`.
+        Trained parameters are rounded from its master weights. See `Engine.load_checkpoint`.
         """
         return self._load(directory, tag, {*without, "optimizer", "lr_scheduler", "progress"})
 

@@ -81,9 +81,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
             return self.module(*args, **kwargs)
 
     def scale(self, loss: Tensor, *, over: int | None = None) -> Tensor:
-        """Return ``loss`` times the loss scale, divided by the micro-steps, for a plain backward.
+        """Return ``loss`` times the loss scale and divided by ``over``, for a plain backward.
 
-        ``over`` is the number of micro-steps in this step. Default: the configuration's.
+        ``over`` is the number of micro-steps in this step. Default: the configured number.
         """
         self._device_states.check("backward()", BACKWARD_PARTS)
         for follow in self._extensions.scaled:
@@ -324,7 +324,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         self._train.accumulation.override = is_boundary
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Call `set_gradient_accumulation_boundary`, under the name of FSDP2."""
+        """Call `set_gradient_accumulation_boundary`. This is FSDP2's name for that method."""
         self.set_gradient_accumulation_boundary(is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
@@ -408,8 +408,8 @@ def _drop_gradient(optimizer: EngineOptimizer, module: nn.Module, set_to_none: b
 def _deferred_interrupt(*, is_on: bool) -> Iterator[None]:
     """Defer SIGINT (Ctrl-C) until the end of the context, then call its handler.
 
-    A second SIGINT calls the handler twice at once, for both signals. Outside of the main thread,
-    or if no Python function handles SIGINT, nothing is deferred.
+    A second SIGINT immediately calls the handler twice, once per signal. Outside of the main
+    thread, or if no Python function handles SIGINT, nothing is deferred.
     """
     handler = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()

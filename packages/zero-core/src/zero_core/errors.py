@@ -16,7 +16,7 @@ class MissingPartError(ConfigError):
 
 
 class RankMismatchError(ZeroError, RuntimeError):
-    """Ranks were built from different models or configurations."""
+    """Ranks differ where they must be equal, as in the model, a setting or an argument."""
 
 
 class CollectiveError(ZeroError, RuntimeError):

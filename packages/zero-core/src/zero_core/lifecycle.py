@@ -62,7 +62,7 @@ class Ownership:
         self._allows_empty = False  # whether `allow_empty_entries` was called
         self._advice = ""  # argument of `allow_empty_entries`
         self.state = state
-        self.is_ended = False  # once True, the model may have values of another owner
+        self.is_ended = False  # if True, another engine may own the model
         self.hooks: list[Removable] = []  # removed at the end, in reverse order of registration
         _alive[:] = [ref for ref in _alive if ref() is not None]
         _alive.append(weakref.ref(self))
@@ -212,7 +212,7 @@ class Ownership:
             self.undo()
 
 
-_alive: list[weakref.ref[Ownership]] = []  # newest last
+_alive: list[weakref.ref[Ownership]] = []  # in order of creation
 
 
 def owner_of(param: nn.Parameter) -> object | None:

@@ -72,7 +72,7 @@ class StatisticsReduction(Work, Protocol):
     def nonfinite(self) -> Tensor:
         """Whether each rank's part has NaN or Inf: bool, [world_size].
 
-        Covers parts that this rank reads, also for other ranks' sums. Some rank reads each part.
+        Covers only the parts that this rank reads. Each rank's part is read by at least one rank.
         """
 
 
@@ -183,13 +183,13 @@ class MessageChecks(Protocol):
     """Checks of messages that were decoded before the host knows whether they are sound."""
 
     def num_damaged(self) -> Tensor | None:
-        """Count the damaged messages since the counts that were cleared. None without messages."""
+        """Count the damaged messages since the last `clear`. None if there were no messages."""
 
     def take(self) -> Sequence[tuple[int, str]]:
-        """Return unit and description of each counted damaged message, and clear. Waits."""
+        """Return unit and description of each counted damaged message, then `clear`. May wait."""
 
     def clear(self) -> None:
-        """Forget the messages that have been counted."""
+        """Forget the messages that `num_damaged` has counted."""
 
 
 @runtime_checkable
@@ -207,10 +207,10 @@ class AnnouncingCollectives(Collectives, Protocol):
 
     @property
     def announces(self) -> bool:
-        """Whether there are such messages. All ranks return the same, which never changes."""
+        """Whether lengths vary, so that `announce` is useful. Constant, and equal on all ranks."""
 
     def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
-        """Start to agree, so that the gathers need not wait for an accelerator.
+        """Start to exchange the lengths, so that later gathers need not wait for an accelerator.
 
         ``shards``: unit, version, ``out`` if the shard is a part of it, and shard of each gather.
         """
@@ -299,8 +299,8 @@ class TransportCollectives(InPlaceCollectives, PreparedCollectives, Protocol):
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         """Run ``job`` concurrently with the caller, after the earlier jobs of the same queue.
 
-        There are two queues, for gathers and for reductions. A job waits for the works it starts:
-        a second hop starts when the first has arrived, whatever the caller does. On hosts a queue
+        There are two queues, for gathers and for reductions. A job waits for the collectives that
+        it starts, so a second hop starts when the first has arrived. On hosts a queue
         is a thread, which has the caller's grad and inference modes. On an accelerator a queue is a
         stream: the job runs on the host at once, and its kernels are ordered after the caller's
         current stream. Memory that the job allocates is reused in the order of the queue's stream,
@@ -422,7 +422,7 @@ class ChangeWatcher(Protocol):
     """Observer that can read states before they change."""
 
     def before_change(self, start: int, stop: int) -> None:
-        """Called before states of ``[start, stop)`` may change, by the thread that changes them.
+        """Prepare for a change of states of ``[start, stop)``, by the thread that changes them.
 
         May wait. May be called for states that do not change, or that have changed before.
         """
@@ -672,8 +672,8 @@ class ParamTier(Protocol):
         """Start to copy the current values of a shard to ``out``, on the device or on the CPU.
 
         ``out`` is 1-D, contiguous, of the shard's length and dtype. On an accelerator the copy is
-        ordered after the caller's current stream, and ``wait`` orders the stream that is current
-        then after the copy. On the CPU ``out`` is complete when ``wait`` returns.
+        ordered after the caller's current stream, and ``wait`` makes the current stream wait for
+        the copy. On the CPU ``out`` is complete when ``wait`` returns.
         """
 
     def write(self, segment: int, start: int, values: Tensor) -> None:

@@ -96,7 +96,7 @@ def quantize_blocks(
                 own = components(f"{path}.{name}", own_param)
                 put_in_slices([component.tensor for component in own], control)
         release_free_pages()
-    if source is not None:  # parameters outside of blocks: each rank reads its slice alone
+    if source is not None:  # parameters outside of blocks: each rank reads only its slice
         outside = {*found.units[0][2], *(found.units[-1][2] if found.has_tail else ())}
         for number in sorted(outside):
             outer = found.params[number]

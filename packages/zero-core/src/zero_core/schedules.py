@@ -49,7 +49,7 @@ class ScheduleFactory(Protocol):
 
 
 class IterationSchedule(ABC):
-    """Base class of DeepSpeed's schedules, whose rates depend only on [Note: the count].
+    """Base class of DeepSpeed's schedules. Rates depend only on a count: see [Note: the count].
 
     Not a subclass of torch's LRScheduler, which counts differently, adds a key to the optimizer's
     groups, and warns about ``step(count)`` and ``get_lr()``, which are DeepSpeed's interface.

@@ -112,7 +112,7 @@ class _UnitCalls:
         limit = self.config.zero_optimization.stage3_max_live_parameters
         units, memory = self._passes.units, self._parts.memory
         before, kept, numel = units.stay_gathered, set[int](), 0
-        # First the root and the tail, which other units may wait for, then the blocks in order.
+        # Prefer the root and the tail to blocks, and earlier blocks to later ones.
         for unit in sorted(units.units, key=lambda unit: unit.is_block):
             numel += sum(flat.segment.padded_numel for flat in unit.params)
             if numel > limit:
@@ -233,7 +233,7 @@ class _Progress:
 
 
 class Attach(Protocol):
-    """Callback of an adapter in `zero_core.build`."""
+    """Callback that an adapter passes to `zero_core.build`."""
 
     def __call__(self, engine: ShardedModel, /) -> None:
         """Add methods or hooks to ``engine`` and its model."""
@@ -244,7 +244,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
 
     Attributes:
         module: the model itself.
-        layout: the position of every element.
+        layout: the position of every parameter element in units and shards.
         device: the device that computes the model.
         rank: this rank within the data-parallel group.
         world_size: number of data-parallel ranks.

@@ -208,7 +208,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Compute `functional.cross_entropy` by tiles. None if the arguments need whole logits."""
+    """Compute `functional.cross_entropy` tile by tile, or return None if it needs whole logits."""
     if not isinstance(input, TiledLogits) or isinstance(target, TiledLogits):
         return None
     is_legacy = (size_average, reduce) != (None, None)
@@ -313,7 +313,7 @@ class TiledForwards(ObjectMethods):
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             inputs = [*args, *kwargs.values()]
-            # Without gradients, one rank may read the logits alone, when it cannot gather weights.
+            # Without gradients, compute all logits: one rank may read them, and cannot gather.
             if len(inputs) != 1 or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             hidden: Tensor = inputs[0]

@@ -35,7 +35,7 @@ class _Access(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    address: int  # of the first byte
+    address: int  # address of the first byte
     first: str  # the earlier operation in the trace, with its stream
     second: str  # the later operation, with its stream
 
@@ -53,8 +53,8 @@ class HappensBefore:
         self._numbers: dict[tuple[str, int], int] = {}
         self._fresh = count(1)
         self._seen: set[tuple[str, str]] = set()
-        self._last_write: dict[int, _Access] = {}  # by part
-        self._reads: dict[int, list[_Access]] = {}  # reads since the part's last write
+        self._last_write: dict[int, _Access] = {}  # last write of each part
+        self._reads: dict[int, list[_Access]] = {}  # reads of each part since its last write
         self._readers: dict[Range, set[int]] = {}  # streams passed to `record_stream`
 
     def feed(self, record: TraceRecord, thread: int, streams: Iterable[int]) -> None:
@@ -183,8 +183,8 @@ def find_races(
 ) -> Iterator[Race]:
     """Yield the races in a trace of the fake CUDA. ``without``: positions of waits to ignore.
 
-    The threads of a device count as one thread, except ``workers``. They never run at the same
-    time: a caller waits for its autograd thread, for example.
+    The threads of a device count as one thread, except ``workers``: the others never run at the
+    same time. For example, a caller waits for its autograd thread.
     """
     devices: dict[int, int] = {}  # the first device that each thread used
     for record in trace:

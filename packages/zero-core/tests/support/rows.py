@@ -1,4 +1,4 @@
-"""Rows of the equality table on threads or, with torch's CUDA build, on devices over NCCL."""
+"""Rows of the equality table on threads or, with the fake CUDA, on devices over NCCL."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check(row: Row, variant: Variant, folder: Path, seed: int = 0) -> None:
 
 
 def _has_cpu_bits(row: Row) -> bool:
-    """Whether sums have the CPU's order, which differs across nodes (decision 112)."""
+    """Whether devices sum in the CPU's order: not with several nodes of several ranks each."""
     return row.ranks == row.per_node or row.per_node == 1
 
 
@@ -58,10 +58,10 @@ def _run_on_cpu(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
 def _run_on_devices(
     rank: int, world_size: int, row: Row, variant: Variant, folder: Path, seed: int
 ) -> None:
-    torch.accelerator.set_device_index(rank)  # all ranks are on one host, whatever their nodes
+    torch.accelerator.set_device_index(rank)  # all simulated nodes are on one host
     ranks = find_ranks(None, None)
     assert ranks.device == torch.device("cuda", rank)
-    if os.environ.get("TRITON_INTERPRET") == "1":  # else torch's operators replace Triton's kernels
+    if os.environ.get("TRITON_INTERPRET") == "1":  # otherwise, operators replace Triton's kernels
         triton_jobs.install()
 
     def run(side: Variant, name: str) -> equal.Trace:
@@ -75,15 +75,15 @@ def _run_on_devices(
     if _has_cpu_bits(row):
         on_cpu = equal.Trace(**torch.load(folder / "cpu" / f"{rank}.pt"))
         for name in plain.values.keys() - on_cpu.values.keys():
-            # Accelerators have states before the first step that is not skipped.
+            # If all steps are skipped, states exist only on accelerators, as zeros.
             on_cpu.values[name] = torch.zeros_like(plain.values[name])
         (_compare_nearly if "NAdam" in row.variant else equal.compare)(ranks, row, plain, on_cpu)
-    # The device delays collectives by itself.
+    # Leave out collectives that delay their work: the fake device already delays collectives.
     further = {k: v for k, v in variant.further.items() if k != "collectives"}
     variant = dataclasses.replace(variant, further=further)
     found = run(variant, "variant")
     (_compare_nearly if has_two else equal.compare)(ranks, row, found, plain)
-    if has_two and "border that moves" not in row.variant:  # it moves at other steps in each run
+    if has_two and "border that moves" not in row.variant:  # its moves differ between runs
         equal.compare(ranks, row, run(variant, "again"), found)
 
 

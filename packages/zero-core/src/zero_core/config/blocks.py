@@ -60,14 +60,14 @@ _Epsilons = Annotated[list[_NonNegative | None], _OneOrMore]  # Adafactor has a 
 
 
 def _params(kinds: Mapping[Any, str]) -> type[BaseModel]:
-    """Return a block with optional keys. ``kinds`` has the key names of each type."""
+    """Return a model of optional keys. ``kinds`` has the key names of each type, as one string."""
     fields: dict[str, Any] = {k: (kind, None) for kind, keys in kinds.items() for k in keys.split()}
     config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
     return pydantic.create_model("params", __config__=config, **fields)
 
 
 def params_of(kind: type[BaseModel]) -> pydantic.AfterValidator:
-    """Return a validator of ``params`` by block ``kind``. Values "auto" are not checked."""
+    """Return a validator of ``params`` by the model ``kind``. It accepts "auto" for every key."""
 
     def check(params: dict[str, Any]) -> dict[str, Any]:
         given = {k: v for k, v in params.items() if not isinstance(v, str) or v != "auto"}
@@ -434,8 +434,8 @@ class TiledComputeConfig(_Block):
     """Heads, such as ``{"names": ["lm_head"]}``: the cross entropy of their output is tiled."""
 
 
-# The optimizer or schedule itself refuses unknown keys when it is made. In these tables a name has
-# the same type and range for all optimizers or schedules. Other values must only be finite.
+# In these tables a key has the same type and range for all optimizers or schedules. Values of other
+# keys must only be finite. The optimizer or schedule refuses keys that it does not have.
 OPTIMIZER_PARAMS = _params(
     {
         _NonNegative: "lr muon_lr adam_lr weight_decay momentum alpha lr_decay t0 momentum_decay "
@@ -713,7 +713,7 @@ class Config(_Block):
 
 
 def block_of(key: FieldInfo) -> type[BaseModel] | None:
-    """Return the type of the block that ``key`` holds, or None if it holds a value."""
+    """Return the type of the block that is the value of ``key``, or None for other values."""
     kinds = [key.annotation, *get_args(key.annotation)]
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 

@@ -1,4 +1,4 @@
-"""Torch's dtypes by the configuration's names. The package's only module that needs torch."""
+"""Torch's dtypes by the configuration's names. `zero_core.config` needs torch only here."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 ``python -m zero_core.config.json_schema`` writes `SCHEMA_FILE` from the typed blocks. The schema
 accepts the configurations of `load_config`, except for numbers and booleans of another JSON type
-("2", "true", 1). It also accepts "auto" in the ``params`` of an optimizer or a schedule, where the
-train program and Trainers replace it. Only `load_config` checks rules between keys.
+("2", "true", 1). It also accepts "auto" in the ``params`` of an optimizer or a schedule, which
+zero-engine and Hugging Face Trainers replace. Only `load_config` checks rules between keys.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _Schema = dict[str, Any]
 def make_schema() -> _Schema:
     schema = Config.model_json_schema()
     kinds = schema["$defs"]
-    # Validators and `load_config` also convert strings to these types.
+    # Validators also accept one string instead of a list of strings.
     for name in ("ModulesConfig", "LeafModuleConfig"):
         for value in kinds[name]["properties"].values():
             value["type"] = ["array", "string"]
-    # torch's names of the two dtypes are valid, too
+    # a validator also accepts torch's names of the two dtypes
     kinds["TorchAutocastConfig"]["properties"]["dtype"] = {"type": "string", "default": "bf16"}
     kinds["Bf16Config"]["properties"]["check_grad_overflow"] = {"type": "boolean"}
     for name in ("Optimizer", "Scheduler"):

@@ -113,7 +113,7 @@ class Trace:
     def memory(self, config: Config, *, is_accelerated: bool) -> MemoryUse:
         """Return the bytes of activations for a configuration, and of kernels compiled on a CPU.
 
-        ``is_accelerated``: the compute device is not the host.
+        ``is_accelerated``: whether the compute device is not the host.
         """
         is_again, steps = config.is_recomputed, config.gradient_accumulation_steps
         whole = self.recomputed_bytes if is_again else self.saved_bytes
@@ -361,7 +361,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return meta tensors with the shapes of a fused ``scaled_dot_product_attention``."""
+    """Run ``scaled_dot_product_attention`` on the meta device, by a fused kernel if one fits."""
     is_mask_trained = attn_mask is not None and attn_mask.requires_grad
     if query.dim() != 4 or query.shape[-1] != value.shape[-1] or is_mask_trained:
         return functional.scaled_dot_product_attention(

@@ -176,7 +176,7 @@ class UploadFootprint(Protocol):
     def __call__(
         self, *, numel: int, dtype: torch.dtype, learning_rate: float | None = None
     ) -> int:
-        """Return a lossless difference's expected bytes, or the most without ``learning_rate``."""
+        """Return the expected bytes of a difference. Without ``learning_rate``, an upper bound."""
 
 
 class Footprints:
@@ -188,7 +188,7 @@ class Footprints:
     def collectives(
         self, config: Config, links: Links, *, is_worst_case: bool = False
     ) -> CollectivesFootprint | None:
-        """Return the footprint of the configured collectives, or None without zero-comm."""
+        """Return the footprint of plug-in collectives, or None if none are configured or found."""
         zero, asked = config.zero_optimization, config.zero_optimization.quantized_key
         make = None if asked is None else self.load("collectives", asked, "zero-comm")
         if make is None:
@@ -203,7 +203,7 @@ class Footprints:
         return made
 
     def load(self, name: str, asked_by: str, distribution: str) -> Any:
-        """Return the entry point ``name``, or None and a record of the missing ``distribution``."""
+        """Return the entry point ``name``, or record that ``distribution`` is missing."""
         try:
             return load_part(FOOTPRINTS, name, asked_by=asked_by, distribution=distribution)
         except MissingPartError as error:

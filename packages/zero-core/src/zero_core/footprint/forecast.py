@@ -14,8 +14,8 @@ All byte counts are per rank, for rank 0. Other ranks differ only by padding.
 The calls of `zero_core.core.passes` are counted for a step in which every unit is used once per
 micro-step, in the order of the module tree, with gradients up to the first unit. ZeRO (arXiv
 1910.02054), section 7: at stage 3 parameters are gathered once for forward and once for backward.
-Those of the last block, the root and the tail are gathered once in total. Gradients are reduced
-once per micro-step. A quantized gather or reduction counts as one call per phase or hop.
+The last block, the root and the tail are gathered once per micro-step. Gradients are reduced once
+per micro-step. A quantized gather or reduction counts as one call per phase or hop.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Forecast:
             compared = [s.shard_numel for *_, s in self.spans if s.dtype.itemsize == 2]
             numel = sum(compared)
             being_made, most = numel // 4, wanted.versions * numel * 5 // 32
-            if is_accelerated:  # bits of two sets, on their way from the device
+            if is_accelerated:  # two sets of bits that are copied from the device
                 being_made += sum(page_locked_bytes(-(-n // 8), 2, 1) for n in compared)
             patches = being_made + min(most, most if wanted.max_bytes is None else wanted.max_bytes)
         self._fixed_on_host = {
@@ -208,16 +208,16 @@ class Forecast:
         # Buffers grow to the largest message, so the worst case counts.
         worst = footprints.collectives(config, links, is_worst_case=True)
         messages = collectives_memory(worst, layout, config)
-        # kinds allocated on streams of their own
+        # kinds that are each allocated on a separate stream
         self.apart = {"exchange buffers", "updated shards", *messages}
-        # Rounded by a tier on the device, on their way to the host.
+        # Offloaded shards, which a tier on the device rounds before their copy to the host.
         rounded = (
             s.shard_numel * s.dtype.itemsize
             for *_, s in self.spans
             if s in self.resting and s.dtype != config.master_dtype(s.dtype)
         )
         is_rounded = is_accelerated and not is_offloaded
-        # Made by autograd: a unit's largest gradient, while its other small ones wait to be added.
+        # Gradients in autograd's memory: a unit's largest, while the small others wait to be added.
         held: Counter[int] = Counter()
         largest: Counter[int] = Counter()
         for index, plan in self.gradients.items():
@@ -227,7 +227,7 @@ class Forecast:
             waiting = sum(small) - max(sizes) * (max(sizes) in small)
             held[s.unit] += min(waiting, s.padded_numel // 2) * s.dtype.itemsize
             largest[s.unit] = max(largest[s.unit], max(sizes) * s.dtype.itemsize)
-        self.blocks = memory.expected_blocks()  # bytes of each allocation, by kind, of some kinds
+        self.blocks = memory.expected_blocks()  # bytes of each allocation of some kinds, by kind
         self._fixed = {
             **{kind: sum(sizes) for kind, sizes in self.blocks.items()},
             "exchange buffers": self._exchange_bytes(),
@@ -343,7 +343,7 @@ class Forecast:
         """Return the bytes of the buffers that reductions receive into.
 
         On accelerators reductions run one by one and share a buffer. On hosts a unit's reductions
-        run at once, and buffers are kept by size. Encoded gradients are sent unit by unit.
+        run concurrently, and buffers are kept by size. Encoded gradients are sent unit by unit.
         """
         links, footprint = self._links, self.collectives
         has_shared_memory = links.num_nodes == 1 and not self._links.is_ring
@@ -423,7 +423,7 @@ def step_traffic(
     is_known = footprint is not None or zero.quantized_key is None
     for segment in layout.segments if layout.world_size > 1 and is_known else ():
         anew, each = gather_calls(segment, links, footprint)
-        # With a secondary shard, each step gathers a new version once. Frozen weights have none.
+        # With a secondary shard, each step gathers a new version once. Frozen weights never change.
         sent["all_gather", PARAMETERS] += anew * int(segment.is_trainable)
         sent["all_gather", PARAMETERS] += each * num_gathers(segment, layout, config)
         if segment.is_trainable:

@@ -1,7 +1,7 @@
 """Memory and traffic of a run before anything is allocated, and the smallest change that fits.
 
     plan = zero_core.plan(model_on_meta, "zero.json", 64, device_memory=24 * 10**9)
-    print(plan.advice)   # "does not fit as configured ...; stage 3 with ratio 0.37 fits"
+    print(plan.advice)   # "stage 1 does not fit ...: ... Stage 3 with ratio 0.37 fits: ..."
 
 [Note: choices]
 A choice is a stage, a ratio and a variant. The **ratio** is the share of the optimizer state that
@@ -75,9 +75,9 @@ def plan(
     """Compute the memory and traffic of `build` and a training step. Nothing is allocated.
 
     Bytes of long-lived memory are exact, because the allocating code computes them. ``outside`` of
-    the result estimates memory of torch, its allocator and the communication library. Not counted
-    are temporaries of an operation or an optimizer step, Muon's gather of momenta, and packages
-    that are not installed, which ``missing`` of the result names.
+    the result estimates memory of torch, its allocator and the communication library. The plan does
+    not count temporaries of an operation or an optimizer step, Muon's gather of momenta, and
+    packages that are not installed, which ``missing`` of the result names.
 
     Args:
         model: a module on any device, best on the meta device; or a Hugging Face configuration (an
@@ -92,8 +92,8 @@ def plan(
             is the micro-batch are resized.
         device_type: "accelerator", or "cpu" if parameters are in host memory, too. With "cpu",
             ``host_memory`` limits the sum of device and host bytes.
-        allow_rounding: also choose configurations that change numbers: quantized communication, and
-            Adam's moments of 16 or 8 bits on the host.
+        allow_rounding: if nothing else fits, choose configurations that change numbers: Adam's
+            moments in 16 or 8 bits on the host.
         nvme_path: folder on an NVMe disk for optimizer states. Its free space is not checked.
 
     Raises:
@@ -323,7 +323,7 @@ class Planner:
         )
 
     def choices(self, variant: Variant, ratios: Sequence[float] = ()) -> Iterator[Choice]:
-        """Yield each stage with the least offload that fits, with none, all, and ``ratios``."""
+        """Yield each stage without offload, with full and least fitting offload, and ``ratios``."""
         is_divisible = self._can_offload and self._drawn.updates_slices
         needs_offload = variant.placement.changes("offload_optimizer")
         tried = [] if needs_offload else [0.0]
@@ -368,7 +368,7 @@ class Planner:
         return [replace(variant, placement=p) for p in served for variant in variants]
 
     def rounded_choices(self) -> Iterator[Choice]:
-        """Yield the configured variant with moments of fewer bits on the host."""
+        """Yield choices of the configured variant with moments of fewer bits on the host."""
         is_adam = isinstance(self._drawn.optimizer, torch.optim.Adam | torch.optim.AdamW)
         is_amsgrad = any(group.get("amsgrad") for group in self._drawn.groups)
         if not is_adam or is_amsgrad or not has_kernel_rule(self.config, self._drawn.given):
@@ -409,7 +409,7 @@ class Planner:
         config = self._changed(variant, stage, device)
         forecast, machine = self._forecast(config, variant.placement), self.machine
         use = self._memory(forecast, config, ratio)
-        # All ranks of the node take the same memory.
+        # All ranks of a node need equally much memory.
         on_host = use.host_bytes + (0 if machine.is_accelerated else use.device_bytes)
         of_node = on_host * machine.ranks_per_node
         has_room = machine.device_memory is None or use.device_bytes <= machine.device_memory
@@ -430,7 +430,7 @@ class Planner:
         )
 
     def advice(self, best: Choice | None, choices: Sequence[Choice]) -> str:
-        """Return one sentence on whether the configuration fits, or else which choice fits."""
+        """Return a text that says whether the configuration fits, and if not, which choice does."""
         limits, configured = self.machine.limits, self.configured
         if not limits:
             return f"{configured} takes {configured.needs}; no memory was given to fit it into"

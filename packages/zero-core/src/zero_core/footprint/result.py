@@ -160,15 +160,15 @@ class Plan:
     traffic: tuple[Traffic, ...]  # transfers of one optimizer step, as configured
     # traffic with other keys; empty for one rank
     traffic_choices: tuple[TrafficChoice, ...]
-    # every stage without offload, with full offload, and with the least offload that fits; then
-    # choices with other micro-batches and with recomputation
+    # every stage without offload, with full offload, and with the least offload that fits, and
+    # choices with other micro-batches, recomputation or placements
     choices: tuple[Choice, ...]
     best: Choice | None  # smallest change that fits, or None
-    advice: str  # ``best`` in one sentence
+    advice: str  # whether the configuration fits, and ``best``, in words
     device_memory: int | None  # bytes of one device, or None if not given
     host_memory: int | None  # bytes of one node's memory, or None if not given
     async_save_bytes: int = 0  # largest host memory of `Engine.async_save`
-    # about how many bytes of the device are in no tensor, by kind: `zero_core.footprint.outside`
+    # estimated device bytes outside of tensors, by kind: see `zero_core.footprint.outside`
     outside: Mapping[str, int] = field(default_factory=dict)
     # for each missing package, a sentence with the key that needs the package. Bytes of the package
     # are not counted, and choices that need it are left out
@@ -215,7 +215,7 @@ class Plan:
         return (*found, _table("Choices", heads, rows))
 
     def shown_choices(self) -> list[Choice]:
-        """Return a table's choices: all without variants, the first variants, one per placement."""
+        """Return choices for a table: all unvaried ones, the first varied, one per placement."""
         plain = [c for c in self.choices if not c.is_varied]
         varied = [c for c in self.choices if c.is_varied]
         fitting = [c for c in varied if c.is_fitting]

@@ -1,1 +1,1 @@
-"""Parameter values before there is an engine."""
+"""Initial values of parameters and buffers, until an engine's memory holds them."""

@@ -10,9 +10,9 @@ Each tensor can be computed alone and in any order, bit for bit. `Recording.valu
 operations that the tensor depends on, back to the last overwrite. Each random operation starts from
 its recorded generator state. The method is that of torchdistx's deferred_init.
 
-Recording runs each random operation once, on memory that is freed at once. The generator thus
-advances as in an ordinary construction, and the state before each operation is known. Values that
-Python reads during construction (a number, a shape that depends on values) are computed at once.
+Recording also executes each random operation on temporary memory. The generator thus advances as in
+an ordinary construction, and the state before each operation is known. Values that Python reads
+during construction (a number, a shape that depends on values) are computed immediately.
 Deferred tensors are on the meta device. During construction they report the CPU as their device,
 because ``torch.nn.init`` skips meta tensors.
 """
@@ -153,7 +153,7 @@ class Recording(TorchDispatchMode):
         return view.set_(storages[number], alias.storage_offset(), alias.shape, alias.stride())
 
     def _needed(self, storage: int) -> set[int]:
-        """Return the operations that the content of ``storage`` depends on."""
+        """Return indices in the tape of the operations that the content of ``storage`` needs."""
         needed: set[int] = set()
         wanted = [(storage, len(self._tape))]
         while wanted:
@@ -247,7 +247,7 @@ class Recording(TorchDispatchMode):
     def _run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
     ) -> Any:
-        """Run ``func`` for real, because its result is needed now."""
+        """Run ``func`` on real values, because it cannot be deferred."""
         if any(t.is_meta for t in written):
             raise RuntimeError(
                 f"deferred_init(): {func} changes a tensor in a way that cannot be deferred: do it "
@@ -282,7 +282,7 @@ def deferred_init() -> Iterator[None]:
     and with different values. `build` uses the values of rank 0.
 
     Raises:
-        RuntimeError: a tensor was requested on another device than the CPU, or an operation on a
+        RuntimeError: a tensor was requested on a device other than the CPU, or an operation on a
             deferred tensor cannot be recorded. The message names the operation.
     """
     with recorded() as (recording, modules):

@@ -10,9 +10,9 @@ references are kept, and a failure restores the model's own memory. That memory 
 build has ended, unless values move to shards: then it is freed unit by unit, because a rank may
 lack memory for both. If a later failure occurs on all ranks alike, sharded values are gathered
 again: trained ones from the master weights, frozen ones in the compute dtype.
-With ``pretrained`` they are the files' values, and the error says so. After other failures (a lost
-peer, Ctrl-C with several ranks) the error says that the values are lost, and their parameters
-refuse to be read.
+With ``pretrained`` the model then has the files' values, and the error says so. After other
+failures (a lost peer, Ctrl-C with several ranks) the error says that the values are lost, and every
+read of their parameters raises.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def make_ordinary(param: Tensor, former: dict[int, Tensor] | None = None) -> Non
 
 
 class _FormerParam:
-    """Former state of a parameter or component, to be restored."""
+    """State of a parameter (or of a quantized one's component) from before the build."""
 
     def __init__(self, param: Tensor, initial: InitialValues, *, is_taken: bool) -> None:
         """Store the state of ``param``, and its memory if the engine replaces it (``is_taken``)."""
@@ -285,7 +285,7 @@ class _FormerParam:
         if self.is_lost:
             return
         if former is None and self._slice is not None:
-            self._slice.own.data = torch.empty(0, dtype=torch.uint8)  # several tensors may share it
+            self._slice.own.data = torch.empty(0, dtype=torch.uint8)  # tensors may share a slice
         elif former is None:
             self._device = self._data.device
             self._data = torch.empty_like(self._data, device="meta")
@@ -422,7 +422,7 @@ def fill(
     *,
     rounds_masters: bool,
 ) -> None:
-    """Write rank 0's values to the engine's memory, and without rounding to the master weights.
+    """Write rank 0's values to the engine's parameters, and unrounded to its master weights.
 
     With ``rounds_masters``, master weights are rounded to the compute dtype, too. ``former`` frees
     values that are now in shards. A failure on one rank raises on all ranks.
@@ -480,7 +480,7 @@ def fill(
                     num_differing[segment.index] = rounded.ne(masters.to(rounded.dtype)).sum()
         adopt(of_segment, former)
         pool.release(flat)
-    # A tier may round its part differently from `fill`, for example ties of a split master weight.
+    # A tier may round differently from `fill`, for example halfway cases of split master weights.
     for of_segment, number in zip(all_params, control.sum(num_differing).tolist(), strict=True):
         if number:
             of_segment.invalidate()  # makes other ranks gather the tier's values
@@ -518,7 +518,7 @@ def adopt_buffers(
 
 @contextmanager
 def on_all_ranks(control: ControlGroup, kind: type[Exception]) -> Iterator[None]:
-    """Make an error of one rank in this context raise a ``kind`` on all other ranks at its end."""
+    """Make an error of one rank raise ``kind`` on all other ranks at the end of this context."""
     failure: Exception | None = None
     try:
         yield

@@ -1,8 +1,8 @@
 """Equality tests: adding a configuration variant must not change any bit of a training.
 
 `Row` is one test case, and `check` runs it. `cover` chooses rows that contain every pair of values
-of all valid rows. A `Scenario` trains `Hard` on this rank's batches with a given engine, and
-returns every loss.
+that occurs in a valid row. A `Scenario` trains `Hard` on this rank's batches with a given engine,
+and returns every loss.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _accumulates(engine: Engine, folder: Path) -> list[float]:
 
 
 def _evaluates_in_between(engine: Engine, folder: Path) -> list[float]:
-    # Evaluate before the first step, after each micro-step's forward and backward, and at the end.
+    # Evaluate before the first step, after each backward, after each `step` call, and at the end.
     losses = [evaluate(engine, 0), evaluate(engine, 1)]
     for step in range(3):
         for micro in range(2):
@@ -122,8 +122,8 @@ def _starts_from_a_file(engine: Engine, folder: Path) -> list[float]:
 
 
 def _breaks_off(engine: Engine, folder: Path) -> list[float]:
-    # Exceptions in a forward, in an evaluation, and in a backward between two blocks, when one
-    # block may already be reduced or updated.
+    # Raise in a forward, in an evaluation, and in a backward between two blocks, when one block may
+    # already be reduced or updated.
     def refuse(module: nn.Module, inputs: object) -> None:
         raise ZeroDivisionError
 
@@ -325,7 +325,7 @@ def cover(
     strength: int = 2,
     by_family: bool = False,
 ) -> list[Row]:
-    """Return rows that contain every combination of ``strength`` values of some valid row.
+    """Return rows that contain every combination of ``strength`` values in any valid row.
 
     Prefers rows that add many combinations, then rows with about two ranks. ``by_family``: a
     combination is covered by any variant of a family, and each variant is covered at all its
@@ -360,7 +360,7 @@ def cover(
 
 
 def check(row: Row, variant: Variant, folder: Path, *, is_simulated: bool = True) -> None:
-    """Compare a row's variant with its base, on threads if ``is_simulated``, else on processes."""
+    """Compare a row's variant with its base, on threads (``is_simulated``) or on processes."""
     run: Callable[..., object] = simulate if is_simulated else run_on_processes
     run(_compare, row.ranks, row, variant, folder, ranks_per_node=row.per_node)
 

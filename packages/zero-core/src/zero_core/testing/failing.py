@@ -43,8 +43,8 @@ _ONE_AT_A_TIME = threading.Lock()
 def failing(call: Call | None, event: str, file: str | None) -> Iterator[list[Call]]:
     """Make one call from the frames of ``file`` raise `Failure`, at its start or its end.
 
-    ``event`` is "call" for the start and "return" for the end. Yields the list of calls so far.
-    Only Python functions count, including constructors.
+    ``event`` is "call" for the start and "return" for the end. With ``call`` None, nothing fails.
+    Yields the list of calls so far. Only Python functions count, including constructors.
     """
     calls: list[Call] = []
 
@@ -170,7 +170,7 @@ def _train_left(
                     engine.load_checkpoint(folder)
                 elif is_left and drops:
                     engine.zero_grad()
-                # a notebook cell that runs all remaining steps
+                # like a notebook cell that is run again: train all remaining steps
                 while engine.global_steps < NUM_STEPS:
                     inputs = batch(engine.global_steps, 0, 0)
                     is_due = not is_left and engine.global_steps == _LEFT_STEP

@@ -67,10 +67,10 @@ class Case:
 class Trace:
     """Comparable results of a run."""
 
-    losses: list[float] = field(default_factory=list)  # of every micro-step on this rank
+    losses: list[float] = field(default_factory=list)  # one per micro-step, on this rank
     values: dict[str, Tensor] = field(default_factory=dict)  # final values by name
     num_skipped: int = 0  # steps skipped because of non-finite gradients
-    between_nodes_bytes: int = 0  # sent by this rank in the last step
+    between_nodes_bytes: int = 0  # bytes that this rank sent to other nodes in the last step
 
 
 def _batch_on(device: torch.device, step: int, micro: int, rank: int) -> dict[str, Any]:

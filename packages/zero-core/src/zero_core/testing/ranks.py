@@ -165,7 +165,7 @@ def _run_rank(
     args: tuple[Any, ...],
 ) -> None:
     _prepare()
-    per_host = world_size if backend == "nccl" else ranks_per_node or world_size  # a device each
+    per_host = world_size if backend == "nccl" else ranks_per_node or world_size
     os.environ["LOCAL_RANK"] = str(rank % per_host)
     if ranks_per_node:
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)

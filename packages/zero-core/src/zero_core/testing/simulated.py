@@ -4,7 +4,7 @@ Each rank is a thread that builds an engine over `SimulatedRanks`. The engine's 
 runtime and optimizer are the real ones. Only two things are replaced: point-to-point messages
 (`zero_core.comm.p2p.Messages`) and an accelerator's library
 (`zero_core.comm.control.DeviceLibrary`). Shared memory, process groups and signals are not
-simulated. Tests of these start processes (`spawn`).
+simulated: their tests start processes (`spawn`).
 
 Threads share torch's global random generator, so only one thread at a time may initialize a model
 (`zero_core.testing.make_model` takes a lock).

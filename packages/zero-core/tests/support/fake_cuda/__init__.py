@@ -16,7 +16,7 @@ this torch then sees 8 fake H100 devices. torch's allocator, streams, autograd t
 - Every later call that uses the device reports the error of a failed job.
 - A job that touches memory after ``cudaFree`` dies by SIGSEGV.
 
-Environment: ``FAKE_CUDA_DEVICES`` (how many), ``FAKE_CUDA_CAPACITY`` (bytes per device),
+Environment: ``FAKE_CUDA_DEVICES`` (number), ``FAKE_CUDA_CAPACITY`` (bytes per device),
 ``FAKE_CUDA_ONE_COLLECTIVE`` (see `set_one_collective_at_a_time`), and for `set_delays`
 ``FAKE_CUDA_SEED``, ``FAKE_CUDA_KERNEL_US`` and ``FAKE_CUDA_COPY_US`` (microseconds).
 """
@@ -73,7 +73,7 @@ def nccl() -> ctypes.CDLL:
 
 @contextmanager
 def held(kind: Literal["kernels", "copies"]) -> Iterator[None]:
-    """Hold back all kernels, or all copies, that have not begun, until the context ends."""
+    """Delay all kernels, or all copies, that have not begun, until the context ends."""
     _library().fake_hold(kind == "copies", 1)
     try:
         yield
@@ -98,8 +98,8 @@ class Counters:
 
     launches: int  # kernels, copies and collectives
     by_name: dict[str, int]  # "aten::mm", "copy up", "copy down", "nccl all_gather", ...
-    bytes_read: int  # of tensors that jobs read without writing them
-    bytes_written: int  # of tensors that jobs wrote, also in place
+    bytes_read: int  # bytes of tensors that jobs read and did not write
+    bytes_written: int  # bytes of tensors that jobs wrote, also in place
     # Number of times the host waited, by kind. "event", "stream", "device": synchronizations.
     # "item": an operator needs a value or shape on the host. "copy": a blocking copy, or one to
     # pageable memory. "staged copy" counts non-blocking copies from pageable memory: no wait.

@@ -1,4 +1,4 @@
-"""Builds the fake CUDA libraries into torch's folder: ``python build.py HEADERS BUILD``.
+"""Build of the fake CUDA libraries into torch's folder: ``python build.py HEADERS BUILD``.
 
 torch's CUDA wheel needs NVIDIA's libraries to be imported. This program creates in ``torch/lib`` of
 the wheel for CUDA ``BUILD``, such as ``cu130``,
@@ -144,7 +144,7 @@ def build(headers: Path, expected: str) -> None:
             shutil.move(made, target / f"{made.name}.new")
             (target / f"{made.name}.new").replace(
                 target / made.name
-            )  # running programs may use the old file
+            )  # a running program may still use the old file
     mark.write_text(key.hexdigest())
 
 
@@ -156,7 +156,7 @@ def _compile_library(
     if own:
         objects.append(str(folder / f"{own}.o"))
         _run(*_FLAGS, *includes, "-c", str(HERE / own), "-o", objects[0])
-    # From the object, because CUDA's headers rename functions: cudaGetDeviceProperties_v2.
+    # Use the object's names: CUDA's headers rename functions, as to cudaGetDeviceProperties_v2.
     listed = _output("nm", "-g", "--defined-only", *objects).splitlines() if objects else []
     missing = sorted(set(names).difference(line.split()[-1] for line in listed))
     stubs = folder / "stubs.c"

@@ -132,7 +132,7 @@ void record(Record made) {
   trace.push_back(std::move(made));
 }
 
-// Callers hold no lock: taking the stack waits for the GIL, whose holder may wait for the lock.
+// Callers must hold no lock: reading the stack waits for the GIL, whose holder may need the lock.
 void record_wait(const char* kind, int device, int64_t stream, uint64_t event = 0,
                  uint64_t version = 0, const char* name = "") {
   if (!settings.is_tracing) return;
@@ -146,10 +146,10 @@ void count_sync(const char* kind, int device, bool has_stack = true) {
   if (!stack.empty()) counters[device].stacks.emplace_back(kind, stack);
 }
 
-// Who queries an event. A thread waits for the result if it is Python or torch's allocator of
-// pinned memory, which then reuses a block. torch's allocator of device memory reuses blocks in the
-// order of streams, and NCCL's watchdog reuses none. Under an allocator's lock no stack may be
-// taken.
+// The code that queries an event. A completed query orders its thread after the event if the code
+// is Python or torch's allocator of pinned memory, which then reuses a block. torch's allocator of
+// device memory reuses blocks in stream order, and NCCL's watchdog reuses none. No stack may be
+// read under an allocator's lock.
 enum class Caller { python, pinned_memory, other };
 
 __attribute__((noinline)) Caller find_caller() {
@@ -225,7 +225,7 @@ struct Stream {
     return num_done == num_enqueued;
   }
 
-  void wait() {  // for the jobs enqueued so far
+  void wait() {  // waits for the jobs enqueued so far
     Lock lock(mutex);
     uint64_t target = num_enqueued;
     finished.wait(lock, [&] { return num_done >= target; });
@@ -442,7 +442,7 @@ void map_memory() {
 }
 
 std::mutex& memory_mutex = *new std::mutex;
-std::map<char*, size_t>& blocks = *new std::map<char*, size_t>;  // of devices, by front address
+std::map<char*, size_t>& blocks = *new std::map<char*, size_t>;  // front address and size of each
 std::array<std::multimap<size_t, char*>, kMaxDevices>& freed =
     *new std::array<std::multimap<size_t, char*>, kMaxDevices>;
 std::array<size_t, kMaxDevices>& tops = *new std::array<size_t, kMaxDevices>{};
@@ -501,7 +501,7 @@ cudaError_t release(void* front) {
   auto it = blocks.find(static_cast<char*>(front));
   if (it == blocks.end()) return failed(cudaErrorInvalidValue);
   madvise(shadow_of(front), it->second, MADV_REMOVE);
-  mprotect(shadow_of(front), it->second, PROT_NONE);  // a job that still uses it dies by name
+  mprotect(shadow_of(front), it->second, PROT_NONE);  // `on_fault` reports later uses
   freed[device].emplace(it->second, it->first);
   used_bytes[device] -= static_cast<int64_t>(it->second);
   blocks.erase(it);

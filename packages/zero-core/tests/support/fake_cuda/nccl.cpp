@@ -5,8 +5,9 @@
 // until ncclCommAbort if a peer is in another collective, stopped or dead. If the peer has aborted,
 // the communicator also has an asynchronous error. An aborted job leaves NaN in its outputs.
 //
-// By choice, a device runs one collective at a time, in the order of launches. So do NCCL's kernels
-// when they fill the device: ranks that launch those of two communicators in different orders hang.
+// Optionally, a device runs one collective at a time, in the order of launches, like NCCL's kernels
+// when they fill a device. Ranks that launch collectives of two communicators in different orders
+// then hang.
 
 #include "fake.h"
 
@@ -63,7 +64,7 @@ size_t size_of(int type) {
 
 struct Header {
   char kind[16];
-  uint64_t number;  // of the collective within its communicator
+  uint64_t number;  // number of the collective within its communicator
   uint64_t size;    // bytes of the message
   int64_t type, reduction;
 
@@ -165,8 +166,7 @@ void wait_until(const Comm& comm, F is_done) {
   }
 }
 
-// Connects a rank to its peers. A peer that does not come in time, or has the same device, is an
-// error.
+// Connects a rank to its peers. It is an error if a peer does not join in time or uses this device.
 int join(const std::string& name, int size, int rank, Comm** made) {
   auto* comm = *made = new Comm{name, size, rank};
   cudaGetDevice(&comm->device);
@@ -200,7 +200,7 @@ struct Transfer {
   int peer;
   char* data;
   Header header;
-  size_t done = 0;  // bytes, header included
+  size_t done = 0;  // bytes moved, header included
   Header found{};   // the received header
 
   bool is_done() const { return done == sizeof(Header) + header.size; }
@@ -375,7 +375,7 @@ int end_group() {
   return success;
 }
 
-// Submits an operation, or adds it to the group. As in NCCL, streams and buffers have to be of the
+// Submits an operation, or adds it to the group. As in NCCL, its stream and buffers must be on the
 // communicator's device.
 int enqueue(Operation operation) {
   const Comm& comm = *operation.comm;
@@ -470,7 +470,7 @@ int ncclGetVersion(int* version) {
   return success;
 }
 int ncclGetUniqueId(UniqueId* id) {
-  static std::random_device source;  // a dead process of the same number may have left its file
+  static std::random_device source;  // a dead process with the same pid may have left its file
   *id = {};
   snprintf(id->name, sizeof id->name, "fake_nccl_%d_%08x%08x", getpid(), source(), source());
   return success;

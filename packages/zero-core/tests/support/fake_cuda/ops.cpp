@@ -242,7 +242,7 @@ struct Call {
             touch(job, tensor, is_written(i));
             return twin_of(tensor);
           }
-          // torch copies the indices of x[...] to the device, and no others.
+          // Of host tensors, torch copies only the indices of x[...] to the device.
           bool is_index = argument.name() == "indices" && !value.isTensor();
           TORCH_CHECK(!is_written(i) && (tensor.dim() == 0 || is_index), "Expected all tensors of ",
                       op.operator_name(), " on ", device, ", got one of ", tensor.numel(),

@@ -28,7 +28,7 @@ def _run(number: int) -> None:
     try:
         with _lock, torch.no_grad():
             _jobs.pop(number)()
-    except BaseException:  # ctypes would print it, and go on
+    except BaseException:  # ctypes would only print the error
         traceback.print_exc()
         os.abort()
 
