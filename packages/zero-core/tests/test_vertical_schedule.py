@@ -2,6 +2,7 @@
 
 import random
 import re
+import sys
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,11 +19,11 @@ from torch.utils import _device, _python_dispatch
 from torch.utils.flop_counter import FlopCounterMode
 
 import zero_core
-from zero_core.errors import AccumulationScheduleError, MissingPartError
+from zero_core.errors import AccumulationScheduleError, MissingPartError, RankMismatchError
 from zero_core.testing.failing import Interruption
 from zero_core.testing.models import seeded
 from zero_core.testing.oracle import Case
-from zero_core.testing.ranks import on_processes
+from zero_core.testing.ranks import on_processes, spawn
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train
 
@@ -424,6 +425,7 @@ def test_blocks_that_are_no_sequence_are_refused_by_name(kind, message):
 
 def test_vertical_schedule_without_greenlet_is_refused_and_auto_is_horizontal(monkeypatch, caplog):
     monkeypatch.setattr("zero_core.vertical.schedule.greenlet", None)
+    monkeypatch.setitem(sys.modules, "greenlet", None)
     said = r"accumulation_schedule = 'vertical' needs .*zero-core\[vertical\]\", or set 'horiz"
     with pytest.raises(MissingPartError, match=said):
         zero_core.build(_make("plain"), _config() | VERTICAL)
@@ -432,6 +434,17 @@ def test_vertical_schedule_without_greenlet_is_refused_and_auto_is_horizontal(mo
     assert re.findall("auto chose .*", caplog.text) == [
         'auto chose horizontal: greenlet is not installed: pip install "zero-core[vertical]"'
     ]
+
+
+def _lacks_greenlet(rank, world_size):
+    if rank == 1:
+        sys.modules["greenlet"] = None
+    with pytest.raises(RankMismatchError, match=r"different configuration: .*vertical"):
+        zero_core.build(_make("plain"), _config(accumulation_schedule="auto"))
+
+
+def test_auto_is_refused_where_one_rank_alone_lacks_greenlet():
+    spawn(_lacks_greenlet, 2)
 
 
 CONTEXTS = {

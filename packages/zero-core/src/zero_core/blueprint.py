@@ -113,6 +113,7 @@ class Blueprint:
         # These paths may differ between hosts.
         paths = {"memory_checkpoint": {"path"}, "step_records": {"folder"}}
         settings = config.model_dump(mode="json", exclude=paths)
+        settings["vertical"] = config.is_vertical  # depends on a package that one host may lack
         for what, facts in (
             ("model", model),
             ("configuration", dict(_flat(settings))),

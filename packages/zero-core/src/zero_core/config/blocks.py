@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import pydantic
@@ -613,14 +614,16 @@ class Config(_Block):
         """Whether each unit processes all micro-batches of a step before the next unit starts.
 
         "auto" selects this if units are gathered for each use (stage 3, with other ranks or
-        offloaded parameters) and recomputed, so that only the inputs of blocks are kept.
+        offloaded parameters) and recomputed, so that only the inputs of blocks are kept, and if
+        the package greenlet is installed, on which the schedule runs.
         """
         steps, zero = self.gradient_accumulation_steps, self.zero_optimization
         if steps == 1 or self.accumulation_schedule != "auto":
             return steps > 1 and self.accumulation_schedule == "vertical"
         has_peers = self.train_batch_size > steps * self.train_micro_batch_size_per_gpu
         is_moved = has_peers or zero.offload_param.device != "none"
-        return zero.stage == 3 and is_moved and self.is_recomputed
+        is_useful = zero.stage == 3 and is_moved and self.is_recomputed
+        return is_useful and find_spec("greenlet") is not None
 
     @property
     def is_recomputed(self) -> bool:

@@ -474,14 +474,11 @@ def make_micro_batches(
             f"accumulation_schedule = {wanted!r} needs the package greenlet, which is not "
             f"installed: {needs}, or set 'horizontal'"
         )
-    is_vertical = wanted == "vertical" or (config.is_vertical and greenlet is not None)
     if wanted == "auto" and state.control.rank == 0:
-        why = (
-            f"greenlet is not installed: {needs}" if config.is_vertical else "no gathers are saved"
-        )
-        chosen = "vertical: gathers are saved" if is_vertical else f"horizontal: {why}"
+        why = "no gathers are saved" if greenlet else f"greenlet is not installed: {needs}"
+        chosen = "vertical: gathers are saved" if config.is_vertical else f"horizontal: {why}"
         _log.info("accumulation_schedule: auto chose %s", chosen)
-    if not is_vertical:
+    if wanted != "vertical" and not config.is_vertical:
         return MicroBatches(train, state)
     blocks = [modules[unit.index] for unit in passes.units.blocks]
     kind = AutoSchedule if wanted == "auto" else VerticalSchedule
