@@ -164,7 +164,7 @@ def _read_rank(file: Path) -> Rank | None:
 
 
 def _resumed(records: Sequence[Record]) -> list[Record]:
-    """Return the records, with ``first_step`` of each start set to the step that it resumed after.
+    """Set ``first_step`` of each start's record to the step after which the start resumed.
 
     An engine that records by its configuration starts to record before it loads a checkpoint.
     """
@@ -205,7 +205,7 @@ def _given(folder: Path) -> dict[str, Any] | None:
 class RankStep:
     """Usual step of one rank, in seconds: own work by place, waits by reason, and concurrent lanes.
 
-    ``held_bytes`` is the median after a step. ``samples`` are the rank's in a step.
+    ``held_bytes`` is the median of the memory after a step. ``samples`` is the rank's number.
     """
 
     seconds: float

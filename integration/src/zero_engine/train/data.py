@@ -1,4 +1,4 @@
-"""Text in, batches of token ids out.
+"""Conversion of a text to batches of token ids.
 
 The last part of the text is **held out**, the rest is trained on. Each part is cut into **windows**
 of ``context`` tokens. Rank 0 writes both parts to a file in the run's folder. All ranks map that
@@ -35,7 +35,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 
 def read_text(path: str | None) -> str:
-    """Return the text of the file at ``path``. None: the source of Python's standard library."""
+    """Return the text of the file at ``path``, or by default Python's standard library's source."""
     if path is None:
         return _read_stdlib()
     file = Path(path)
@@ -78,7 +78,7 @@ def _read_stdlib() -> str:
 
 
 def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE as GPT-2's, which needs no unknown token."""
+    """Train a byte-level BPE like GPT-2's, which needs no unknown token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
