@@ -31,7 +31,7 @@ def parse_bytes(text: str, name: str) -> int:
 
 
 def locked_memory_limit_bytes() -> int | None:
-    """Return the limit of ``mlock``, or None without one. CUDA's pinning is not limited by it."""
+    """Return the limit of ``mlock`` in bytes, or None. It does not apply to CUDA's pinning."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 

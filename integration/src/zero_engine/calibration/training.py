@@ -314,7 +314,7 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
 
 
 def time_engine(watch: Stopwatch, threads: int, cores: int | None) -> None:
-    """Fit the engine's own time per pass and per step: what no curve explains in tiny models."""
+    """Fit the engine's own time per pass and per step, which no curve explains in tiny models."""
     ranks = find_ranks(None, None)
     watch.curves |= {"pass": _constant(0.0), "step": _constant(0.0)}
     curves = {name: Curve(tuple(points)) for name, points in watch.curves.items()}

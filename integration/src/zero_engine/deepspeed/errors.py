@@ -10,7 +10,7 @@ _DATA = (str, bytes, int, float, list, tuple, dict, set, frozenset)
 
 
 class NotServedError(ZeroError, AttributeError):
-    """A part of DeepSpeed that is not served. ``hasattr`` on the engine is False for it."""
+    """Use of a part of DeepSpeed that is not served. ``hasattr`` returns False for such a part."""
 
     def __init__(self, what: str, instead: str = "") -> None:
         hint = instead or "remove the call, or run the script with DeepSpeed itself"

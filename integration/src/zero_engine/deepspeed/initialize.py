@@ -102,7 +102,7 @@ def initialize(
         distributed_port: port of rank 0, if the environment has none.
         mpu: Megatron's parallel state, with one model-parallel rank.
         dist_init_required: False does not start torch.distributed.
-        config, config_params: the configuration: a mapping, the path of a JSON file, or base64.
+        config, config_params: the configuration; see `zero_engine.deepspeed.config.read`.
 
     Returns:
         The engine, its optimizer, the loader and the scheduler. The last three may be None. Without
@@ -244,7 +244,7 @@ def _make_optimizer(
     given: OptimizerOrFactory | None,
     model_parameters: Iterable[Any] | None,
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer for `build`. None means the configuration's, of all parameters."""
+    """Return the optimizer for `build`. None lets `build` make the configured one, if any."""
     groups = None if model_parameters is None else list(model_parameters)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if isinstance(given, torch.optim.Optimizer):

@@ -270,7 +270,7 @@ def refuse_other_names(path: str) -> None:
 
 
 def _served_names(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``content`` that ``deepspeed.PATH`` has."""
+    """Return the entries of ``content`` that ``deepspeed.PATH`` has."""
     return {
         name: value
         for name, value in content.items()

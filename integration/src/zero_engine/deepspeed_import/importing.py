@@ -137,7 +137,7 @@ _MAX_RATIO = 4
 
 
 def find_place(directory: Path, tag: str | None) -> Path:
-    """Return the folder of checkpoint ``tag``, or of the newest one, or ``directory`` itself."""
+    """Return the folder of checkpoint ``tag``. None means the newest, or ``directory`` itself."""
     if tag is None:
         if (directory / FOLDER / "optimizer_state.pt").is_file():
             return directory

@@ -51,7 +51,7 @@ _INERT = "deepspeed."
 
 
 class Record:
-    """An object of a class that is not imported: its constructor arguments, and its attributes."""
+    """Constructor arguments and attributes of an object whose class is not imported."""
 
     args: tuple[Any, ...]
 

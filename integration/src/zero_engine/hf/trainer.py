@@ -284,7 +284,7 @@ class ZeroTrainer(Trainer):
         schedule: Schedule | None = None if saved is None else self.lr_scheduler
         if schedule is not None:
             try:
-                check_state(schedule, saved)  # before the engine loads
+                check_state(schedule, saved)  # checked before the engine loads anything
             except ValueError as error:
                 raise CheckpointError(
                     f"{checkpoint}: the schedule that was saved does not fit: {error}; resume with "
@@ -459,7 +459,7 @@ def fill_schedule(
 def _fill(
     block: dict[str, Any], path: str, value: Any, differences: list[str], prefix: str = ""
 ) -> None:
-    """Set ``path``, a key or "block.key", to ``value`` if it is unset. Append other differences."""
+    """Set ``path``, a key or "block.key", to ``value``, or append a mismatch to ``differences``."""
     *outer, key = path.split(".")
     for name in outer:
         block = block.setdefault(name, {})

@@ -1,4 +1,4 @@
-"""Ranks of one job: join them, act on one rank, stop all ranks after the same step.
+"""Operations on the ranks of a job: joining, actions of rank 0, and stops after the same step.
 
 A **stop request** is a signal: SIGINT of Ctrl-C, or a scheduler's SIGTERM or SIGUSR1. One rank may
 receive it a step earlier than another. Ranks therefore exchange the received signals at the end of

@@ -72,7 +72,7 @@ def _exit_code(error: ChildFailedError) -> int:
     )
     failure = failures[rank]
     line = _line(failure)
-    # An outer launcher reads this error file.
+    # Copy the rank's error into the file of an outer launcher, if there is one.
     if line and "TORCHELASTIC_ERROR_FILE" in os.environ:
         with suppress(OSError):  # the error is printed below in any case
             get_error_handler().dump_error_file(failure.error_file, failure.exitcode)

@@ -271,7 +271,7 @@ class ZeroStrategy(DDPStrategy):
 
     def _forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
-        wrapper: Any = self.engine  # Lightning expects a module that wraps the user's
+        wrapper: Any = self.engine  # Lightning expects a wrapper of the user's module
         return self._forward_redirection(wrapper, module, method, *args, **kwargs)
 
     training_step = partialmethod(_forward, "training_step")
@@ -281,16 +281,16 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: the engine must exist before it loads shards."""
+        """True, because the engine must exist before it loads shards."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """False: the engine's checkpoint holds the optimizer state."""
+        """False, because the engine's checkpoint holds the optimizer state."""
         return False
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return nothing: the engine saves the state, in shards."""
+        """Return {}, because the engine saves the state in shards."""
         return {}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Stopwatch:
 
 
 class WallClock(StepObserver):
-    """Times of every step, printed on rank 0 and monitored.
+    """Times of every step, printed on rank 0 and written to ``monitor``.
 
     A time is the sum over a step's micro-steps. Backward contains reductions, which run
     concurrently. Parts that run outside the engine's methods are "not measured".

@@ -329,7 +329,7 @@ def run_steps(shape: StepShape, units: Sequence[UnitTime], cores: float | None) 
 
 
 class StepProgram:
-    """Simulates the engine's program, one step per call of `step`. See [Note: one step].
+    """Simulation of the engine's program, one step per call of `step`. See [Note: one step].
 
     For each step, ``ends`` has the computing thread's final work. Three attributes describe the
     newest step: ``last`` is all its work, ``decided`` is the all-reduce that decides whether it is

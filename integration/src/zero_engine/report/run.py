@@ -82,7 +82,7 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Configuration in effect without defaults, as a plan takes it."""
+        """Configuration in effect without defaults, in the form that a plan accepts."""
         return self.ranks[0].config.model_dump(
             mode="json", exclude_defaults=True, exclude={"step_records"}
         )
@@ -205,7 +205,7 @@ def _given(folder: Path) -> dict[str, Any] | None:
 class RankStep:
     """Usual step of one rank, in seconds: own work by place, waits by reason, and concurrent lanes.
 
-    ``held_bytes`` is the median of the memory after a step. ``samples`` is the rank's number.
+    ``held_bytes`` is the median memory after a step. ``samples`` counts this rank's samples.
     """
 
     seconds: float

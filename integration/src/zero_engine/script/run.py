@@ -59,10 +59,9 @@ PROGRAM = (
 def run_program(arguments: Sequence[str]) -> int:
     """Run ``[launcher's options] script.py arguments`` with the hook. Returns the exit code.
 
-    Options are torchrun's and those of DeepSpeed's launcher. Two cases replace this process by the
-    program: this process is a rank already, or the program is a launcher. A process is a rank if it
-    has a launcher's variables, or if srun or mpirun started several processes and no option is
-    given.
+    Options are torchrun's and those of DeepSpeed's launcher. The program replaces this process if
+    this process is a rank already, or if the program is a launcher. A process is a rank if it has a
+    launcher's variables, or if srun or mpirun started several processes and no option is given.
 
     Raises:
         ConfigError: options are given although no ranks are started, or `rank_variables` fails.
@@ -88,7 +87,7 @@ def run_program(arguments: Sequence[str]) -> int:
             ranks = variables["WORLD_SIZE"]
             print(f"zero-engine run: srun or mpirun started the {ranks} ranks", file=sys.stderr)
     if is_under_launcher() or is_launcher:
-        if given:  # no torchrun is started that could take the options
+        if given:  # no torchrun is started that could use the options
             raise ConfigError(
                 f"{given[0]} was given, but 'zero-engine run' starts no ranks here: this process "
                 f"is a rank already, or {parsed.training_script} starts them; give the option there"

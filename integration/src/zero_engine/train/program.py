@@ -43,7 +43,7 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
 def train_in(run: TrainingRun) -> signal.Signals | None:
     """Train, and write the results. Returns the signal that ended the run early, if any."""
     make_deterministic(run.settings.seed, run.device)
-    # The whole model is never on one rank.
+    # Deferred, so that no rank ever holds the whole model.
     with working("making the model"), zero_core.deferred_init():
         model = build_model(run.settings, run.corpus.vocab_size)
     engine = zero_core.build(model, run.config)  # build() shows its own progress

@@ -1,6 +1,7 @@
 """Training run without its loop: ranks, folder, text, stop requests, logs and results.
 
-`program` has the loop. Every rank must call all functions here. Rank 0 writes logs and results.
+`program` has the loop. Every rank must call the functions here, except `clear_run` and `plot_run`,
+which only rank 0 calls. Rank 0 writes logs and results.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class TrainingRun:
     ) -> signal.Signals | None:
         """Log a step. Returns the signal that requests an early stop, if any.
 
-        ``loss`` is the sum of this rank's micro-batches: 0-dim, float64, on the device.
+        ``loss`` is the sum over this rank's micro-batches: 0-dim, float64, on the device.
         """
         # One small all-reduce has all values that ranks exchange after a step.
         held = [0.0] * engine.world_size

@@ -85,7 +85,7 @@ class DeepSpeedConfig:
     """
 
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
-        """Read ``config``: a dict, a file's path, or base64 of JSON.
+        """Read ``config``: a dict, a file's path, a JSON text, or its base64.
 
         ``mpu`` is Megatron's parallel state. Raises ConfigError if a value is not served, and
         NotServedError for ``mesh_device``.

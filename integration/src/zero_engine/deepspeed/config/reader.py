@@ -262,7 +262,7 @@ def modernise(config: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
 
 def as_bool(path: str, value: Any) -> bool:
-    """Return ``value`` as the boolean that DeepSpeed reads it as."""
+    """Return the boolean that DeepSpeed reads ``value`` as, or raise ConfigError."""
     found = as_kind(value, bool)
     if not isinstance(found, bool):
         raise ConfigError(f"{path}: expected true or false, found {shown(value)}")
@@ -512,7 +512,7 @@ _Parsed = TypeVar("_Parsed", bound=pydantic.BaseModel)
 
 
 def read(config: Source) -> Settings:
-    """Read DeepSpeed's configuration: a dict, a file's path, a JSON text, or base64 of one.
+    """Read DeepSpeed's configuration: a dict, a file's path, a JSON text, or its base64.
 
     It prints nothing and does not change ``config``. `zero_core.build` resolves the batch sizes,
     because it knows the number of ranks. Raises ConfigError if a key has a value that is not
@@ -564,7 +564,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
 
 
 class _Sorter:
-    """Sorts a configuration into ``core`` for zero-core, ``own`` by path, and ``notes``."""
+    """Sorter of a configuration into ``core`` for zero-core, ``own`` by path, and ``notes``."""
 
     def __init__(self) -> None:
         self.core: dict[str, Any] = {}

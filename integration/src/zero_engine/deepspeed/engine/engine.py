@@ -296,7 +296,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.watch.step_done(facts)
 
     def optimizer_step(self) -> None:
-        """End the step, for `DeepSpeedOptimizer.step`. Every rank must call it."""
+        """End the optimizer step. `DeepSpeedOptimizer.step` calls it. Every rank must call it."""
         core = self._live_core("optimizer.step")
         if not core.is_gradient_accumulation_boundary():
             raise RuntimeError(
@@ -370,7 +370,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank without reduction, in this context.
 
-        ``step`` raises NoSyncError in it. Raises RuntimeError if the engine has no optimizer.
+        Within it, ``step`` raises NoSyncError. Raises RuntimeError without an optimizer.
         """
         core = self._training_core("no_sync")
         before, self._is_quiet = self._is_quiet, True
@@ -584,7 +584,7 @@ def _divided() -> Iterator[None]:
 
 
 def _zero_grad(engine: weakref.ref[DeepSpeedEngine], set_to_none: bool = True) -> None:
-    """Drop the gradients of ``engine``, for ``zero_grad`` of its model."""
+    """Drop the gradients of ``engine``. This replaces ``zero_grad`` of its model."""
     found = engine()
     if found is not None:
         found.zero_grad(set_to_none)

@@ -108,7 +108,7 @@ def describe(
 
 
 def describe_engine(engine: ShardedModel) -> None:
-    """Set these attributes on the parameters of a stage-3 ``engine``, and on unpacked copies."""
+    """Set the attributes `NAMES` on the parameters of a stage-3 ``engine`` and unpacked copies."""
     params = list(engine.module.parameters())
     describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
     for param in params:

@@ -229,7 +229,7 @@ class Partitioned(nn.Parameter):
 class _RecordedPart(Tensor):
     """This rank's part of a value that is only recorded.
 
-    Any use except of its shape and dtype computes and splits the value. This is collective.
+    Every use except reading its shape or dtype computes and splits the value, a collective.
     """
 
     param: Partitioned
@@ -254,7 +254,7 @@ def _computed_part(part: _RecordedPart) -> Tensor:
 
 
 class _Absent(Tensor):
-    """``data`` of a partitioned parameter, or a cast of that ``data``: dtype, shape, and NaN."""
+    """Stand-in for ``data`` of a partitioned parameter, or for a cast of it. It reads as NaN."""
 
     @classmethod
     def __torch_function__(
@@ -320,8 +320,8 @@ def gathered_params(
 ) -> Iterator[None]:
     """Gather the partitioned parameters among ``params`` within this context.
 
-    Each of them holds its whole value on the CPU of every rank. At the end they take the values of
-    rank ``modifier_rank``. By default, and when the body raises, changes are lost. Other objects
+    Each of them holds its whole value on the CPU of every rank. At the end all ranks keep the value
+    of rank ``modifier_rank``. By default, and when the body raises, changes are lost. Other objects
     among ``params`` are ignored. Every rank must enter it with the same parameters.
 
     Raises:
@@ -393,7 +393,7 @@ def _release(param: nn.Parameter) -> None:
     if is_partitioned(param):
         return  # an engine was made and has ended within the block
     value = value_of(param)
-    if value is None:  # an engine was made within the block and owns it
+    if value is None:  # an engine was made within the block and owns the parameter
         vars(param).pop(_VALUE, None)
         return
     assert value.part is not None, "a gathered value is in parts"
