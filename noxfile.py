@@ -118,7 +118,7 @@ def slow(session: nox.Session) -> None:
 
 
 def examples(session: nox.Session) -> None:
-    """Run every example by the command in its docstring. Each asserts that its loss falls."""
+    """Run every example by the command in its docstring. Each asserts its own result."""
     install_everything(session, "accelerate>=1.13", extras=",lightning,ray")
     found = sorted(Path("integration", "examples").rglob("*.py"))
     for path in (p for p in found if p.stem not in ("lesson", "wide_products")):

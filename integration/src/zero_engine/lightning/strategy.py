@@ -327,7 +327,7 @@ class ZeroStrategy(DDPStrategy):
         assert isinstance(self.engine, Engine), "Lightning saves in fit(), whose engine trains"
         control = self.engine.sharded_state.control  # gather_bytes, because broadcast() pickles
         folder = Path(os.fsdecode(control.gather_bytes(os.fsencode(filepath))[0]))
-        encode(kept, "checkpoint", _ADVICE)  # raises with advice, unlike the engine
+        encode(kept, "checkpoint", _ADVICE)  # raises an error with advice, unlike the engine
         self.engine.save_checkpoint(folder, _TAG, client_state={"lightning": kept})
 
     def load_checkpoint(

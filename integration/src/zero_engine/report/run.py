@@ -43,7 +43,7 @@ WAITS = {
 class Rank:
     """One rank's records. If a step was repeated after a restart, its last record counts.
 
-    ``run`` is the last of ``starts`` that took a step, and ``config`` is in effect in that start.
+    ``run`` is the last of ``starts`` that took a step, if any did. ``config`` is its configuration.
     """
 
     starts: Sequence[RunRecord]

@@ -1,6 +1,6 @@
 """Conversion of a text to batches of token ids.
 
-The last part of the text is **held out**, the rest is trained on. Each part is cut into **windows**
+The last part of the text is **held out**, and training uses the rest. Both are cut into **windows**
 of ``context`` tokens. Rank 0 writes both parts to a file in the run's folder. All ranks map that
 file, also in a resumed run, which therefore does not need the original text.
 

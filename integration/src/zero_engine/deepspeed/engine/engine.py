@@ -1,4 +1,4 @@
-"""`DeepSpeedEngine`: a `zero_core.Engine` with DeepSpeed's methods.
+"""`DeepSpeedEngine`: a wrapper of `zero_core.Engine` with DeepSpeed's methods.
 
 Forward, backward and step are those of the core engine. This class adds DeepSpeed's counters,
 observers of steps, and accumulation boundaries that the script sets.
