@@ -44,8 +44,7 @@ SOURCES = (
 CHECKED = ("noxfile.py", ".ci", "packages", "integration")
 CONSTRAINTS = ("--quiet", "--constraint", "constraints.txt")
 PYTEST = ("python", "-m", "pytest", "-q")
-# Run test files in several processes, because most tests start ranks and wait. Tests of one file
-# run in the same process, because they share fixtures.
+# Several processes, because most tests start ranks and wait. Tests of one file share fixtures.
 IN_PARALLEL = (
     *("--numprocesses=auto", "--maxprocesses=3", "--dist=loadfile", "--durations=25"),
     # Gloo may close a connection while ranks connect, before a test has begun (decision 229).
@@ -119,7 +118,7 @@ def slow(session: nox.Session) -> None:
 
 
 def examples(session: nox.Session) -> None:
-    """Run every example by the command in its docstring. Each asserts that its loss falls."""
+    """Run every example by the command in its docstring. Each asserts its own result."""
     install_everything(session, "accelerate>=1.13", extras=",lightning,ray")
     found = sorted(Path("integration", "examples").rglob("*.py"))
     for path in (p for p in found if p.stem not in ("lesson", "wide_products")):
@@ -139,11 +138,12 @@ def clusters(session: nox.Session) -> None:
     """Check the cluster files against the schemas of Kubernetes, Kubeflow and SkyPilot."""
     readers = ("kubeflow-trainer-api>=2.2", "skypilot>=0.14", "pyyaml>=6")
     session.install(*CONSTRAINTS, "pytest", *readers)
-    session.run(*PYTEST, "integration/clusters", env={"HOME": session.create_tmp()})  # SkyPilot's
+    # SkyPilot writes into HOME.
+    session.run(*PYTEST, "integration/clusters", env={"HOME": session.create_tmp()})
 
 
 def report(session: nox.Session) -> None:
-    """Follow a new user's path, and view a report page in Debian's chromium or CHROMIUM."""
+    """Run a new user's commands, and view a report page in Debian's chromium or CHROMIUM."""
     install_everything(session, extras=",hf", tests_of=("integration",))
     session.run(*PYTEST, "integration/browser")
 
@@ -229,8 +229,7 @@ def lab(session: nox.Session) -> None:
 def compat(session: nox.Session, part: str) -> None:
     """Test compatibility with DeepSpeed, public scripts and Hugging Face's libraries.
 
-    peers: ``-- ARGUMENTS`` go to ``integration/compat/compare.py``. scars: releases of DeepSpeed
-    with silent bugs.
+    peers passes ``-- ARGUMENTS`` to ``compare.py``. scars runs DeepSpeed releases with silent bugs.
     """
     peers = ("trl>=1.16", "bitsandbytes>=0.50", "torchao>=0.18")
     install_everything(session, *peers, extras=",bench,ray", tests_of=("integration",))
@@ -320,7 +319,8 @@ def cuda(session: nox.Session) -> None:
 def matrix(session: nox.Session, torch: str, build: str) -> None:
     """Test all packages with a build of torch, on the CPU and over the fake CUDA."""
     install_build(session, torch, build, *FOLDERS)
-    releases.record(torch, build, str(session.python), session.posargs, is_passed=False)  # for now
+    # Record a failure, which stays if a test fails below.
+    releases.record(torch, build, str(session.python), session.posargs, is_passed=False)
     session.env["CUDA_VISIBLE_DEVICES"] = ""
     for package in FOLDERS:
         run_tests(session, package)
@@ -346,7 +346,7 @@ def install_build(session: nox.Session, torch: str, build: str, *tested: str) ->
 
 def test_on_fake_cuda(session: nox.Session, *, is_all: bool) -> None:
     """Run the tests of CUDA devices over the fake CUDA."""
-    # The engine uses Triton's kernels on a CUDA device if it is installed. They do not run there.
+    # With Triton installed the engine would use its kernels, which the fake CUDA cannot run.
     session.run("uv", "pip", "uninstall", "--quiet", "triton", external=True)
     rows = ("--dist=load", "tests/test_equalities.py", *(() if is_all else GATE))
     for package in ("zero-core", "integration"):
@@ -385,7 +385,7 @@ def install_everything(
 
 def own(session: nox.Session, *packages: str) -> tuple[str, str]:
     """Return pip's arguments for packages of this repository."""
-    # In a requirements file: uv would rebuild packages named on the command line every time.
+    # Use a requirements file: uv would rebuild packages named on the command line every time.
     file = Path(session.virtualenv.location, "own.txt")
     names = [package.replace("integration", "zero-engine") for package in packages]
     folders = [Path(FOLDERS[package.split("[")[0]]).resolve().as_uri() for package in packages]

@@ -34,7 +34,7 @@ def folder_of(package: str) -> str:
 
 
 def main(tag: str) -> int:
-    """Print the outputs for the workflow, or the problem."""
+    """Print the outputs for the workflow, or the problem. Returns the exit code."""
     problem = find_problem(tag)
     if problem is not None:
         print(problem, file=sys.stderr)

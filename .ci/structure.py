@@ -5,7 +5,7 @@ The rules for the source of every package:
 - ``getattr(x, "name", default)`` or ``hasattr(x, "name")`` must not replace a declared protocol,
   unless the object belongs to another project. A comment ``# foreign:`` then names the owner.
 - No file reads a private attribute of another file's class.
-- zero-core's functions have at most `MAX_CALLABLES` parameters of type ``Callable``.
+- zero-core's functions have, in total, at most `MAX_CALLABLES` parameters of type ``Callable``.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _imported_names(module: Module) -> set[str]:
 
 
 def find_foreign_privates(modules: dict[str, Module]) -> list[str]:
-    """Find reads of private attributes that this file does not define."""
+    """Find reads of private attributes that the reading file does not define."""
     private = re.compile(r"_[a-z]\w*$")
     defined_somewhere = {name for m in modules.values() for name in _defined_privates(m)}
     found = []

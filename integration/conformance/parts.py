@@ -1,6 +1,6 @@
 """Proof that each part satisfies its protocol of `zero_core.protocols`.
 
-No package imports another package's protocols. Parts and protocols match by shape only. The match
+No package imports another package's protocols. Parts match protocols by structure only. The match
 is proved twice: mypy --strict checks the assignments below, and ``test_signatures.py`` compares
 signatures, including parameter names and kinds.
 """

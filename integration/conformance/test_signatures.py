@@ -1,4 +1,4 @@
-"""At run time, each part has the signatures of its protocol."""
+"""Test that each part has the signatures of its protocol at run time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENTRY_POINTS = {
 
 
 def shape(function: Callable[..., Any]) -> list[tuple[str, str, bool]]:
-    """Return name, kind and optionality of each parameter but self, TypedDict keywords included."""
+    """Return name, kind and optionality of each parameter except self, with TypedDict keywords."""
     found: list[tuple[str, str, bool]] = []
     for p in inspect.signature(function).parameters.values():
         if p.kind is p.VAR_KEYWORD and str(p.annotation).startswith("Unpack["):

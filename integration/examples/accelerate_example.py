@@ -1,4 +1,4 @@
-"""A script for Accelerate and DeepSpeed, unchanged. No installed package deepspeed is needed.
+"""Unchanged script for Accelerate and DeepSpeed. It does not need the package deepspeed.
 
 zero-engine run accelerate launch --config_file integration/examples/accelerate.yaml \
     integration/examples/accelerate_example.py

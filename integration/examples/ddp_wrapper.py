@@ -1,4 +1,4 @@
-"""A replacement of DistributedDataParallel built from zero-core's API, compared with DDP.
+"""Replacement of DistributedDataParallel built from zero-core's API, and comparison with DDP.
 
 torchrun --nproc-per-node=2 integration/examples/ddp_wrapper.py
 """
@@ -19,7 +19,7 @@ from zero_core.records import StepRecord, read_records
 
 
 class Wrapped(nn.Module):
-    """Replaces ``DistributedDataParallel(model)``."""
+    """Replacement of ``DistributedDataParallel(model)``."""
 
     def __init__(self, engine):
         super().__init__()
@@ -47,7 +47,7 @@ class Wrapped(nn.Module):
 
 
 class Stepper:
-    """Replaces the optimizer, with ``zero_grad``, ``step`` and ``param_groups``."""
+    """Replacement of the optimizer, with ``zero_grad``, ``step`` and ``param_groups``."""
 
     def __init__(self, engine):
         self._engine = engine

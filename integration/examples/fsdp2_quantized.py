@@ -32,7 +32,7 @@ def main():
     model = make_model().to(device)
     for part in (*model[3:-1], model):
         fully_shard(part, mesh=mesh)
-    # The only line that FSDP2 code needs in addition.
+    # FSDP2 code needs only this additional line.
     zero_comm.fsdp2.apply(model, weights="int8", gradients="int4")
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 

@@ -22,7 +22,7 @@ DEPTHS = {125e6: 12, 1.3e9: 24, 2.7e9: 32, 13e9: 40, 30e9: 48, 66e9: 64, 175e9: 
 
 
 def shape_of(num_params):
-    """Return a GPT-2 of about ``num_params`` parameters with GPT-3's depth (arXiv 2005.14165)."""
+    """Return a GPT-2 config of about ``num_params``, with the depth of GPT-3 (arXiv 2005.14165)."""
     depth = DEPTHS[min(DEPTHS, key=lambda known: abs(math.log(known / num_params)))]
     heads = math.ceil(math.sqrt(num_params / (12 * depth)) / 128)
     width = 128 * heads

@@ -28,7 +28,7 @@ class Run:
 
 
 def read_config():
-    """Return the configuration file of the tutorial's script and the command-line options."""
+    """Return the content of the script's JSON file, and the command-line options."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--plot", help="write the picture there (matplotlib is needed)")

@@ -22,7 +22,7 @@ def main():
 
     before, after = runs.values()
     assert after.losses[-1] < after.losses[0]
-    # The host's kernel rounds in another order than the device's, by one ulp per step.
+    # The host's kernel rounds in another order than the device's: one ulp per step differs.
     gaps = [abs(a - b) for a, b in zip(before.losses, after.losses, strict=True)]
     assert max(gaps) < 0.01, f"losses differ by {max(gaps)}"
     assert sum(after.device.values()) < sum(before.device.values()) / 2

@@ -1,4 +1,4 @@
-"""Twin-Flow: host and device each update a part. The ratio changes bytes but no loss.
+"""Twin-Flow: host and device each update a part. The ratio changes losses only by rounding.
 
 torchrun --nproc-per-node 2 integration/examples/tutorials/twin_flow.py
 """

@@ -1,6 +1,6 @@
 """``zero-engine verify | inspect | export | prune | import``: checkpoints on the command line.
 
-Functions import torch on use, because that takes seconds.
+Functions import torch when they are called, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Tag = Annotated[Text, option("Name of the checkpoint. Default: the newest.")]
 
 def verify(directory: _Folder, tag: _Tag = None) -> Answer:
     """Check every byte of a checkpoint. Ends with code 1 if it is damaged."""
-    # Resolve the tag once: a live run may save a newer checkpoint meanwhile.
+    # Resolve the default tag first, because a live run may save a newer checkpoint meanwhile.
     found = zero_core.inspect_checkpoint(directory, tag)
     with working("verifying") as show:
         checked = zero_core.verify_checkpoint(directory, found["tag"], progress=show)

@@ -1,6 +1,6 @@
 """Commands of ``zero-engine``: train, run, plan, report, verify, import, doctor and others.
 
-Exit codes are those of `zero_engine.terminal`, and of the programs that a command runs.
+The exit code is one of `zero_engine.terminal`, or that of the program that the command runs.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def train(
         raise typer.BadParameter(f"--resume {resume}: leave the value out, or give 'auto'")
     if ranks is not None and ranks < 1:
         raise typer.BadParameter("--ranks must be at least 1")
-    # The launcher may end during the imports below, which take seconds.
+    # Called first, because the launcher may end during the imports below, which take seconds.
     end_with_launcher()
     # torch and transformers take seconds to import, so each command imports what it needs.
     from zero_engine.launch.ranks import fail, is_under_launcher
@@ -395,7 +395,7 @@ def version(as_json: Json = False) -> None:
 
 
 def main() -> None:
-    # Commands do not download from a model hub. The script of `run` decides that itself.
+    # Commands do not download from a model hub. Only the script of `run` may.
     if sys.argv[1:2] != ["run"]:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     app(prog_name="zero-engine")  # shell completion depends on this name

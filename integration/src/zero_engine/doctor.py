@@ -123,7 +123,7 @@ def _packages() -> Iterator[_Row]:
 
 
 def _release() -> _Row:
-    """Describe torch, its build, Python and the driver, and whether the first three were tested."""
+    """Describe torch, its build, Python and the driver, and whether the first three are tested."""
     release, _, build = torch.__version__.partition("+")
     python, minor = ".".join(platform.python_version_tuple()[:2]), release.rpartition(".")[0]
     shown = f"torch {release}, {build or 'default build'}, Python {python}"
@@ -223,7 +223,7 @@ def _machine() -> Iterator[_Row]:
         value = f"{shown}; pin_memory is not limited by it: CUDA pins by itself"
         yield "lockable memory", value, "note", advice
     yield _numa()
-    # PYTORCH_CUDA_ALLOC_CONF is the old name, of torch 2.8.
+    # torch 2.8 has only the old name, PYTORCH_CUDA_ALLOC_CONF.
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     asked = next((os.environ[name] for name in names if name in os.environ), "")
     value = asked or "torch's defaults"

@@ -31,7 +31,7 @@ def parse_bytes(text: str, name: str) -> int:
 
 
 def locked_memory_limit_bytes() -> int | None:
-    """Return the bytes that ``mlock`` may lock, None if unlimited. CUDA's pinning has no limit."""
+    """Return the limit of ``mlock`` in bytes, or None. It does not apply to CUDA's pinning."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -47,7 +47,7 @@ def used_bytes(device: torch.device) -> int:
 
 
 def peak_bytes() -> int:
-    """Return the largest resident set of this process so far."""
+    """Return the largest resident set of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -89,7 +89,7 @@ class PlanRequest:
 
     @property
     def said(self) -> str:
-        """Line about the kept rates, empty if an option chooses other rates or none."""
+        """Line about the kept rates, or "" if an option chooses other rates or none."""
         if self._kept is None:
             return ""
         if self._kept.calibration is None or self.tokens is not None:
@@ -100,7 +100,7 @@ class PlanRequest:
 
     def settings(self) -> dict[str, Any]:
         found = engine_config(self.config)
-        # A run fills "auto" values of its schedule from its number of steps, unknown here.
+        # A run fills "auto" values of its schedule from its number of steps. A plan has none.
         if AUTO in json.dumps(found.get("scheduler", {})):
             del found["scheduler"]
         given = {
@@ -129,7 +129,7 @@ class PlanRequest:
 
     @cached_property
     def _kept(self) -> KeptRates | None:
-        """Rates that ``doctor --measure`` kept, None if an option chooses other rates or none."""
+        """Rates that ``doctor --measure`` saved, or None if an option chooses others or none."""
         if self.no_rates or self.rates is not None or self.device is not None:
             return None
         found = kept_rates()

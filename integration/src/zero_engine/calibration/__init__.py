@@ -1,1 +1,1 @@
-"""Speeds of a machine for plans: measured, or taken from a table of devices."""
+"""Speeds of this machine (measured) or of a known device (from a table), used to predict times."""

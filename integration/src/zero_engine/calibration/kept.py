@@ -1,7 +1,7 @@
-"""Rates that ``zero-engine doctor --measure`` keeps for this user and machine.
+"""Measured speeds ("rates") that ``zero-engine doctor --measure`` saves for this user and machine.
 
-The file is ``$XDG_CACHE_HOME/zero-engine/rates.json`` (default ``~/.cache``). It has a calibration
-and, under "machine", the `fingerprint` of the machine that was measured.
+The file is ``$XDG_CACHE_HOME/zero-engine/rates.json`` (default ``~/.cache``). It holds a
+`Calibration` and, under "machine", the `fingerprint` of the machine that was measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MEASURE = "measure this one with zero-engine doctor --measure"
 
 @dataclass(frozen=True)
 class KeptRates:
-    """Kept rates, None if they are missing or of another machine, and a line for the user."""
+    """Saved rates (None if they are missing or of another machine), and a line for the user."""
 
     calibration: Calibration | None
     said: str
@@ -46,7 +46,7 @@ def fingerprint() -> dict[str, object]:
 
 
 def keep(found: Calibration, written_to: str) -> Path:
-    """Replace the kept rates by those of this machine, atomically. Returns the file's path."""
+    """Save ``found``, the rates of this machine, atomically. Returns the file's path."""
     path = kept_path()
     content = {**json.loads(found.to_json()), "machine": fingerprint()}
     part = path.with_suffix(f".{os.getpid()}.part")
@@ -63,7 +63,7 @@ def keep(found: Calibration, written_to: str) -> Path:
 
 
 def kept_rates() -> KeptRates:
-    """Return the kept rates if their `fingerprint` is this machine's."""
+    """Read the saved rates. They are used only if their `fingerprint` is this machine's."""
     path = kept_path()
     if not path.exists():
         return KeptRates(None, f"no times: no rates are kept in {path}: {MEASURE}")

@@ -1,4 +1,4 @@
-"""Calibrations of this machine, measured in new rank processes, and of devices in a table."""
+"""Calibrations: of this machine, measured in new processes, or of a device in ``devices.json``."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ EXCHANGE_S = 20e-6
 
 
 def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibration:
-    """Measure this machine once per number of ranks, by default `default_ranks`.
+    """Measure this machine with each number of ranks, by default those of `default_ranks`.
 
-    Takes under a minute. ``disk`` is a folder on the disk of NVMe offload. None: no file is timed.
+    ``disk`` is a folder on the disk for NVMe offload. If it is None, no file is timed.
     """
     cores = available_cores()
     devices = accelerator_names()
@@ -52,14 +52,17 @@ def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibrati
 
 
 def default_ranks(cores: int, devices: int) -> set[int]:
-    """Return 1 and the number of devices, or on a CPU 1, 2 and the cores, at most `MOST_RANKS`."""
+    """Return 1 and ``devices``. Without devices, return 1, 2 and ``cores``, up to `MOST_RANKS`."""
     return {1, devices} if devices else {1, min(2, cores), min(MOST_RANKS, cores)}
 
 
 def measure_to(
     output: str, ranks: Sequence[int] | None, disk: str | None
 ) -> tuple[Calibration, Path]:
-    """Measure, write the rates to ``output``, and keep them. Returns rates and kept file."""
+    """Measure this machine, write the rates to ``output``, and `keep` them.
+
+    Returns the rates and the path of the kept file.
+    """
     wrong = next((number for number in ranks or () if number < 1), None)
     if wrong is not None:
         raise ConfigError(f"--ranks {wrong}: must be at least 1")
@@ -111,7 +114,10 @@ def _measure(count: int, cores: int, disk: Path | None) -> dict[str, object]:
 
 
 def first_failed(started: Sequence[subprocess.Popen[bytes]], limit_s: float) -> int | None:
-    """Wait for processes. Return the index of one that failed, or None if all ended with code 0."""
+    """Wait for processes. Returns the index of one that failed, or None if all ended with code 0.
+
+    Raises TimeoutError after ``limit_s`` seconds.
+    """
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         codes = [process.poll() for process in started]
@@ -138,9 +144,9 @@ def device_memory(name: str) -> int:
 def device_calibration(
     name: str, ranks_per_node: int, *, host_bytes_per_s: float | None = None
 ) -> Calibration:
-    """Return the rates of a device in the table: its published peaks times `EFFICIENCY`.
+    """Estimate the rates of a device in the table: published peaks times `EFFICIENCY`.
 
-    ``host_bytes_per_s`` replaces the table's published peak of a node's host memory.
+    ``host_bytes_per_s`` replaces the table's peak of a node's host memory.
     """
     (key, peaks), host = _device(name), dict(_table()["host"])
     if host_bytes_per_s is not None:

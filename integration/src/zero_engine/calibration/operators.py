@@ -36,7 +36,7 @@ _Call = tuple[Any, tuple[Any, ...]]
 
 
 def rising(points: Points) -> Points:
-    """Return new points, whose seconds do not exceed those of any larger amount."""
+    """Return ``points`` with seconds lowered so that none exceeds those of a larger amount."""
     found = points[-1:]
     for amount, seconds in reversed(points[:-1]):
         found.insert(0, (amount, min(seconds, found[0][1])))
@@ -55,7 +55,7 @@ class Stopwatch:
     curves: dict[str, Points] = field(default_factory=dict)
 
     def seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
-        """Return the lower quartile of the times of ``call``, as other programs only slow it down.
+        """Return the lower quartile of ``call``'s seconds, because other programs only add to them.
 
         The first call is a warm-up. Every rank must call this method. ``is_together`` is for
         collectives: all ranks then repeat the call equally often.
@@ -85,7 +85,7 @@ class Stopwatch:
         self.curves[name] = rising([(n, self.seconds(call, **how)) for n, call in points])
 
     def _once(self, call: Callable[[], object]) -> float:
-        """Return the seconds of a call, on an accelerator the mean of five in a row."""
+        """Return the seconds of one call, or on an accelerator the mean of five calls in a row."""
         if self.device.type == "cpu":
             started_at = time.perf_counter()
             call()
@@ -108,7 +108,7 @@ def time_operators(watch: Stopwatch) -> None:
 
         with torch.no_grad():
             _time_products(watch, make, str(dtype).removeprefix("torch."))
-            tables: dict[str, list[_Call]] = {}  # calls of an operator, by rising size
+            tables: dict[str, list[_Call]] = {}  # calls of each operator, by rising size
             for rows, width in ROWS:
                 for func, args in _calls(make, rows, width):
                     tables.setdefault(str(func), []).append((func, args))
@@ -126,7 +126,7 @@ def time_operators(watch: Stopwatch) -> None:
 def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
     """Time the three matrix products of a linear layer's forward and backward.
 
-    The fit has a time per operation, per byte and per call: short or narrow matrices have more
+    Fits seconds per operation, per byte and per call, because short or narrow matrices have more
     bytes per operation.
     """
     rows: list[tuple[float, float, float, float]] = []
@@ -169,7 +169,7 @@ def _fit(rows: Tensor) -> Tensor:
 def _attention(
     make: _Make, length: int, *, is_backward: bool
 ) -> tuple[Callable[[], object], int, str]:
-    """Return a call of causal attention or its backward, with the call's amount and dtype."""
+    """Return a call of causal attention or its backward, and its `Operator`'s amount and dtype."""
     q, k, v = (make(2, HEADS, length, HEAD_WIDTH) for _ in range(3))
     if q.device.type == "cpu":
         forward = aten._scaled_dot_product_flash_attention_for_cpu.default

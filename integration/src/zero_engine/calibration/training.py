@@ -1,4 +1,4 @@
-"""Rates of the engine's own work on one rank: updates, collectives, and Python.
+"""Rates of a rank's work besides torch's operators: updates, collectives, copies, and Python.
 
 Each calibrating rank runs ``python -m zero_engine.calibration.training FOLDER CORES DISK``.
 """
@@ -53,7 +53,7 @@ DEPTHS = (2, 10)
 
 
 class _Flat(nn.Module):
-    """Model of one parameter, whose gradient takes almost no time."""
+    """Model of one parameter, whose forward and backward take almost no time."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def _update_s(
 
 
 def time_exchanges(watch: Stopwatch) -> None:
-    """Time gathers and reductions of all ranks. Every rank must call it."""
+    """Time all-gathers, reduce-scatters and small sums over ranks. Every rank must call it."""
     ranks = find_ranks(None, None)
     if ranks.size == 1:
         return
@@ -204,7 +204,7 @@ def time_files(watch: Stopwatch, folder: Path) -> None:
 
 
 class Blocks(nn.Module):
-    """Transformer language model, to measure costs outside kernels."""
+    """Transformer language model whose training is timed."""
 
     def __init__(
         self, depth: int, width: int, heads: int, vocab: int, *, activation: _Activation = gelu
@@ -245,11 +245,11 @@ class _Block(nn.Module):
 
 
 def fit_operators(watch: Stopwatch) -> None:
-    """Fit the time of a call outside its kernel, and factors by which training slows kernels.
+    """Fit the time of a call outside its kernel, and factors for kernel times in training.
 
     Compares measured forward and backward passes of whole models with the sum of their kernels'
-    curves. Small tensors give the time per call. Large tensors give the factors, because their data
-    is in no cache and their results are in new memory.
+    curves. Small tensors yield the time per call. Large tensors yield the factors, because their
+    data is in no cache and their results are in new memory.
     """
     watch.curves["operator"] = _constant(0.0)
     few, many = (_compare(watch, Blocks(n, 32, 2, 64), (2, 16), "float32") for n in DEPTHS)
@@ -261,7 +261,7 @@ def fit_operators(watch: Stopwatch) -> None:
     for dtype in ("float32", "bfloat16"):
         models = (Blocks(*shape), Blocks(*shape, activation=_gelu_of_parts))
         plain, parts = (_compare(watch, model, tokens, dtype) for model in models)
-        # Two models give two equations for two factors: of products and of other operators.
+        # Two models yield two equations, for the factors of products and of other operators.
         wanted = [found.seconds - per_call * found.calls for found in (plain, parts)]
         slope = parts.products_s / plain.products_s
         others = (wanted[1] - slope * wanted[0]) / (parts.others_s - slope * plain.others_s)
@@ -314,7 +314,7 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
 
 
 def time_engine(watch: Stopwatch, threads: int, cores: int | None) -> None:
-    """Time steps of tiny models. The time that no curve explains is the engine's own work."""
+    """Fit the engine's own time per pass and per step, which no curve explains in tiny models."""
     ranks = find_ranks(None, None)
     watch.curves |= {"pass": _constant(0.0), "step": _constant(0.0)}
     curves = {name: Curve(tuple(points)) for name, points in watch.curves.items()}
@@ -364,7 +364,7 @@ def _constant(seconds: float) -> Points:
 def measure(
     device: torch.device, *, cores: int | None, disk: Path | None, is_link_alone: bool = False
 ) -> dict[str, Any]:
-    """Return the rates of this rank, as a row of a calibration's JSON. Every rank must call it.
+    """Measure this rank's rates, as a row of a calibration's JSON. Every rank must call it.
 
     ``cores`` is the number of cores, None with accelerators. ``disk`` is a folder on the disk of
     NVMe offload. ``is_link_alone`` times only collectives, for ranks of several nodes.

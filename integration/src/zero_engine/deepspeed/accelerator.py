@@ -1,4 +1,4 @@
-"""``deepspeed.accelerator``: the machine's devices, by torch.accelerator. Memory is in bytes."""
+"""``deepspeed.accelerator``, implemented by torch.accelerator. Memory is in bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def _call(function: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a method that calls ``function`` without arguments, for whatever device."""
+    """Return a method that ignores its device index and calls ``function`` without arguments."""
 
     def method(self: DeepSpeedAccelerator, *_device_index: int | None, **_named: Any) -> Any:
         return function()
@@ -175,7 +175,7 @@ class TorchAccelerator(DeepSpeedAccelerator):
         return self._module.default_stream(device_index)
 
     def get_rng_state(self, device_index: int | None = None) -> Any:
-        """Return the state of the device's generator: a tensor, uint8, on the CPU."""
+        """Return the state of the device's generator, a uint8 tensor on the CPU."""
         given = () if device_index is None else (device_index,)  # torch's default is not None
         return self._module.get_rng_state(*given)
 
@@ -195,7 +195,7 @@ class TorchAccelerator(DeepSpeedAccelerator):
 
 @cache
 def get_accelerator() -> DeepSpeedAccelerator:
-    """Return torch's accelerator, else the CPU. Raises ConfigError if DS_ACCELERATOR disagrees."""
+    """Return torch's accelerator, or the CPU. Raises ConfigError if DS_ACCELERATOR disagrees."""
     device = torch.accelerator.current_accelerator(check_available=True)
     found = "cpu" if device is None else device.type
     asked = os.environ.get("DS_ACCELERATOR", found)

@@ -2,8 +2,8 @@
 
 [Note: stand-in files]
 Tools check whether a checkpoint has DeepSpeed's files (``mp_rank_00_model_states.pt``, ...).
-Checkpoints of this engine have small JSON files of these names, which hold no tensor and name the
-file with the values. They are written last, so an incomplete checkpoint has none.
+Checkpoints of this engine therefore have small JSON files of these names. They hold no tensor and
+name the file with the values. They are written last, so an incomplete checkpoint has none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
 
 
 def without_ties(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each tensor once, under its first name, for safetensors."""
+    """Keep only the first name of each tensor, because safetensors refuses shared memory."""
     once: dict[int, str] = {}
     for name, value in state.items():
         once.setdefault(value.data_ptr() if value.numel() else id(value), name)

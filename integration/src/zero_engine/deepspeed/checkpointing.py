@@ -1,7 +1,7 @@
 """``deepspeed.checkpointing``: activation checkpointing by torch.utils.checkpoint.
 
-As in DeepSpeed, the configuration's block ``activation_checkpointing`` recomputes nothing without
-calls of `checkpoint`.
+As in DeepSpeed, the configuration's block ``activation_checkpointing`` only sets how `checkpoint`
+works. Functions that the script does not call through `checkpoint` are not recomputed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set how `checkpoint` works. Arguments of None are taken from the configuration's block.
+    """Set whether `checkpoint` keeps its inputs in host memory until backward.
 
-    ``deepspeed_config`` is the configuration. ``checkpoint_in_cpu`` keeps the inputs in host memory
-    until backward. ``profile`` is not served. The remaining arguments have no effect: there are no
+    ``checkpoint_in_cpu`` has precedence over ``cpu_checkpointing`` of ``deepspeed_config``.
+    ``profile`` raises NotServedError. The remaining arguments have no effect: there are no
     model-parallel ranks, and each call of `checkpoint` is one checkpoint.
     """
     global _is_configured, _is_on_cpu
@@ -83,5 +83,5 @@ def get_cuda_rng_tracker() -> Any:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed every generator."""
+    """Seed the generators of the host and of every device."""
     torch.manual_seed(seed)

@@ -46,9 +46,9 @@ def _as_torch(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
     return call
 
 
-# foreign: torch 2.13 renames the two functions below, and later releases warn of the old names.
+# foreign: torch 2.13 renames all_gather_into_tensor, and later releases warn of the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# foreign: torch 2.13 renames this function, too.
+# foreign: torch 2.13 renames reduce_scatter_tensor, too.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 for _name in _ALIKE.split():

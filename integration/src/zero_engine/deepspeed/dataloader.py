@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.dataloader``: the loader of ``training_data``, and an endless one."""
+"""``deepspeed.runtime.dataloader``: the loader of ``training_data``, and a repeating loader."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 
 class DeepSpeedDataLoader(DataLoader[Any]):
-    """Torch's loader of micro-batches from this rank's part of a dataset.
+    """DataLoader of micro-batches from this rank's part of a dataset.
 
     As in DeepSpeed, every pass has the same order unless ``sampler.set_epoch`` is called, and
-    ``next`` can be called on the loader itself. ``data_sampler`` is None for an iterable dataset.
+    ``next`` can be called on the loader itself. An iterable dataset has no default sampler.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ _DATA = (str, bytes, int, float, list, tuple, dict, set, frozenset)
 
 
 class NotServedError(ZeroError, AttributeError):
-    """A part of DeepSpeed that is not served. ``hasattr`` on the engine is False for it."""
+    """Use of a part of DeepSpeed that is not served. ``hasattr`` returns False for such a part."""
 
     def __init__(self, what: str, instead: str = "") -> None:
         hint = instead or "remove the call, or run the script with DeepSpeed itself"
@@ -42,8 +42,8 @@ class Unserved:
     def __init__(self, name: str, instead: str = "", *, could_be_ours: bool = False) -> None:
         """Keep the dotted ``name``, without "deepspeed.", and the advice ``instead``.
 
-        ``could_be_ours`` marks a class of which DeepSpeed's own engine has objects. ``isinstance``
-        raises for it, and returns False for other classes.
+        ``could_be_ours`` marks a class of which DeepSpeed's own engine has objects. For such a
+        class ``isinstance`` raises. For other classes it returns False.
         """
         self.__dict__.update(_name=name, _instead=instead, _could_be_ours=could_be_ours)
 
@@ -71,7 +71,7 @@ class Unserved:
         return self | other
 
     def __eq__(self, other: object) -> bool:
-        """Refuse comparison with data, for which a script may mistake this object."""
+        """Refuse comparison with data and, if this ``could_be_ours``, with a class."""
         is_class = isinstance(other, type) and other is not Any
         if isinstance(other, _DATA) or (is_class and self._could_be_ours):
             self._refuse()

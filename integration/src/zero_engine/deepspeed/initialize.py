@@ -102,7 +102,7 @@ def initialize(
         distributed_port: port of rank 0, if the environment has none.
         mpu: Megatron's parallel state, with one model-parallel rank.
         dist_init_required: False does not start torch.distributed.
-        config, config_params: the configuration: a mapping, the path of a JSON file, or base64.
+        config, config_params: the configuration; see `zero_engine.deepspeed.config.read`.
 
     Returns:
         The engine, its optimizer, the loader and the scheduler. The last three may be None. Without
@@ -168,7 +168,7 @@ def initialize(
             core.stay_with_model()  # shards live as long as the model, as in DeepSpeed
             core.keep_small_params()
             describe_engine(core)
-            # OpenRLHF reads the names of the empty state dict on rank 0.
+            # OpenRLHF reads the names of the state dict on rank 0. At stage 3 its values are empty.
             core.allow_empty_entries(EMPTY_ENTRIES)
         if core.rank == 0:
             print(describe(settings, core.config, core.world_size), file=sys.stderr, flush=True)
@@ -205,9 +205,9 @@ def initialize(
 
 
 def _name_optimizer(engine: DeepSpeedEngine) -> None:
-    """Make the configuration's optimizer an instance of DeepSpeed's class.
+    """Make ``isinstance`` find DeepSpeed's class for the configuration's optimizer.
 
-    At stage 0 in fp32 the returned view becomes an instance, too.
+    At stage 0 in fp32 it also finds that class for the returned view.
     """
     named, config = engine.core.config.optimizer, engine.core.config
     zero, view = config.zero_optimization, engine.optimizer
@@ -244,7 +244,7 @@ def _make_optimizer(
     given: OptimizerOrFactory | None,
     model_parameters: Iterable[Any] | None,
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer to build with. None means the configuration's, of all parameters."""
+    """Return the optimizer for `build`. None lets `build` make the configured one, if any."""
     groups = None if model_parameters is None else list(model_parameters)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if isinstance(given, torch.optim.Optimizer):
@@ -266,7 +266,7 @@ def _make_optimizer(
 
 
 def _find_untrained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Warn of trainable parameters that are in no group, and return them."""
+    """Return trainable parameters that are in no group of ``optimizer``, with a warning."""
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in covered}
     if left:
@@ -318,7 +318,7 @@ def apply(settings: Settings) -> None:
     for block in (zero.get("offload_optimizer", {}), zero.get("offload_param", {})):
         is_file = isinstance(block, Mapping) and block.get("device") == "nvme"
         if is_file and isinstance(block.get("nvme_path"), str):
-            Path(block["nvme_path"]).mkdir(parents=True, exist_ok=True)  # DeepSpeed makes it too
+            Path(block["nvme_path"]).mkdir(parents=True, exist_ok=True)  # as DeepSpeed does
 
 
 def describe(settings: Settings, config: Config, world_size: int) -> str:

@@ -98,7 +98,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def override_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Set the parameters of all schedules in ``params`` to ``args``' values that are not None."""
+    """Copy values of all schedules' parameters from ``args`` into ``params``, unless None."""
     for names in _NAMES_OF.values():
         _override(args, params, names)
 
@@ -111,22 +111,22 @@ def _override(args: Any, params: MutableMapping[str, Any], names: Iterable[str])
 
 
 def override_lr_range_test_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Do as `override_params`, for LRRangeTest only."""
+    """Do the same as `override_params`, for LRRangeTest only."""
     _override(args, params, _NAMES_OF[LR_RANGE_TEST])
 
 
 def override_1cycle_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Do as `override_params`, for OneCycle only."""
+    """Do the same as `override_params`, for OneCycle only."""
     _override(args, params, _NAMES_OF[ONE_CYCLE])
 
 
 def override_warmupLR_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Do as `override_params`, for WarmupLR and WarmupDecayLR only."""
+    """Do the same as `override_params`, for WarmupLR and WarmupDecayLR only."""
     _override(args, params, _NAMES_OF[WARMUP_LR])
 
 
 def override_warmupCosineLR_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Do as `override_params`, for WarmupCosineLR only."""
+    """Do the same as `override_params`, for WarmupCosineLR only."""
     _override(args, params, _NAMES_OF[WARMUP_COSINE_LR])
 
 
@@ -143,7 +143,7 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the highest rate (of LRRangeTest: the lowest), or None and the reason."""
+    """Return a schedule's highest rate (LRRangeTest: its lowest), or None with the reason."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"

@@ -1,11 +1,9 @@
 """DeepSpeed's module paths, and the modules of this package that serve them.
 
-    served   `_OWN` are modules at DeepSpeed's own path. `ALIASES` have their content elsewhere.
-             Other public names of a served module are `Unserved`
-    refused  other modules of DeepSpeed, which can be imported
-
-The first use of an unserved name (a call, a subclass, an attribute, a comparison) raises an error
-with advice.
+A served module has DeepSpeed's own path (`_OWN`), or takes its names from modules with other paths
+(`ALIASES`). Its other public names are `Unserved`. The remaining modules of DeepSpeed are refused:
+they can be imported, and all their names are `Unserved`. The first use of such a name (a call, a
+subclass, an attribute, a comparison) raises an error with advice.
 """
 
 from __future__ import annotations
@@ -253,7 +251,7 @@ def reason_to_refuse(name: str) -> str | None:
 
 
 def refuse_other_names(path: str) -> None:
-    """Make public names that ``zero_engine.deepspeed.PATH`` lacks an `Unserved`.
+    """Resolve public names that ``zero_engine.deepspeed.PATH`` lacks to an `Unserved`.
 
     In submodules, the served names become ``__all__``.
     """
@@ -272,7 +270,7 @@ def refuse_other_names(path: str) -> None:
 
 
 def _served_names(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``content`` that ``deepspeed.PATH`` has."""
+    """Return the entries of ``content`` that ``deepspeed.PATH`` has."""
     return {
         name: value
         for name, value in content.items()

@@ -1,8 +1,8 @@
-"""The process that reads a checkpoint of DeepSpeed's: ``python -m ...child``.
+"""Process that reads a checkpoint of DeepSpeed: ``python -m ...child``.
 
-It reads a request, JSON, from stdin. It prints progress on stderr and one JSON object on stdout,
+It reads a JSON request from stdin. It prints progress on stderr and one JSON object on stdout,
 which is empty or has the error. Its memory and time are bounded, it has no network if the system
-permits, and it ends with its parent.
+permits that, and it ends with its parent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SECONDS_PER_GB = 60
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Import the checkpoint ``place`` into ``output``. Returns the answer."""
+    """Import the checkpoint that ``request`` describes. Returns {}, or the error."""
     if not leave_network():
         print(
             "note: this system permits no network namespace: files are read with the network there",
@@ -61,7 +61,7 @@ def leave_network() -> bool:
     """Move this process into its own network namespace, which has no active interface.
 
     It must be called before threads start, because they would keep the network. Without privileges
-    it makes a user namespace. Returns whether the system permits it.
+    the process also gets its own user namespace. Returns whether the system permits the move.
     """
     unshare = ctypes.CDLL(None, use_errno=True).unshare
     return any(unshare(flags) == 0 for flags in (_CLONE_NEWNET, _CLONE_NEWUSER | _CLONE_NEWNET))

@@ -37,9 +37,9 @@ def import_checkpoint(
     """Convert DeepSpeed's checkpoint ``tag`` of ``directory``. Returns the new checkpoint's folder.
 
     A separate process reads the pickles with an unpickler of tensors and plain containers, with
-    bounded memory and processor time, and without network if the system permits network namespaces
-    (a note says if not). Progress goes to stderr. Nothing in ``output`` is replaced, and its file
-    ``latest`` is written only if there is none. Call it on one process.
+    bounded memory and processor time, and without network if the system permits network namespaces.
+    Otherwise a note is printed. Progress goes to stderr. Nothing in ``output`` is replaced, and its
+    file ``latest`` is written only if there is none. Only one rank may call it.
 
     Args:
         directory: folder that DeepSpeed's ``save_checkpoint`` was given, or one checkpoint's
@@ -50,7 +50,7 @@ def import_checkpoint(
         frozen: names of parameters that were not trained, which a checkpoint of stage 0 lacks.
 
     Raises:
-        CheckpointError: there is no such checkpoint, a part of it is not imported, or the new
+        CheckpointError: there is no such checkpoint, a part of it cannot be imported, or the new
             folder exists or overlaps with the old one.
         CheckpointCorruptError: the checkpoint is damaged.
     """
@@ -78,7 +78,7 @@ def import_checkpoint(
                 child.stdin.write(json.dumps(request).encode())
                 child.stdin.close()
             data = child.stdout.read(_MAX_ANSWER_BYTES + 1)
-            if len(data) > _MAX_ANSWER_BYTES:  # a malicious pickle controls the child
+            if len(data) > _MAX_ANSWER_BYTES:  # a malicious pickle may control the child
                 child.kill()
             child.wait()
         except BaseException:
@@ -137,7 +137,7 @@ _MAX_RATIO = 4
 
 
 def find_place(directory: Path, tag: str | None) -> Path:
-    """Return the folder of checkpoint ``tag``, or of the newest one, or ``directory`` itself."""
+    """Return the folder of checkpoint ``tag``. None means the newest, or ``directory`` itself."""
     if tag is None:
         if (directory / FOLDER / "optimizer_state.pt").is_file():
             return directory
@@ -188,7 +188,7 @@ def read_source(place: Path, frozen: Sequence[str]) -> Source:
 
 
 def size_of(place: Path) -> int:
-    """Return the bytes of the files to read, without holes, links and repeated names."""
+    """Return the size in bytes of the files to read, without holes, links and repeated names."""
     found = {}
     for path in place.rglob("*.pt"):
         facts = path.lstat()
@@ -250,7 +250,7 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
 
 
 def _optimizer_of(source: Source) -> str:
-    """Return the saved configuration's optimizer class, AdamW if a script made the optimizer."""
+    """Return the saved configuration's optimizer class, or AdamW if a script made the optimizer."""
     if source.optimizer is None:
         _note(
             "note: the saved configuration names no optimizer, which is taken for AdamW; "
@@ -332,7 +332,7 @@ def _note(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` shortened, with control characters escaped. It may be of a malicious file."""
+    """Shorten ``text`` and escape control characters, because a malicious file may contain it."""
     cut = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in cut

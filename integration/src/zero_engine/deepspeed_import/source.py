@@ -1,4 +1,4 @@
-"""Content of a DeepSpeed checkpoint, of any stage, and of its files.
+"""Content of a DeepSpeed checkpoint of any stage, and the reading of its files.
 
 [Note: what a file may hold]
 A file of ``torch.save`` may hold what ``torch.load(weights_only=True)`` accepts: tensors, numbers,
@@ -51,7 +51,7 @@ _INERT = "deepspeed."
 
 
 class Record:
-    """An object of a class that is not imported: its constructor arguments, and its attributes."""
+    """Constructor arguments and attributes of an object whose class is not imported."""
 
     args: tuple[Any, ...]
 
@@ -103,7 +103,7 @@ def load_file(path: Path) -> Any:
 
 
 def flat(value: Any, where: str) -> Tensor:
-    """Return a dense CPU tensor as a 1-D view of its bytes. Raises CheckpointCorruptError."""
+    """Return a 1-D view of a dense CPU tensor. Other values raise CheckpointCorruptError."""
     is_plain = (
         isinstance(value, Tensor)
         and value.layout is torch.strided
@@ -151,13 +151,13 @@ class SourceParam:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint. Parameters are in the model's order.
+    """Content of a checkpoint, with parameters in the model's order.
 
     Attributes:
         groups: hyperparameters of each group.
-        loss_scale: state of a dynamic loss scale, in `zero_core`'s form; else empty.
+        loss_scale: state of a dynamic loss scale, in `zero_core`'s form, or {}.
         global_steps: steps of the engine, including ``skipped_steps``.
-        optimizer: type and arguments in the saved configuration. None: a script made it.
+        optimizer: type and arguments in the saved configuration, or None if a script made it.
     """
 
     params: Sequence[SourceParam]
@@ -255,10 +255,7 @@ def split_states(
 
 
 def named_like(model: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return all names of each parameter by its first one, in the model's order.
-
-    ``ties`` maps tied names to first names.
-    """
+    """Map first names to all names of a parameter. ``ties`` maps the other names to first names."""
     buffers, found = set(model["buffer_names"]), {}
     for name in model["module"]:
         if name not in buffers and name not in ties:
@@ -281,7 +278,7 @@ def storage_ties(model: Mapping[str, Any]) -> dict[str, str]:
 
 
 def loss_scale_of(state: Mapping[str, Any], *, has_zero: bool = True) -> dict[str, float]:
-    """Return a dynamic loss scale in `zero_core`'s form, {} for a constant one."""
+    """Return a dynamic loss scale in `zero_core`'s form, or {} for a constant one."""
     found: Any = state
     if has_zero:
         scaler = state.get("loss_scaler")

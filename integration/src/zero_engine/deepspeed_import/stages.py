@@ -1,7 +1,7 @@
 """Readers of checkpoints of stages 0 to 3, and of universal checkpoints.
 
-Stages 1 to 3 have a file of optimizer states and one of model states per rank. A universal
-checkpoint is a folder per parameter, written by ``ds_to_universal``.
+Stages 1 to 3 have a file of optimizer states per rank. At stage 3 there is also a file of model
+states per rank. A universal checkpoint has a folder per parameter: see ``ds_to_universal``.
 
 [Note: DeepSpeed's partitions]
 Stages 1 and 2 concatenate each group's flattened parameters and cut the group into equal parts, one
@@ -9,11 +9,11 @@ per rank. A rank's file maps parameters to elements of its part (``param_slice_m
 cuts each parameter into equal parts, rounded up, and each rank concatenates its parts by sub-group.
 
 [Note: names at stage 0]
-The one file numbers the optimizer's parameters and does not name them. In 16-bit training, a master
+The file numbers the optimizer's parameters and does not name them. In 16-bit training, a master
 weight belongs to the parameter whose weights it rounds to. If several parameters have these weights
 (new norms, all ones), the import is refused. In fp32 the shapes decide: all parameters of a shape
 must be trained in one group, or be frozen. Parameters of one shape are assumed to be in the model's
-order, which a note on stderr says.
+order, and a note on stderr states this.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def _parts(base: nn.Module) -> Iterator[_Part]:
 
 
 def _buffers(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the persistent buffers of ``module`` itself, named as below ``path``."""
+    """Yield the persistent buffers of ``module`` itself, with names that begin with ``path``."""
     for name, buffer in module.named_buffers(path, recurse=False):
         if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
             yield name, buffer
@@ -198,7 +198,7 @@ def _names(parts: Sequence[_Part]) -> tuple[dict[int, str], frozenset[int]]:
 
 
 def _base_layer(adapted: nn.Module) -> nn.Module | None:
-    """Return the base model's module that ``adapted`` changes, None if ``adapted`` replaces it."""
+    """Return the base model's module that ``adapted`` wraps, or None if ``adapted`` replaces it."""
     if isinstance(adapted, TrainableTokensWrapper):
         adapted = adapted.token_adapter
     return adapted.get_base_layer() if isinstance(adapted, BaseTunerLayer) else None
@@ -207,7 +207,7 @@ def _base_layer(adapted: nn.Module) -> nn.Module | None:
 def _values(
     part: _Part, names: dict[int, str], adapted: frozenset[int], adapter_names: Sequence[str] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and values of the merged parameters and buffers of ``part``, once gathered."""
+    """Yield names and values of the merged parameters and buffers of ``part``, a gathered one."""
     if not part.is_adapted:
         is_quantized = any(_can_dequantize(p) for p in part.params)
         module = _dequantized(copy.deepcopy(part.module)) if is_quantized else part.module

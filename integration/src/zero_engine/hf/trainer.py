@@ -1,10 +1,10 @@
 """transformers' Trainers on the engine.
 
 [Note: the seams]
-The engine works by hooks on the unwrapped model, so the Trainer's loop is unchanged. Overrides, in
-the Trainer's order: the Accelerator (`ZeroAccelerator`), the device placement, the preparation of
-the model (`_wrap_model` builds the engine), the saved state dict, and the checkpoints. The
-Accelerator calls the engine's backward and clipping, and the optimizer calls the engine's step.
+The engine works by hooks on the unwrapped model, so the Trainer's loop is unchanged. `ZeroTrainer`
+overrides the Accelerator (`ZeroAccelerator`), the device placement, the preparation of the model
+(`_wrap_model` builds the engine), the saved state dict, and the checkpoints. The Accelerator calls
+the engine's backward and clipping, and the optimizer calls the engine's step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class ZeroAccelerator(Accelerator):  # type: ignore[misc]
-    """Class to which `ZeroTrainer` changes its Accelerator. An engine trains the model."""
+    """Accelerator whose backward and clipping are the engine's. `ZeroTrainer` uses this class."""
 
     engine: ShardedModel | None = None
 
@@ -88,8 +88,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     ) -> float | None:
         """Clip to ``max_norm``, and return the gradient's norm.
 
-        Returns None, without clipping, if a 2-norm's ``max_norm`` is infinite or the
-        configuration's.
+        Returns None, without clipping here, if the 2-norm's ``max_norm`` is infinite, or is the
+        configuration's, to which the engine clips itself.
         """
         engine = self._engine()
         if norm_type == 2 and max_norm in (math.inf, engine.config.gradient_clipping):
@@ -117,7 +117,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 class ZeroTrainer(Trainer):
     """transformers' Trainer, whose model the engine trains.
 
-    The engine is built at the first ``train``, ``evaluate`` or ``predict``; before, ``engine`` is
+    The first ``train``, ``evaluate`` or ``predict`` builds the engine. Until then ``engine`` is
     None. The optimizer is the Trainer's, with its decay groups, unless the configuration names one.
     Every rank runs the same script, under torchrun. The model may be made under
     `zero_core.deferred_init`.
@@ -137,7 +137,7 @@ class ZeroTrainer(Trainer):
         """
         self.engine: ShardedModel | None = None
         self._given = read_zero(zero)
-        self._whole: dict[str, Tensor] | None = None  # state dict of `save_model`
+        self._whole: dict[str, Tensor] | None = None  # state dict during `save_model`
         super().__init__(*args, **kwargs)
         if "optimizer" in self._given and self.optimizer is not None:
             raise ConfigError(
@@ -159,7 +159,7 @@ class ZeroTrainer(Trainer):
             self.args._n_gpu = 1
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Return the Trainer's arguments without mixed precision, which the engine does."""
+        """Return the Trainer's arguments without mixed precision, which the engine implements."""
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -176,7 +176,7 @@ class ZeroTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
-        """Make the configuration's schedule, else the Trainer's."""
+        """Make the configuration's schedule, or the Trainer's if the configuration has none."""
         if "scheduler" in self._given and self.lr_scheduler is None:
             block = SchedulerConfig.model_validate(self._given["scheduler"])
             params = fill_schedule(block.params, self.args, num_training_steps)
@@ -193,7 +193,7 @@ class ZeroTrainer(Trainer):
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: DataLoader[Any] | None = None
     ) -> nn.Module:
-        """Build the engine on ``model``, and return ``model``.
+        """Build the engine on ``model`` if necessary, and return ``model``.
 
         Without a training set the engine only evaluates, and has no optimizer state.
         """
@@ -244,7 +244,7 @@ class ZeroTrainer(Trainer):
         return data
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as the Trainer. Every rank must call it, because weights are gathered."""
+        """Save as the Trainer does. Every rank must call it, because weights are gathered."""
         if self.engine is not None:
             rank = None if self.args.save_on_each_node else 0
             self._whole = self.engine.full_state_dict(rank=rank)
@@ -256,7 +256,7 @@ class ZeroTrainer(Trainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Save as the Trainer, which calls it on one rank or on all, depending on the release."""
+        """Save the whole state dict. Some releases of the Trainer call it on one rank only."""
         super()._save(output_dir, state_dict=self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -268,7 +268,7 @@ class ZeroTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Load weights as the Trainer, unless the engine's checkpoint holds them."""
+        """Load weights as the Trainer does, unless the engine's checkpoint holds them."""
         if _has_state(resume_from_checkpoint):
             return
         _log.warning("%s holds weights alone: the optimizer starts anew", resume_from_checkpoint)
@@ -284,7 +284,7 @@ class ZeroTrainer(Trainer):
         schedule: Schedule | None = None if saved is None else self.lr_scheduler
         if schedule is not None:
             try:
-                check_state(schedule, saved)  # before the engine loads
+                check_state(schedule, saved)  # checked before the engine loads anything
             except ValueError as error:
                 raise CheckpointError(
                     f"{checkpoint}: the schedule that was saved does not fit: {error}; resume with "
@@ -311,7 +311,7 @@ class ZeroTrainer(Trainer):
         return self.engine.gathered(modifier_rank=0)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as the Trainer, with the gradient's norm and fp16's loss scale."""
+        """Log as the Trainer does, with the gradient's norm and fp16's loss scale."""
         engine = self.engine
         if engine is not None and "loss" in logs:
             norm = engine.get_global_grad_norm()
@@ -323,7 +323,7 @@ class ZeroTrainer(Trainer):
 
 
 class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
-    """transformers' Seq2SeqTrainer on the engine, as `ZeroTrainer`."""
+    """transformers' Seq2SeqTrainer, whose model the engine trains. See `ZeroTrainer`."""
 
     args: Seq2SeqTrainingArguments
 
@@ -335,7 +335,7 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[float | None, Tensor | None, Tensor | None]:
-        """Predict as the Trainer. At stage 3 all ranks generate equally many tokens."""
+        """Predict as the Trainer does. At stage 3 all ranks generate the same number of tokens."""
         if self.args.predict_with_generate and not prediction_loss_only:
             gen_kwargs = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
             is_sharded = self._config["zero_optimization"].get("stage") == 3
@@ -359,7 +359,7 @@ _LEFT_TO_ENGINE = (
 
 
 def read_zero(zero: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration that ``zero`` is or names. "auto" values are still in it."""
+    """Return the configuration that ``zero`` is or names. It may still have "auto" values."""
     if isinstance(zero, Mapping):
         return copy.deepcopy(dict(zero))
     if isinstance(zero, str) and zero in PRESETS:
@@ -459,7 +459,7 @@ def fill_schedule(
 def _fill(
     block: dict[str, Any], path: str, value: Any, differences: list[str], prefix: str = ""
 ) -> None:
-    """Set ``path``, a key or "block.key", to ``value``, or append a difference."""
+    """Set ``path``, a key or "block.key", to ``value``, or append a mismatch to ``differences``."""
     *outer, key = path.split(".")
     for name in outer:
         block = block.setdefault(name, {})

@@ -1,1 +1,1 @@
-"""Start ranks, find ranks that a launcher has started, and join them."""
+"""Functions that start ranks, detect ranks that a launcher has started, and join them."""

@@ -1,4 +1,4 @@
-"""Ranks of one job: join them, act on one rank, stop all ranks after the same step.
+"""Operations on the ranks of a job: joining, actions of rank 0, and stops after the same step.
 
 A **stop request** is a signal: SIGINT of Ctrl-C, or a scheduler's SIGTERM or SIGUSR1. One rank may
 receive it a step earlier than another. Ranks therefore exchange the received signals at the end of
@@ -50,8 +50,8 @@ def is_under_launcher() -> bool:
 def join_ranks() -> torch.device:
     """Join the process group that the launcher's variables describe. Returns this rank's device.
 
-    Uses NCCL and one GPU per rank if there are GPUs, else gloo and the CPU. Without a launcher
-    there is a single rank and no group. Every rank must call it. The rank ends when torchrun does.
+    Uses NCCL and one GPU per rank if there are GPUs, otherwise gloo and the CPU. Without a launcher
+    there is one rank and no group. Every rank must call it. The rank ends when torchrun does.
     """
     end_with_launcher()
     has_gpu = torch.cuda.is_available()
@@ -155,7 +155,7 @@ def ranks_where(is_so: bool, device: torch.device) -> list[int]:
 
 
 def fail(error: ZeroError) -> NoReturn:
-    """Print an error and exit with code 2 for a mistake of the user's, else with 1.
+    """Print an error and exit, with code 2 for a mistake of the user's and 1 otherwise.
 
     Several ranks may hit the same mistake. Ranks other than 0 wait before they print, so that the
     launcher ends them if rank 0 prints the mistake. The rank's error file informs torchrun.

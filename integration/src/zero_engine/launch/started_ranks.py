@@ -9,8 +9,8 @@
     SLURM's srun           SLURM_PROCID, SLURM_STEP_NUM_TASKS        SLURM_LOCALID
 
 The script of a batch job has SLURM's variables, too, but srun has not started it. SLURM's plugin
-pmi2 also sets PMI_RANK and PMI_SIZE, without a local rank. SLURM's variables are then used if
-they have the same rank and number. They differ if an mpirun started its proxies by srun.
+pmi2 also sets PMI_RANK and PMI_SIZE, without a local rank. SLURM's variables are then used if they
+have the same rank and number of ranks. They differ if mpirun started its proxies by srun.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def rank_variables(environment: Mapping[str, str], *, port: int = PORT) -> dict[
     `PORT` is replaced by a port that the job's number determines: jobs may share a machine.
 
     Raises:
-        ConfigError: a variable cannot be determined, as MASTER_ADDR without SLURM's list of nodes.
+        ConfigError: a variable is unknown, such as MASTER_ADDR without SLURM's list of nodes.
     """
     starter = _starter(environment)
     if starter is None or "RANK" in environment:
@@ -94,7 +94,7 @@ def rank_variables(environment: Mapping[str, str], *, port: int = PORT) -> dict[
 
 
 def device_index(environment: Mapping[str, str], *, num_visible: int) -> int | None:
-    """Return the index of this process's accelerator by ``LOCAL_RANK``, None without a launcher."""
+    """Return the accelerator's index for ``LOCAL_RANK``, or None if that variable is not set."""
     local_rank = environment.get("LOCAL_RANK")
     if local_rank is None:
         return None

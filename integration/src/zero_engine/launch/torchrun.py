@@ -41,7 +41,7 @@ def local_address_only() -> dict[str, str]:
 def run_ranks(arguments: Namespace) -> int:
     """Run the ranks that torchrun's parsed ``arguments`` describe, and wait for their end.
 
-    Returns the exit code: 0, or 128 + signal if a signal stopped the run, else that of the rank
+    Returns 0 on success, 128 + signal if a signal stopped the run, or the exit code of the rank
     that failed first.
     """
     # torch 2.10 and 2.11 ignore the variable and give ranks 30 s.
@@ -72,7 +72,7 @@ def _exit_code(error: ChildFailedError) -> int:
     )
     failure = failures[rank]
     line = _line(failure)
-    # An outer launcher reads this error file.
+    # Copy the rank's error into the file of an outer launcher, if there is one.
     if line and "TORCHELASTIC_ERROR_FILE" in os.environ:
         with suppress(OSError):  # the error is printed below in any case
             get_error_handler().dump_error_file(failure.error_file, failure.exitcode)

@@ -1,7 +1,7 @@
 """A Lightning strategy on `zero_core.build`.
 
-Lightning's DDPStrategy starts and connects the processes, reduces metrics and gives samplers their
-ranks. This strategy builds the engine on the module, calls the engine's step for each step of the
+Lightning's DDPStrategy starts and connects the processes, reduces metrics and configures samplers.
+This strategy builds the engine on the module, calls the engine's step for each step of the
 Trainer (`ZeroPrecision`), and writes a checkpoint as a folder of shards. Lightning counts the
 batches to accumulate, divides the loss, and requests a step, also at the end of an epoch.
 """
@@ -60,14 +60,14 @@ _BLOCK_OF: Mapping[str, str | None] = {
 
 
 class ZeroPrecision(Precision):
-    """The model in 16 bits with fp32 master weights, or all of it in fp32.
+    """Precision plugin: a model in 16 bits with fp32 master weights, or entirely in fp32.
 
     "mixed" and "true" are the same here: parameters, activations and inputs are in the 16-bit
     dtype, without autocast. The engine scales fp16's loss.
     """
 
     def __init__(self, precision: Any) -> None:
-        """Keep Lightning's name of a precision. Raises ConfigError if it is not served."""
+        """Store Lightning's name of a precision. Raises ConfigError if it is not served."""
         if precision not in _BLOCK_OF:
             raise ConfigError(
                 f"Trainer(precision={precision!r}) is not served by the ZeRO strategies; "
@@ -121,7 +121,7 @@ class ZeroStrategy(DDPStrategy):
     strategy_name = "zero"
 
     def __init__(self, config: Mapping[str, Any] | str | Path, **process_options: Any) -> None:
-        """Keep the configuration. The engine is built when the Trainer starts.
+        """Store the configuration. The engine is built when the Trainer starts.
 
         Args:
             config: the engine's configuration, or the path of a JSON file. Keys that the Trainer
@@ -252,7 +252,7 @@ class ZeroStrategy(DDPStrategy):
         """Do nothing: the engine has moved the model."""
 
     def teardown(self) -> None:
-        """End Lightning's part. The engine stays on the module, for a test after ``fit``."""
+        """Tear down Lightning's parts, but not the engine, which a test after ``fit`` can use."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -271,7 +271,7 @@ class ZeroStrategy(DDPStrategy):
 
     def _forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
-        wrapper: Any = self.engine  # takes the place of a wrapping module
+        wrapper: Any = self.engine  # Lightning expects a wrapper of the user's module
         return self._forward_redirection(wrapper, module, method, *args, **kwargs)
 
     training_step = partialmethod(_forward, "training_step")
@@ -281,16 +281,16 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: the engine must exist before it loads shards."""
+        """True, because the engine must exist before it loads shards."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """False: the engine's checkpoint holds the optimizer state."""
+        """False, because the engine's checkpoint holds the optimizer state."""
         return False
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return nothing: the engine saves the state, in shards."""
+        """Return {}, because the engine saves the state in shards."""
         return {}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -327,7 +327,7 @@ class ZeroStrategy(DDPStrategy):
         assert isinstance(self.engine, Engine), "Lightning saves in fit(), whose engine trains"
         control = self.engine.sharded_state.control  # gather_bytes, because broadcast() pickles
         folder = Path(os.fsdecode(control.gather_bytes(os.fsencode(filepath))[0]))
-        encode(kept, "checkpoint", _ADVICE)  # raises with advice, unlike the engine
+        encode(kept, "checkpoint", _ADVICE)  # raises an error with advice, unlike the engine
         self.engine.save_checkpoint(folder, _TAG, client_state={"lightning": kept})
 
     def load_checkpoint(
@@ -335,7 +335,7 @@ class ZeroStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         """Read a folder that this strategy wrote, at any world size, or a file of weights.
 
-        Raises CheckpointError if the folder is no checkpoint, or training should resume from
+        Raises CheckpointError if the folder is no checkpoint, or if ``fit`` would resume from
         another strategy's file, whose optimizer state is not sharded.
         """
         path = Path(checkpoint_path)

@@ -1,7 +1,7 @@
 """Monitoring of a run: scalars, times, memory, floating-point operations, bytes sent.
 
-An engine calls each `StepObserver` at the borders of forward, backward and step.
-`zero_engine.deepspeed.engine.engine` makes the observers that a configuration asks for.
+An engine calls each `StepObserver` at the start and end of forward, backward and step.
+`zero_engine.deepspeed.engine.engine` makes the observers that a configuration requests.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Stopwatch:
             self._pairs.append((begun, now))
 
     def take(self) -> float | None:
-        """Return and reset the sum, None without a finished interval. Waits for the last event."""
+        """Reset the sum and return it, or None if nothing was timed. Waits for the last event."""
         was_used, self._was_used = self._was_used, False
         if not was_used:
             return None
@@ -78,7 +78,7 @@ class Stopwatch:
 
 
 class WallClock(StepObserver):
-    """Times of every step, printed on rank 0 and monitored.
+    """Times of every step, printed on rank 0 and written to ``monitor``.
 
     A time is the sum over a step's micro-steps. Backward contains reductions, which run
     concurrently. Parts that run outside the engine's methods are "not measured".
@@ -191,8 +191,8 @@ class MemoryBreakdown(StepObserver):
 class FlopsProfiler(StepObserver):
     """Counter of this rank's operations in step ``profile_step``, by torch's `FlopCounterMode`.
 
-    Counts matrix products, convolutions and attention: in forward by module, in backward with
-    recomputation.
+    Counts matrix products, convolutions and attention. The count of forward is by module. The count
+    of backward includes recomputation.
     """
 
     def __init__(self, settings: FlopsProfilerSettings, *, say: Callable[[str], None]) -> None:
@@ -219,7 +219,7 @@ class FlopsProfiler(StepObserver):
         self.backward += sum(self._end().get(_ALL, {}).values())
 
     def begin_plain_backward(self) -> None:
-        """Note that this backward is not counted: a counter cannot start during a backward."""
+        """Record that this backward is not counted: a counter cannot start during a backward."""
         if self._step == self._settings.profile_step:
             self._is_backward_counted = False
 
@@ -318,7 +318,7 @@ class CommunicationLog(StepObserver):
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Print the bytes sent so far, on rank 0 (``deepspeed.comm.log_summary``).
 
-    ``return_dict`` returns the numbers, on every rank.
+    With ``return_dict`` it also returns the numbers, on every rank.
 
     Raises:
         ValueError: ``show_straggler`` is true, or no engine logs its communication.

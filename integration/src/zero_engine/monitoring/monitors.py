@@ -1,7 +1,7 @@
 """Observers of an engine's steps, and sinks of scalars: TensorBoard, CSV files, Comet and others.
 
-An engine calls its observers at the borders of forward, backward and step, in the order of its
-list. Observers change no number of the training.
+An engine calls its observers at the start and end of forward, backward and step, in the order of
+its list. Observers do not change the results of training.
 
 Names, files and folders are DeepSpeed's, so that programs that read DeepSpeed's logs can read
 these. A scalar is a name ("Train/Samples/lr"), a value, and the number of samples so far.
@@ -137,7 +137,7 @@ class StepFacts:
 class StepObserver:
     """Observer that the engine calls on every rank.
 
-    Each ``end_`` method is called even if the part that it ends has raised an error.
+    `end_forward`, `end_backward` and `end_step` are called even if their part raised an error.
     """
 
     def begin_forward(self) -> None:

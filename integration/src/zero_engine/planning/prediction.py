@@ -1,14 +1,14 @@
 """Time of an optimizer step from the rates of a machine.
 
 [Note: one step]
-The simulated program is that of `zero_core.core.passes` on one rank. A unit's gather is launched
-one unit before its use, in forward and backward. A unit's reduction starts when its gradients are
-complete, and is waited for one unit later. Block inputs that are kept on the host are copied down
-in forward, and up one unit ahead in backward. Gradients of tied weights are copied up before the
-root's backward. Then a small all-reduce decides whether the step is taken, and the device and the
-host update their parts. The host updates in backward if nothing can cancel the step
-(`zero_core.step.update`). A unit's next forward waits for its update. `NUM_STEPS` steps are
-simulated (`zero_engine.planning.schedule`), and the last one counts.
+The simulated program is that of `zero_core.core.passes` on one rank. A unit's all-gather is
+launched one unit before its use, in forward and backward. A unit's reduce-scatter starts when its
+gradients are complete, and is waited for one unit later. Block inputs that are kept on the host are
+copied to it in forward, and back one unit ahead in backward. Gradients of tied weights are copied
+back before the root's backward. Then a small all-reduce decides whether the step is taken, and the
+device and the host update their parts. The host updates earlier, in backward, if nothing can cancel
+the step, or if an undo log has room for the old values. A unit's next forward waits for its update.
+`NUM_STEPS` steps are simulated (`zero_engine.planning.schedule`), and the last one counts.
 
 With the vertical schedule (`zero_core.vertical.schedule`) one pass has all micro-batches of a step,
 and each micro-batch's gradient of a unit is reduced separately.
@@ -98,7 +98,7 @@ class StepShape:
 
     Attributes:
         has_sharded_params: whether parameters are released after use.
-        is_added_by_tier: whether a state tier gets the gradient of each micro-step.
+        is_added_by_tier: whether an offload tier sums the gradients of the micro-steps.
         is_in_backward: whether the host's update in backward is final.
         undo_share: share of the host's elements whose update in backward fits the undo log.
         agree: resource and seconds of the small all-reduce of [Note: one step].
@@ -313,7 +313,7 @@ class Prediction:
 def run_steps(shape: StepShape, units: Sequence[UnitTime], cores: float | None) -> StepProgram:
     """Simulate `NUM_STEPS` steps.
 
-    An update that precedes the step's decision is void if the host has not begun it by then. The
+    An update before the step's decision is void if the host has not begun it by that time. The
     simulation is then repeated with the unit's update after the decision, without an undo log.
     """
     while True:
@@ -329,7 +329,7 @@ def run_steps(shape: StepShape, units: Sequence[UnitTime], cores: float | None) 
 
 
 class StepProgram:
-    """Simulates the engine's program, one step per call of `step`. See [Note: one step].
+    """Simulation of the engine's program, one step per call of `step`. See [Note: one step].
 
     For each step, ``ends`` has the computing thread's final work. Three attributes describe the
     newest step: ``last`` is all its work, ``decided`` is the all-reduce that decides whether it is

@@ -41,7 +41,7 @@ FORMAT = "zero calibration 1"
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by amount, piecewise linear.
+    """Seconds as a piecewise linear function of an amount.
 
     Attributes:
         points: ``(amount, seconds)`` by rising amount. Below the first point the seconds are

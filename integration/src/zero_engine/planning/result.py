@@ -8,7 +8,7 @@ copies   between a device and its host
 host     the host's update
 file     reads and writes of NVMe offload
 
-A lane's seconds are the sum of its work. Lanes overlap, so their sum exceeds the step. If ranks
+A lane's seconds are the sum of its work. Lanes overlap, so their sum can exceed the step. If ranks
 compute on the CPU, the computing thread also copies data of the same node: the lane is then
 "gather" or "reduce", and the copy delays "compute".
 """
@@ -53,7 +53,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """Lane with the most busy seconds. The step cannot be shorter than these."""
+        """Lane with the most busy seconds, which are a lower bound of the step's time."""
         return max(LANES, key=lambda lane: self.lanes[lane])
 
     @property

@@ -72,7 +72,7 @@ class Schedule:
         """Set the start and stop of each piece of work.
 
         Raises:
-            ValueError: work depends on work that comes later on its resource.
+            ValueError: work depends on work that follows it on its resource.
         """
         followers: dict[int, list[Work]] = {}
         queues: dict[str, deque[Work]] = {name: deque() for name in IN_ORDER}

@@ -2,8 +2,8 @@
 
 [Note: choices by time]
 Choices whose seconds per sample are within `WORTH` of the least count as equal: predictions are not
-more exact. Among equal choices the best is the configuration itself, or else the choice whose
-placement changes the fewest keys, then the smallest ratio, then the least device memory.
+more exact. Among equal choices the best is the configuration itself. Otherwise the best has a
+placement that changes the fewest keys, then the smallest ratio, then the least device memory.
 
 Other placements are tried with the configured variant and the best one, or with all variants if
 nothing fits. Other schedules are tried with the `NUM_LEADERS` fastest choices. Choices that change

@@ -9,10 +9,10 @@ from zero_engine.terminal import require
 
 
 def write_report(run: str | Path, path: str | Path, *, memory_limit: int | None = None) -> Path:
-    """Write the page about a run. Entry point of zero-core. Needs the extra "report".
+    """Write an HTML page about a run. zero-core calls it by entry point. Needs the extra "report".
 
     ``run`` is the folder of the run, or of its records. ``memory_limit`` is the bytes that a rank
-    may take. None: the memory of its device, or its share of the host's.
+    may use. None means the memory of its device, or its share of the host's.
 
     Raises:
         ConfigError: there are no records, or the page cannot be written.

@@ -86,7 +86,7 @@ def bounds(found: Measured) -> dict[str, float]:
 
 
 def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Cause]]:
-    """Return the verdict on a run, with the report's first sentence, and its causes."""
+    """Return the verdict on a run, which has the report's first sentence, and the causes."""
     limit = memory_limit or memory_of(found)
     causes = diagnose(found, limit)
     peak = max((rank.peak_bytes for rank in found.ranks), default=0)

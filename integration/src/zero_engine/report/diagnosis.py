@@ -1,7 +1,7 @@
 """Causes that limit a run, and the change with the largest predicted gain.
 
-Each rule looks for one cause in the usual step. The rule predicts the step's time without the cause
-from the run's own times. The rule with the largest gain gives the verdict. Two causes precede all
+Each rule detects one cause in the usual step, and predicts the step's time without the cause from
+the run's own times. The cause with the largest gain determines the verdict. Two causes precede all
 others: gradients that are not finite, and memory that is nearly used up.
 """
 
@@ -31,7 +31,7 @@ _COPY_RATIO = 3.0
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that costs a run time, memory or steps, and a change against it.
+    """Cause of lost time, memory or steps, and a change that removes it.
 
     Attributes:
         sentence: end of the sentence "the limit is ...".

@@ -43,7 +43,7 @@ WAITS = {
 class Rank:
     """One rank's records. If a step was repeated after a restart, its last record counts.
 
-    ``run`` is the last of ``starts`` that took a step, and ``config`` is in effect in that start.
+    ``run`` is the last of ``starts`` that took a step, if any did. ``config`` is its configuration.
     """
 
     starts: Sequence[RunRecord]
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Configuration in effect without defaults, as a plan takes it."""
+        """Configuration in effect without defaults, in the form that a plan accepts."""
         return self.ranks[0].config.model_dump(
             mode="json", exclude_defaults=True, exclude={"step_records"}
         )
@@ -164,7 +164,7 @@ def _read_rank(file: Path) -> Rank | None:
 
 
 def _resumed(records: Sequence[Record]) -> list[Record]:
-    """Return the records, with ``first_step`` of each start set to the step that it resumed after.
+    """Set ``first_step`` of each start's record to the step after which the start resumed.
 
     An engine that records by its configuration starts to record before it loads a checkpoint.
     """
@@ -205,7 +205,7 @@ def _given(folder: Path) -> dict[str, Any] | None:
 class RankStep:
     """Usual step of one rank, in seconds: own work by place, waits by reason, and concurrent lanes.
 
-    ``held_bytes`` is the median after a step. ``samples`` are the rank's in a step.
+    ``held_bytes`` is the median memory after a step. ``samples`` counts this rank's samples.
     """
 
     seconds: float

@@ -137,11 +137,11 @@ def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str
 
 @contextmanager
 def process_number_saved(*, is_asked: bool) -> Iterator[None]:
-    """Keep this process's number in ``/tmp/NUMBER.deepspeed``, as DeepSpeed's ``--save_pid``."""
+    """Keep a file ``/tmp/PID.deepspeed`` with this process's id, as DeepSpeed's ``--save_pid``."""
     path = Path("/tmp", f"{os.getpid()}.deepspeed")
     if is_asked:
         try:
-            path.unlink(missing_ok=True)  # a killed process may have had the same number
+            path.unlink(missing_ok=True)  # a killed process may have had the same id
             # "x" does not follow another user's link.
             with path.open("x", encoding="utf-8") as file:
                 file.write(str(os.getpid()))
@@ -242,7 +242,7 @@ def _commands_of_nodes(parsed: Namespace, hosts: Hosts, arguments: Sequence[str]
 
 
 def _show_devices(slots: Sequence[int]) -> None:
-    """Hide all devices but ``slots``, indices of this process's visible devices, from ranks."""
+    """Hide devices other than ``slots`` from ranks. Slots index this process's visible devices."""
     count = torch.accelerator.device_count()
     if not count:
         return  # without accelerators a slot is just a rank

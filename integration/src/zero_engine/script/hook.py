@@ -84,7 +84,7 @@ def record_uncaught() -> None:
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         shown(kind, error, trace)
-        # A forked child keeps the hook, but has another process number.
+        # A forked child keeps the hook, but has another process id.
         if issubclass(kind, Exception) and own == f"{os.getpid()} {path}":
             with suppress(ImportError):  # zero_core itself may be missing
                 from zero_core.adapters import write_error_file
@@ -186,12 +186,12 @@ def _mended(
 
 
 def mend_accelerate(module: Any) -> None:
-    """Let accelerate see all ranks with DeepSpeed on machines without an accelerator.
+    """Make accelerate use all ranks with DeepSpeed on machines without an accelerator.
 
-    accelerate (1.15, ``PartialState.__init__``) asks ``_prepare_backend`` for the backend. Without
-    an accelerator and with ``cpu=False``, as for DeepSpeed, the answer is None. accelerate then
-    joins the group, but takes every rank for the only process: each would read all data and write
-    every file. Here the answer is gloo.
+    accelerate (1.15, ``PartialState.__init__``) calls ``_prepare_backend`` for the backend. Without
+    an accelerator and with ``cpu=False``, as for DeepSpeed, the result is None. accelerate then
+    joins the group, but treats every rank as the only process: each would read all data and write
+    every file. Here the result is gloo.
     """
     state = module.PartialState
     prepare = state._prepare_backend
@@ -281,7 +281,7 @@ def mend_resizing(module: Any) -> None:
 
 
 def _gathering(resize: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``resize``, a method of a model, with the module's parameters gathered around it."""
+    """Wrap ``resize``, a method of a model, to gather the parameters of the resized module."""
 
     @wraps(resize)
     def resize_gathered(self: Any, old: Any, *args: Any, **kwargs: Any) -> Any:

@@ -59,13 +59,12 @@ PROGRAM = (
 def run_program(arguments: Sequence[str]) -> int:
     """Run ``[launcher's options] script.py arguments`` with the hook. Returns the exit code.
 
-    Options are torchrun's and those of DeepSpeed's launcher. Two cases replace this process by the
-    program: this process is a rank already, or the program is a launcher. A process is a rank if it
-    has a launcher's variables, or if srun or mpirun started several processes and no option is
-    given.
+    Options are torchrun's and those of DeepSpeed's launcher. The program replaces this process if
+    this process is a rank already, or if the program is a launcher. A process is a rank if it has a
+    launcher's variables, or if srun or mpirun started several processes and no option is given.
 
     Raises:
-        ConfigError: options are given although no ranks are started, or as `rank_variables`.
+        ConfigError: options are given although no ranks are started, or `rank_variables` fails.
     """
     pass_on_warnings()
     parser = _parser()
@@ -88,7 +87,7 @@ def run_program(arguments: Sequence[str]) -> int:
             ranks = variables["WORLD_SIZE"]
             print(f"zero-engine run: srun or mpirun started the {ranks} ranks", file=sys.stderr)
     if is_under_launcher() or is_launcher:
-        if given:  # no torchrun is started that could take the options
+        if given:  # no torchrun is started that could use the options
             raise ConfigError(
                 f"{given[0]} was given, but 'zero-engine run' starts no ranks here: this process "
                 f"is a rank already, or {parsed.training_script} starts them; give the option there"
@@ -103,7 +102,7 @@ def run_program(arguments: Sequence[str]) -> int:
     for line in carry_out(parsed, parser, arguments):
         _say(parsed, line)
     _check_startable(parsed)
-    _give_local_rank(parsed, macros.local_rank)  # torchrun replaces the macro by each rank's number
+    _give_local_rank(parsed, macros.local_rank)  # torchrun replaces the macro by the local rank
     if parsed.nnodes in ("1", "1:1") and has_default["rdzv_endpoint"]:
         # A single machine uses a free port in place of torchrun's fixed one.
         parsed.standalone = all(has_default.values())
@@ -119,7 +118,7 @@ def _parser() -> ArgumentParser:
     """Return torchrun's parser with DeepSpeed's options. Default: a rank per accelerator."""
     parser: ArgumentParser = get_args_parser()
     parser.prog = "zero-engine run"
-    parser.allow_abbrev = False  # else --save could mean --save_pid
+    parser.allow_abbrev = False  # otherwise --save could mean --save_pid
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(max(1, torch.accelerator.device_count())))
     parser.set_defaults(local_rank=None)
@@ -154,7 +153,7 @@ def _check_startable(parsed: Namespace) -> None:
 
 
 def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
-    """Give the script ``--local_rank=local_rank`` if it declares that. See [Note: local ranks]."""
+    """Pass ``--local_rank`` to the script if it declares that option. See [Note: local ranks]."""
     arguments = parsed.training_script_args
     if any(argument.partition("=")[0] == OPTION for argument in arguments):
         return
@@ -251,7 +250,7 @@ class Source(NamedTuple):
 
 
 def source_of(program: str, *, is_module: bool) -> Source | None:
-    """Return the code that ``python program`` or ``python -m program`` runs, None if not found."""
+    """Return the code that ``python program`` or ``python -m program`` runs, or None."""
     if not is_module:
         path = Path(program)
         return Source(path, path.parent) if path.is_file() else None

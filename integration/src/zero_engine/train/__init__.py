@@ -1,1 +1,1 @@
-"""The train program: a GPT-2 on plain text. Copy `program`, and change it."""
+"""Program that trains a GPT-2 on plain text. Copy `program` as the start of your own."""

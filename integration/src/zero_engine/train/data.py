@@ -1,10 +1,10 @@
-"""Text in, batches of token ids out.
+"""Conversion of a text to batches of token ids.
 
-The last part of the text is **held out**, the rest is trained on. Each part is cut into **windows**
+The last part of the text is **held out**, and training uses the rest. Both are cut into **windows**
 of ``context`` tokens. Rank 0 writes both parts to a file in the run's folder. All ranks map that
 file, also in a resumed run, which therefore does not need the original text.
 
-A rank's windows are a pure function of (seed, step, rank): resuming needs only the step's number.
+A rank's windows depend only on the seed, step, rank and batch size: resuming needs only the step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 
 def read_text(path: str | None) -> str:
-    """Return the text of the file at ``path``. None: the source of Python's standard library."""
+    """Return the text of the file at ``path``, or by default Python's standard library's source."""
     if path is None:
         return _read_stdlib()
     file = Path(path)
@@ -78,7 +78,7 @@ def _read_stdlib() -> str:
 
 
 def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE as GPT-2's, which needs no unknown token."""
+    """Train a byte-level BPE like GPT-2's, which needs no unknown token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -163,7 +163,7 @@ class Corpus:
         """Yield this rank's part of the first ``max_windows`` held-out windows, as int64 batches.
 
         Every rank gets the same number of batches, since each forward is a collective. If the
-        windows do not divide evenly, some windows are used twice.
+        windows do not divide evenly, some windows are used more than once.
         """
         num_windows = min(max_windows, len(self.held_out))
         num_batches = -(-num_windows // (world_size * micro_batch_size))
@@ -180,7 +180,7 @@ def _permutation(length: int, seed: int, epoch: int) -> Tensor:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield ``text`` in order, in pieces of whole lines with at least 20,000 characters."""
+    """Yield ``text`` in pieces of whole lines with at least 20,000 characters, but for the last."""
     piece: list[str] = []
     num_chars = 0
     for line in text.splitlines(keepends=True):

@@ -84,7 +84,7 @@ def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | Non
 def launch(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0) -> int:
     """Run ``zero-engine ARGUMENTS`` on every rank. Returns the exit code of `run_ranks`.
 
-    After a rank has failed, all are restarted, at most ``max_restarts`` times.
+    After a rank has failed, all ranks are restarted, at most ``max_restarts`` times.
     """
     for name, value in rank_environment(num_ranks).items():
         os.environ.setdefault(name, value)

@@ -43,7 +43,7 @@ class StepRecord:
 
 
 class Reporter:
-    """Writer of records to the screen and to the logs. A context manager.
+    """Context manager that writes records to the screen and to the logs.
 
     A terminal shows a bar with the unit being computed. Otherwise a line names the unit, after each
     minute without output.
@@ -137,7 +137,7 @@ class Reporter:
 
 
 class _PlaceColumn(ProgressColumn):
-    """Progress column with the unit being computed, as "backward of unit 3 (transformer.h.2)"."""
+    """Progress column with the running work, such as "backward of unit 3 (transformer.h.2)"."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()

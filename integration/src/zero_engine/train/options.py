@@ -82,7 +82,7 @@ class RunSettings(BaseModel):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RunSettings:
-        """Return the settings with ``values``. Raises ConfigError that names a wrong option."""
+        """Return the settings with ``values``. A wrong option raises ConfigError with its name."""
         try:
             return cls(**values)
         except ValidationError as error:
@@ -105,5 +105,5 @@ class RunSettings(BaseModel):
         return self
 
     def is_save_due(self, step: int) -> bool:
-        """Return whether a checkpoint follows a step, in a run without a stop request."""
+        """Return whether a checkpoint is due after ``step``, without a stop request."""
         return self.save and (step == self.steps or step % self.save_every == 0)

@@ -5,8 +5,8 @@ Five calls concern ZeRO: `zero_core.build`, then ``engine(...)``, ``engine.train
 ``accumulation_schedule`` may choose the order of a step's work. The model is an ordinary
 transformers model.
 
-Ranks, folder, text and logs are a `TrainingRun` of `zero_engine`, which a copy imports.
-``zero-engine train`` runs this program under torchrun on every rank.
+A `TrainingRun` manages ranks, folder, text and logs. A copy of this file imports it from
+`zero_engine`. ``zero-engine train`` runs this program under torchrun on every rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
 def train_in(run: TrainingRun) -> signal.Signals | None:
     """Train, and write the results. Returns the signal that ended the run early, if any."""
     make_deterministic(run.settings.seed, run.device)
-    # The whole model is never on one rank.
+    # Deferred, so that no rank ever holds the whole model.
     with working("making the model"), zero_core.deferred_init():
         model = build_model(run.settings, run.corpus.vocab_size)
     engine = zero_core.build(model, run.config)  # build() shows its own progress
@@ -116,7 +116,7 @@ def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> Tensor:
         return loss
 
     engine.train_batch(batches, compute_loss, client_state={"step": step + 1})
-    # With "auto", a failed vertical step is repeated horizontally: its last losses count.
+    # If "auto" repeats a failed vertical step with the horizontal schedule, only that pass counts.
     last = losses[-engine.gradient_accumulation_steps :]
     return torch.stack(last).to(torch.float64).sum()
 
@@ -161,7 +161,7 @@ def build_model(settings: RunSettings, vocab_size: int) -> GPT2LMHeadModel:
 
 
 def make_deterministic(seed: int, device: torch.device) -> None:
-    """Make equal runs give equal bits, so that a resumed run can be compared."""
+    """Make repeated runs bit-identical, so that a resumed run can be compared."""
     torch.manual_seed(seed)  # every rank must start from the same weights
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,9 +1,9 @@
-"""Lock of a run's folder, and the launch that a run belongs to.
+"""Lock of a run's folder, and identification of the launchers that started the run.
 
 torchrun restarts the ranks if one has failed (``--max-restarts``) or if nodes join or leave
-(``--nnodes 1:2``), each time with the first start's command line. The folder therefore keeps the
-numbers of the launch that began the run. Ranks of the same launch continue the run, whatever their
-command line says.
+(``--nnodes 1:2``), each time with the first start's command line. The folder therefore keeps a
+number for each launcher of the last start. Ranks of the same launcher continue the run, even if
+their command line requests a new one.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _has_flock(folder: Path) -> bool:
 
 
 def launch_numbers(device: torch.device) -> list[int]:
-    """Return a number for each launcher process of this job. Every rank must call it.
+    """Return a number that identifies each launcher process of this job. Every rank must call it.
 
     Empty without torchrun: other launchers do not restart ranks.
     """
@@ -127,7 +127,7 @@ def launch_numbers(device: torch.device) -> list[int]:
 
 
 def belongs_to(folder: RunFolder, numbers: list[int]) -> bool:
-    """Return whether one of the launchers ``numbers`` began or continued the run in ``folder``."""
+    """Return whether one of the launchers ``numbers`` made the last start of the folder's run."""
     try:
         known = json.loads(folder.launchers.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -77,7 +77,7 @@ class RunFolder:
 def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
     """Return the settings of a new run: ``options`` that are not None, over the defaults.
 
-    With `Start.AUTO` a new folder may have checkpoints elsewhere, as on a replaced machine.
+    With `Start.AUTO` a new folder may have checkpoints elsewhere, such as on a replaced machine.
     """
     given = {k: _canonical(k, v) for k, v in options.items() if v is not None}
     _check_saving(given)

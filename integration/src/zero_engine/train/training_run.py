@@ -1,6 +1,7 @@
 """Training run without its loop: ranks, folder, text, stop requests, logs and results.
 
-`program` has the loop. Every rank must call all functions here. Rank 0 writes logs and results.
+`program` has the loop. Every rank must call the functions here, except `clear_run` and `plot_run`,
+which only rank 0 calls. Rank 0 writes logs and results.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class TrainingRun:
         return {"step": step, "sha256_of_text": self.corpus.sha256_of_text}
 
     def first_step(self, client_state: Mapping[str, Any] | None) -> int:
-        """Return the checkpoint's number of steps, 0 without a checkpoint."""
+        """Return the checkpoint's number of steps, or 0 without a checkpoint."""
         if client_state is None:
             return 0
         if client_state.get("sha256_of_text") not in (None, self.corpus.sha256_of_text):
@@ -158,9 +159,9 @@ class TrainingRun:
     def end_step(
         self, engine: zero_core.Engine, step: int, loss: Tensor, learning_rate: float
     ) -> signal.Signals | None:
-        """Log a step. Returns the signal that asks the run to stop before its end, if any.
+        """Log a step. Returns the signal that requests an early stop, if any.
 
-        ``loss`` is the sum of this rank's micro-batches: 0-dim, float64, on the device.
+        ``loss`` is the sum over this rank's micro-batches: 0-dim, float64, on the device.
         """
         # One small all-reduce has all values that ranks exchange after a step.
         held = [0.0] * engine.world_size
@@ -240,7 +241,7 @@ def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
         has_checkpoint = folder.has_checkpoint and (is_again or start is Start.AUTO)
         if (has_checkpoint and folder.has_run) or (start is Start.RESUME and not is_again):
             agreed.update(run=resumed_run(options).model_dump(), is_resumed=True)
-        elif not is_again:  # else the folder is prepared, and states may be in memory
+        elif not is_again:  # otherwise the folder is prepared, and states may be in memory
             settings = fresh_run(options, start)
             config, text = engine_config(settings.config), read_text(settings.data)
             clear_run(folder, keeps_checkpoints=has_checkpoint)

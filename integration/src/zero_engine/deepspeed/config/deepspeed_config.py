@@ -79,13 +79,13 @@ Attributes of refused parts (model parallelism, the hybrid engine, ...) are not 
 
 
 class DeepSpeedConfig:
-    """A configuration, resolved for the present ranks. ``engine._config`` is one. Do not change it.
+    """Read-only configuration, resolved for the current ranks, such as ``engine._config``.
 
-    Its attributes are the top-level keys of the configuration, and `NAMES`.
+    Its attributes include the fields of `Config` and `Settings`, and `NAMES`.
     """
 
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
-        """Read ``config``: a dict, a file's path, or base64 of JSON.
+        """Read ``config``: a dict, a file's path, a JSON text, or its base64.
 
         ``mpu`` is Megatron's parallel state. Raises ConfigError if a value is not served, and
         NotServedError for ``mesh_device``.
@@ -101,7 +101,7 @@ class DeepSpeedConfig:
     def of(
         cls, settings: Settings, resolved: Config, rank: int, world_size: int
     ) -> DeepSpeedConfig:
-        """Return the configuration that was read as ``settings`` and ``resolved``."""
+        """Wrap a configuration that has been read and resolved already."""
         made = cls.__new__(cls)
         made._fill(settings, resolved, rank, world_size)
         return made

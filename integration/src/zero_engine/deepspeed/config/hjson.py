@@ -132,7 +132,7 @@ class _Reader:
         found = _QUOTED.match(self._text, self._at)
         if found is None:
             self._fail("the string that begins here has no end on its line")
-        # JSON does not escape single quotes, and must escape double quotes.
+        # JSON has no escape for single quotes, and requires one for double quotes.
         plain = {"\\'": "'", '"': '\\"'}
         inner = re.sub(r'\\.|"', lambda match: plain.get(match[0], match[0]), found["inner"])
         try:
@@ -143,7 +143,7 @@ class _Reader:
         return value
 
     def _long_string(self) -> str:
-        """Read a string between triple quotes, without the opening quotes' indentation."""
+        """Read a string in triple quotes. Removes the indentation of the opening quotes."""
         begin = self._at
         indent = begin - (self._text.rfind("\n", 0, begin) + 1)
         end = self._text.find(_LONG_QUOTE, begin + 3)
@@ -158,7 +158,7 @@ class _Reader:
         return "\n".join([first, *lines]).removesuffix("\n")
 
     def _next(self) -> str:
-        """Advance to the next character that is neither space nor comment. "" is the end."""
+        """Advance to the next character that is neither space nor comment. Returns it, or ""."""
         space = _SPACE.match(self._text, self._at)
         assert space is not None
         self._at = space.end()

@@ -48,7 +48,7 @@ from zero_engine.monitoring.monitors import (
 
 
 class Refusal(NamedTuple):
-    """A key that is refused, except for its ``harmless`` values and blocks that are not enabled."""
+    """Rule of a refused key: only its ``harmless`` values and disabled blocks are accepted."""
 
     harmless: tuple[Any, ...]
     reason: str
@@ -262,7 +262,7 @@ def modernise(config: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
 
 def as_bool(path: str, value: Any) -> bool:
-    """Return ``value`` as the boolean that DeepSpeed reads it as."""
+    """Return the boolean that DeepSpeed reads ``value`` as, or raise ConfigError."""
     found = as_kind(value, bool)
     if not isinstance(found, bool):
         raise ConfigError(f"{path}: expected true or false, found {shown(value)}")
@@ -301,11 +301,11 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         zero = core[_ZERO] = dict(core[_ZERO])
         block = zero.get("offload_param")
         has_offload = isinstance(block, Mapping) and block.get("device", "none") != "none"
-        if has_offload and zero.get("stage", 0) != 3:  # then DeepSpeed ignores it
+        if has_offload and zero.get("stage", 0) != 3:  # DeepSpeed ignores it below stage 3
             text = "used at stage 3 only: at lower stages every rank holds all parameters"
             tell(f"{_ZERO}.offload_param", dict(zero.pop("offload_param")), text)
     core["data_types"] = _data_types(core)
-    if "fp16" in core:  # `Settings` has auto_cast, not zero-core
+    if "fp16" in core:  # auto_cast is a field of `Settings` and no key of zero-core
         as_bool("fp16.auto_cast", core["fp16"].get("auto_cast", False))
         core["fp16"] = {k: v for k, v in core["fp16"].items() if k != "auto_cast"}
         asked = as_whole(core["fp16"].get("hysteresis", 2))
@@ -359,7 +359,7 @@ def keep_bf16_moments(core: dict[str, Any]) -> None:
 
 
 def keep_updates_to_steps(core: dict[str, Any]) -> None:
-    """Disable ``update_in_backward`` in ``core``, because any backward may be the last one."""
+    """Disable ``update_in_backward`` in ``core``: any backward may be the last one of a step."""
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
     if offload.get("device", "none") == "none":
@@ -374,7 +374,7 @@ def keep_updates_to_steps(core: dict[str, Any]) -> None:
 
 
 def _data_types(core: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``data_types``. By default buffers keep their dtype."""
+    """Return ``data_types`` with zero-core's dtype names. By default buffers keep their dtype."""
     types = {"buffer_dtype": _AS_MADE, **core.get("data_types", {})}
     for key in ("buffer_dtype", "grad_accum_dtype", "param_dtype"):
         if key in types:
@@ -426,7 +426,7 @@ PATHS: Mapping[str, str] = {
 
 
 class Note(NamedTuple):
-    """A key that has no effect, or another effect than expected."""
+    """A key that has no effect, or an effect that a user may not expect."""
 
     path: str
     value: Any
@@ -440,7 +440,7 @@ class Settings:
     Attributes:
         core: configuration for `zero_core.build`, with DeepSpeed's defaults.
         steps_per_print: None means never.
-        managed_gradient_accumulation: False: each ``step()`` ends an optimizer step.
+        managed_gradient_accumulation: if False, each ``step()`` updates the parameters.
         allows_untested_optimizer: False refuses an optimizer that DeepSpeed calls untested. None, a
             missing key, allows it.
     """
@@ -479,7 +479,7 @@ def load(source: Source) -> dict[str, Any]:
 
 
 def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
-    """Return the text, and the name that error messages give it."""
+    """Return the text of ``source``, and its name in error messages."""
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return source, "the configuration"
     path = Path(source)
@@ -512,11 +512,11 @@ _Parsed = TypeVar("_Parsed", bound=pydantic.BaseModel)
 
 
 def read(config: Source) -> Settings:
-    """Read DeepSpeed's configuration: a dict, a file's path, a JSON text, or base64 of one.
+    """Read DeepSpeed's configuration: a dict, a file's path, a JSON text, or its base64.
 
-    It prints nothing and does not change ``config``. `zero_core.build` resolves the batch triple,
+    It prints nothing and does not change ``config``. `zero_core.build` resolves the batch sizes,
     because it knows the number of ranks. Raises ConfigError if a key has a value that is not
-    served. The message has advice.
+    served.
     """
     raw = load(config)
     sorter = _Sorter()
@@ -564,7 +564,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
 
 
 class _Sorter:
-    """Sorts a configuration into ``core`` for zero-core, ``own`` by path, and ``notes``."""
+    """Sorter of a configuration into ``core`` for zero-core, ``own`` by path, and ``notes``."""
 
     def __init__(self) -> None:
         self.core: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Checkpoints under DeepSpeed's names: ``global_step{N}``, ``latest``, a client state.
 
 The format is `zero_core.checkpoint`'s: safetensors and a manifest. Nothing is pickled: a client
-state is JSON and small tensors. There are small files of DeepSpeed's names: see [Note: stand-in
-files] in `zero_engine.deepspeed.checkpoint`.
+state is JSON and small tensors. Small files have DeepSpeed's names: see [Note: stand-in files] in
+`zero_engine.deepspeed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ main()
 
 
 class Checkpoints(Facts):
-    """Saving and loading. A base class of the engine."""
+    """Base class of the engine: saving and loading of checkpoints."""
 
     module: nn.Module
     global_samples: int
@@ -52,11 +52,11 @@ class Checkpoints(Facts):
     ) -> bool:
         """Write a complete checkpoint, as ``save_dir/global_step{N}`` unless ``tag`` is given.
 
-        Every rank must call it. ``client_state`` is JSON and small tensors. During gradient
-        accumulation the gradient so far is not saved, with a warning: after a load, the step starts
-        again. If ranks give different tags, ``checkpoint.tag_validation`` decides: by default rank
-        0's is used, with a warning. An engine without an optimizer saves all parameters and the
-        buffers. The program ``zero_to_fp32.py`` is written into ``save_dir``.
+        Every rank must call it. ``client_state`` is JSON and small tensors. A partly accumulated
+        gradient is not saved, with a warning: after a load, the step starts again. If ranks pass
+        different tags, ``checkpoint.tag_validation`` decides: by default rank 0's is used, with a
+        warning. An engine without an optimizer saves all parameters and the buffers. The program
+        ``zero_to_fp32.py`` is written into ``save_dir``.
 
         Raises:
             ValueError: ``save_dir`` is empty or None.
@@ -164,12 +164,12 @@ class Checkpoints(Facts):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole model as one file, in the compute dtype. Return False if it is refused.
+        """Write the whole model as one file, in the compute dtype. Every rank must call it.
 
-        Every rank must call this method. The file is in safetensors format if its name ends in
-        ``.safetensors``, otherwise in torch's, readable by ``torch.load(..., weights_only=True)``.
-        As in DeepSpeed, stage 3 needs ``stage3_gather_16bit_weights_on_model_save``, else nothing
-        is written.
+        The file is in safetensors format if its name ends in ``.safetensors``, otherwise in
+        torch's, readable by ``torch.load(..., weights_only=True)``. As in DeepSpeed, nothing is
+        written at stage 3 without ``stage3_gather_16bit_weights_on_model_save``: the method then
+        returns False.
         """
         path = local_path(save_dir, "a model of DeepSpeed's names") / save_filename
         is_sharded = self.zero_optimization_partition_weights()
@@ -238,8 +238,8 @@ class Checkpoints(Facts):
     ) -> None:
         """Load the state dict ``checkpoint["module"]`` of rank 0 into the model.
 
-        Every rank must call it, and holds the whole model meanwhile, whatever ``fetch_z3_params``
-        is. Raises NotServedError for ``custom_load_fn`` and ``allowed_missing_keys``.
+        Every rank must call it, and needs memory for the whole model. ``fetch_z3_params`` has no
+        effect. Raises NotServedError for ``custom_load_fn`` and ``allowed_missing_keys``.
         """
         if custom_load_fn is not None:
             raise NotServedError("load_module_state_dict(custom_load_fn=...)")
@@ -251,7 +251,7 @@ class Checkpoints(Facts):
 
 
 def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | Path) -> str:
-    """Import a checkpoint into ``output`` on rank 0, if none is there. Returns the tag to load."""
+    """Import a checkpoint into ``output`` on rank 0, unless it has one. Returns the tag to load."""
     state = engine.core.sharded_state
 
     def on_rank_0() -> str:

@@ -1,4 +1,4 @@
-"""`DeepSpeedEngine`: a `zero_core.Engine` with DeepSpeed's methods.
+"""`DeepSpeedEngine`: a wrapper of `zero_core.Engine` with DeepSpeed's methods.
 
 Forward, backward and step are those of the core engine. This class adds DeepSpeed's counters,
 observers of steps, and accumulation boundaries that the script sets.
@@ -143,7 +143,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     Attributes that it lacks are looked up in the model.
 
     Attributes:
-        core: the engine that trains.
+        core: zero-core's engine or, without an optimizer, its model for evaluation.
         config: the configuration as it was given.
         optimizer: None if the engine only evaluates.
         client_optimizer, client_lr_scheduler: objects that `initialize` was given, or None.
@@ -174,7 +174,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.collate_fn = collate_fn
         self.optimizer = DeepSpeedOptimizer(core, self) if isinstance(core, Engine) else None
         if isinstance(core, Engine) and core.config.fp16.enabled:
-            core.loss_scaler.growth_delay = 1  # DeepSpeed's first growth window has a step more
+            core.loss_scaler.growth_delay = 1  # DeepSpeed's first growth window is one step longer
         self.global_samples = 0
         self._was_step_applied = False
         self.watch = Watch(settings, core, self.train_batch_size())
@@ -225,8 +225,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """Run backward of ``loss``, the mean over this rank's micro-batch. Every rank must call it.
 
         A plain ``loss.backward()`` does the same, except for fp16's loss scale: see `scale`. With
-        ``scale_wrt_gas`` the loss is divided by the micro-steps of a step. Returns ``loss``,
-        divided, without the loss scale.
+        ``scale_wrt_gas`` the loss is divided by the number of micro-steps per step. Returns the
+        divided ``loss``, without the loss scale.
         """
         core = self._live_core("backward")
         if loss.numel() != 1:
@@ -296,7 +296,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.watch.step_done(facts)
 
     def optimizer_step(self) -> None:
-        """End the step, for `DeepSpeedOptimizer.step`. Every rank must call it."""
+        """End the optimizer step. `DeepSpeedOptimizer.step` calls it. Every rank must call it."""
         core = self._live_core("optimizer.step")
         if not core.is_gradient_accumulation_boundary():
             raise RuntimeError(
@@ -347,7 +347,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         core.set_gradient_accumulation_boundary(is_boundary)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step, at every stage as plain torch does.
+        """Drop the gradients accumulated since the last step, at every stage, as torch does.
 
         At stages 2 and 3 DeepSpeed may keep gradients that are reduced already. Rank 0 logs this
         difference once.
@@ -368,9 +368,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on the rank in this context, within which ``step`` raises NoSyncError.
+        """Accumulate gradients on this rank without reduction, in this context.
 
-        Raises RuntimeError if the engine has no optimizer.
+        Within it, ``step`` raises NoSyncError. Raises RuntimeError without an optimizer.
         """
         core = self._training_core("no_sync")
         before, self._is_quiet = self._is_quiet, True
@@ -383,7 +383,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Reduce the gradients of all backwards in this context once, for the ``step`` after it.
+        """Sum the gradients of all backwards in this context, and reduce the sum for ``step``.
 
         The context spans all backwards of a step. Raises RuntimeError within itself or `no_sync`,
         without ``managed_gradient_accumulation``, and with ``gradient_accumulation_steps`` > 1.
@@ -441,9 +441,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """Do nothing: gradients are reduced as they become complete."""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the samples per step by the number of micro-steps. Call it at a step boundary.
+        """Set the samples per step by changing the micro-steps. Call it at a step boundary.
 
-        Raises ValueError unless they are a multiple of all ranks' samples per micro-step.
+        Raises ValueError unless it is a positive multiple of all ranks' samples per micro-step.
         """
         per_micro_step = self.train_micro_batch_size_per_gpu() * self.core.world_size
         if train_batch_size < 1 or train_batch_size % per_micro_step:
@@ -532,7 +532,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     get_type = partialmethod(_of_groups, "type")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepSpeedEngine:
-        """Accept ``to``, ``half``, ``cuda`` and the like if they change nothing."""
+        """Accept ``to``, ``half``, ``cuda`` and the like only if they change nothing."""
         for param in self.parameters():
             probe = torch.empty(0, dtype=param.dtype, device=param.device)
             if (fn(probe).dtype, fn(probe).device) != (probe.dtype, probe.device):
@@ -550,7 +550,7 @@ _num_divided = 0
 def average_plain_backwards(
     params: Iterable[nn.Parameter], num_micro_steps: Callable[[], int]
 ) -> list[Any]:
-    """Divide gradients of a plain ``loss.backward()`` by the micro-steps per step. Returns hooks.
+    """Make a plain ``loss.backward()`` divide gradients by the micro-steps. Returns the hooks.
 
     [Note: divided once]
     `DeepSpeedEngine.backward` divides the loss. In any other backward, a hook on each parameter
@@ -584,7 +584,7 @@ def _divided() -> Iterator[None]:
 
 
 def _zero_grad(engine: weakref.ref[DeepSpeedEngine], set_to_none: bool = True) -> None:
-    """Drop the gradients of ``engine``, for ``zero_grad`` of its model."""
+    """Drop the gradients of ``engine``. This replaces ``zero_grad`` of its model."""
     found = engine()
     if found is not None:
         found.zero_grad(set_to_none)

@@ -1,4 +1,4 @@
-"""Methods of DeepSpeed's names that return an engine's configuration and counters."""
+"""Methods under DeepSpeed's names that return an engine's configuration and counters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SAFE_MODULES = (
 
 
 def value_of(path: str) -> Callable[[Any], Any]:
-    """Return a method that returns the attribute ``path``, dotted, of its object."""
+    """Return a method that returns its object's attribute at the dotted ``path``."""
 
     def method(self: Any) -> Any:
         return reduce(getattr, path.split("."), self)
@@ -33,7 +33,7 @@ def value_of(path: str) -> Callable[[Any], Any]:
 
 
 class Facts:
-    """The configuration in effect and the counters. A base class of the engine."""
+    """Base class of the engine: its configuration and counters."""
 
     core: ShardedModel
     settings: Settings
@@ -121,7 +121,7 @@ class Facts:
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """Dtype of the reduction of gradients: the configuration's, else that of the parameters."""
+        """Dtype in which gradients are reduced: the configured one, or that of the parameters."""
         config: Config = self.core.config
         named = config.communication_data_type
         return _DTYPES[named] if named is not None else config.compute_dtype or torch.float32
@@ -215,7 +215,7 @@ _PATHS = {
 _ABSENT = {
     **dict.fromkeys(("get_model_parallel_rank", "get_tensor_parallel_rank", "autotp_size"), 0),
     "get_sequence_parallel_group": None,
-    "postscale_gradients": True,  # sums are in fp32, so dividing later is as exact
+    "postscale_gradients": True,  # gradients are summed in fp32, then divided
     "gradient_predivide_factor": 1.0,
     **dict.fromkeys(
         (

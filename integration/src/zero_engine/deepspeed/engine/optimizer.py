@@ -1,4 +1,4 @@
-"""Optimizer that `initialize` returns: real ``param_groups``, stepped by the engine."""
+"""Optimizer that `initialize` returns. It has the real ``param_groups``. The engine steps it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LossScaler:
     use_grad_scaling = property(value_of("_core.config.fp16.enabled"))
     scale_window = property(value_of("_core.loss_scaler.config.loss_scale_window"))
     min_scale = min_loss_scale = property(value_of("_core.loss_scaler.config.min_loss_scale"))
-    # Overflows until the scale is halved: `delayed_shift` at first, `cur_hysteresis` from now on.
+    # Overflows until the scale is halved: `delayed_shift` initially, `cur_hysteresis` at present.
     delayed_shift = property(value_of("_core.loss_scaler.config.hysteresis"))
     cur_hysteresis = property(value_of("_core.loss_scaler.hysteresis_left"))
     # Whether a step without overflow resets `cur_hysteresis`.
@@ -65,7 +65,7 @@ class LossScaler:
 
     @property
     def last_overflow_iter(self) -> int:
-        """Number of steps before the last overflow, -1 without an overflow."""
+        """Number of steps before the last overflow, or -1 if there was none."""
         return self._core.global_steps - self._core.loss_scaler.steps_since_overflow - 1
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -76,10 +76,10 @@ class LossScaler:
 class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
     """This rank's optimizer state by parameter, copied to the CPU when it is read.
 
-    A value is {} if this rank updates no element of the parameter, or before the first step.
-    Otherwise the value has ``step``, the optimizer's other numbers, and the states: at stage 0
-    whole and in the parameter's shape, else this rank's part, 1-D. A parameter that one rank
-    updates whole has the optimizer's own state, on that rank only. Reading needs no other rank.
+    A value is {} before the first step, or if this rank updates no element of the parameter.
+    Otherwise the value has ``step``, the optimizer's other scalars, and the states. At stage 0
+    states have the parameter's shape. At other stages they are this rank's part, 1-D. If one rank
+    updates a whole parameter, that rank has the optimizer's own state. Reading is not collective.
     """
 
     def __init__(self, core: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -131,8 +131,8 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """View of the optimizer that the engine steps. Schedulers accept it.
 
-    At stage 0 in fp32 DeepSpeed returns the optimizer itself. There the view compares equal to the
-    optimizer and is an instance of its class.
+    At stage 0 in fp32 DeepSpeed returns the optimizer itself. In that case the view compares equal
+    to the optimizer and is an instance of its class.
 
     Attributes:
         optimizer: the optimizer that was given, or made from the configuration.
@@ -163,7 +163,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         if core.config.zero_optimization.stage == 3:
             self.parameter_offload = ParameterOffload(core.module)
             core.remove_at_end([self.parameter_offload])
-        # Last, because torch's constructor needs `__class__` to be this class.
+        # Set last, because torch's constructor needs `__class__` to be this class.
         self._is_bare = not core.config.zero_optimization.stage and not core.config.compute_dtype
 
     @property  # type: ignore[misc]
@@ -261,9 +261,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank, at the same stage and world size.
 
-        Master weights are not included. No other rank takes part, so one rank may raise alone:
-        ValueError if groups, lengths or shapes differ, KeyError if the optimizer has no such state.
-        After an error nothing has been restored.
+        Master weights are not included. Ranks do not communicate, so one rank may raise alone.
+        Raises ValueError if groups, lengths or shapes differ, and KeyError if the optimizer has no
+        such state. After an error nothing has been restored.
         """
         groups, saved = self.param_groups, state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
@@ -291,5 +291,5 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in kept.items() if key != "params"})
 
     def stepped(self) -> None:
-        """Record a step for torch's schedulers, which warn without one. Called by the engine."""
+        """Mark the optimizer as stepped, because torch's schedulers warn otherwise."""
         self._opt_called = True

@@ -16,7 +16,7 @@ from zero_engine.deepspeed.errors import NotServedError
 
 
 class OpBuilder:
-    """An operation: DeepSpeed's ``NAME``, and the installed module, None if it is not served."""
+    """Operation with DeepSpeed's ``NAME`` and an installed ``module``, None if it is not served."""
 
     NAME: ClassVar[str]
     module: ClassVar[ModuleType | None] = None

@@ -7,9 +7,9 @@ classes update on any device. Common arguments:
     betas                   decay of the first and second moment, in [0, 1)
     eps                     added to the denominator
     bias_correction         divide the moments by ``1 - beta ** step``
-    adamw_mode, adam_w_mode AdamW; otherwise the weight decay is L2
+    adamw_mode, adam_w_mode True: AdamW. False: Adam with L2 weight decay
     amsgrad                 refused with a RuntimeError
-    fp32_optimizer_states   False: moments in bf16; Adam only, else ValueError
+    fp32_optimizer_states   False: moments in bf16 (Adam), or ValueError (Adagrad, Lion)
     set_grad_none           default of the argument of `zero_grad`
 
 A setting that is out of range raises ValueError.
@@ -33,7 +33,7 @@ made_as: weakref.WeakKeyDictionary[torch.optim.Optimizer, type] = weakref.WeakKe
 
 
 class _Named(ABCMeta):
-    """Metaclass by which optimizers in `made_as` are instances of a class."""
+    """Metaclass whose ``isinstance`` also accepts the optimizers in `made_as`."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         if super().__instancecheck__(instance):
@@ -121,7 +121,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_Named):
 class DeepSpeedCPULion(Lion, metaclass=_Named):
     """`zero_core.Lion` with DeepSpeed's defaults.
 
-    ``betas`` are the momentum's weight in the update's direction, and the momentum's decay.
+    ``betas`` are the weight of the momentum in the update's direction, and the momentum's decay.
     """
 
     has_host_kernel: ClassVar[bool] = True

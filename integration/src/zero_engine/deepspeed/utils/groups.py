@@ -41,7 +41,7 @@ def _get_sequence_parallel_group() -> None:
 
 
 def secondary_group(num_ranks: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group of hpZ's secondary shards if it is that of all ranks, else None.
+    """Return the group of hpZ's secondary shards, or None if it is not the group of all ranks.
 
     ``num_ranks`` is ``zero_hpz_partition_size``. ``group`` is the group that shares the parameters,
     None for all ranks. No process group is made.

@@ -13,7 +13,7 @@ _FORM = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(
 
 
 class _Stdout(logging.Handler):
-    """Handler that writes DeepSpeed's format to the present ``sys.stdout``."""
+    """Handler that writes DeepSpeed's format to the current ``sys.stdout``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def _log_once(message: str, ranks: tuple[int, ...], level: int) -> None:
 def log_dist_once(
     message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO
 ) -> None:
-    """Log as `log_dist` does, at the first call with these arguments."""
+    """Log as `log_dist` does, but only at the first call with these arguments."""
     _log_once(message, tuple(ranks or ()), level)
 
 
@@ -73,7 +73,7 @@ vars(logger).update(log_dist_once=log_dist_once, warning_once=warning_once)
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: object = None) -> None:
-    """Set the level, by name, of ``custom_logger`` or `logger`. Raises ValueError if unknown."""
+    """Set the level of ``custom_logger`` or `logger`. An unknown name raises ValueError."""
     level = logging.getLevelNamesMapping().get(log_level_str.upper())
     if level is None:
         names = sorted(name.lower() for name in logging.getLevelNamesMapping())

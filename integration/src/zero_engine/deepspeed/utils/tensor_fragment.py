@@ -133,7 +133,7 @@ def _set(param: nn.Parameter, value: Tensor, what: str, *, is_local: bool = Fals
         engine.states.set_unreduced(name, value)
         return
     wide = value.detach().to("cpu", torch.float32)
-    if what == _GRAD:  # in fp32: in 16 bits a small quotient would be zero
+    if what == _GRAD:  # divide in fp32, because in 16 bits a small quotient would be zero
         wide = wide / engine.loss_scale
     write = engine.states.set_local if is_local else engine.states.set_full
     write(name, wide, what)

@@ -20,7 +20,7 @@ _R = TypeVar("_R")
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log the device's memory and the process's peak, in GiB, on rank 0. Only if ``force``."""
+    """Log the device's memory and the process's peak, in GiB, on rank 0, if ``force``."""
     if not force or (dist.is_initialized() and dist.get_rank() != 0):
         return
     logger.info(message)

@@ -79,7 +79,7 @@ def mark_configured(model: nn.Module, leaf_module: LeafModuleConfig | None) -> N
 def _set_by_class(
     model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
-    classes = list(classes)  # ``in`` must neither exhaust an iterator nor find a part of a string
+    classes = list(classes)  # so that ``in`` neither exhausts an iterator nor matches a substring
     kinds = tuple(kind for kind in classes if isinstance(kind, type))
     found = [
         m

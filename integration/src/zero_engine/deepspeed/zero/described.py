@@ -108,7 +108,7 @@ def describe(
 
 
 def describe_engine(engine: ShardedModel) -> None:
-    """Describe the parameters of a stage-3 ``engine``, and their unpacked copies."""
+    """Set the attributes `NAMES` on the parameters of a stage-3 ``engine`` and unpacked copies."""
     params = list(engine.module.parameters())
     describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
     for param in params:
@@ -132,7 +132,7 @@ class AtEnd:
 
 
 class _OwnClass:
-    """Descriptors of the names `ASKED` on a parameter's class that a user wrote."""
+    """Descriptors of the names `ASKED`, set on a parameter's user-written class."""
 
     _num_params: ClassVar[Counter[type[nn.Parameter]]] = Counter()
 

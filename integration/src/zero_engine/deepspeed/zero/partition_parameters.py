@@ -111,8 +111,7 @@ class Init:
                 ``dtype``, and its ``zero_optimization.enable_sanity_checks`` applies to the
                 parameters.
             enabled: False makes the context do nothing.
-            dtype: dtype of floating parameters. Default: the configuration's, else the engine
-                casts.
+            dtype: dtype of floating parameters. Without this and ``config`` the engine casts them.
             sequence_data_parallel_group, param_swapper, tensor_overrides: refused with
                 NotServedError.
 
@@ -161,7 +160,7 @@ class Init:
         if Init._active is None:
             context = partitioned.partitioned_init(self._group, dtype=self._dtype)
             self._made = self._recorder.enter_context(context)
-            Init._active = self  # last, because a failed __enter__ has no __exit__
+            Init._active = self  # set last, because a failed __enter__ has no __exit__
 
     def __exit__(self, *error: Any) -> None:
         if Init._active is self:
@@ -173,7 +172,7 @@ class Init:
 
 @contextmanager
 def suspended_init() -> Iterator[None]:
-    """End an active `Init` for the time of this context, and begin it again afterwards."""
+    """Leave an active `Init` during this context, and enter it again afterwards."""
     active = Init._active
     if active is None or not adapters.is_recorded_innermost():
         yield
@@ -188,9 +187,9 @@ def suspended_init() -> Iterator[None]:
 class GatheredParameters:
     """A context in which sharded parameters hold their whole values, on every rank.
 
-    `gathered_params` gathers parameters without an engine. `zero_core.Engine.gathered` gathers an
-    engine's, and copies changes to the master weights, too. Other objects (None, buffers, ordinary
-    parameters) are ignored.
+    `gathered_params` gathers parameters without an engine. `zero_core.Engine.gathered` gathers
+    those of an engine, and also copies changes to the master weights. Other objects (None, buffers,
+    ordinary parameters) are ignored.
 
     Every rank must enter it with the same parameters, at every stage: a rank that enters alone
     waits until the process group's timeout. Code for one rank (``if rank == 0``) belongs inside the
@@ -239,7 +238,7 @@ class GatheredParameters:
             return
         described.describe(found)  # deep copies have no ds_id yet
         with ExitStack() as stack:
-            stack.callback(described.describe, found)  # the body may have changed ds_shape
+            stack.callback(described.describe, found)  # the body may have changed the shape
             stack.enter_context(partitioned.gathered_params(found, modifier_rank=rank))
             others = [
                 p for p in self._params if partitioned.value_of(p) is None and engine_of(p) is None
@@ -307,7 +306,7 @@ def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[
 @contextmanager
 def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Set ``ds_status`` to AVAILABLE in this context for those of ``params`` without an engine."""
-    owned = described.ShardedParameter  # an engine's class, which computes ds_status
+    owned = described.ShardedParameter  # this class of engines' parameters computes ds_status
     marked = [p for p in params if "ds_status" in vars(p) and not isinstance(p, owned)]
     before = [vars(param)["ds_status"] for param in marked]
     for param in marked:
@@ -382,7 +381,7 @@ def sharded_loading() -> Iterator[None]:
 
 
 def _check_whole(module: nn.Module, args: Any) -> None:
-    """Refuse a forward with values in slices. The hook removes itself once there is an engine."""
+    """Refuse a forward with values in slices. The hook removes itself if there is an engine."""
     if torch.compiler.is_compiling():
         return
     params = {name: p for name, p in module._parameters.items() if p is not None}

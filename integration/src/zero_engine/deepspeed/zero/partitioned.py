@@ -5,8 +5,8 @@ They are ZeRO-3's partitioned parameters (Rajbhandari et al., arXiv 1910.02054, 
 [Note: partitioned parameters]
     partitioned  a parameter without its value: its class is `Partitioned`, and its ``data`` is one
                  NaN on the CPU, expanded to its shape. Reads give NaN. Writes are refused
-    value        the tensor that the parameter stands for: at first a recording, which rank 0
-                 replays at the first request. From then on the value is split into parts
+    value        the tensor that the parameter represents: at first a recording of its construction,
+                 which rank 0 replays at the first gather. Then the value is split into parts
     part         this rank's slice of the flat value, [ceil(numel / world size)], on the CPU. After
                  an engine has ended: this rank's elements of the parameter's shard
     gathered     an ordinary parameter with the whole value on the CPU of every rank, within
@@ -117,7 +117,7 @@ class PartitionedValue:
         return value.contiguous()
 
     def send(self, value: Tensor, *, source: int) -> None:
-        """Overwrite ``value``, a contiguous tensor, with rank ``source``'s."""
+        """Broadcast the contiguous ``value`` of rank ``source`` into ``value`` of the others."""
         if value.numel() == 0:
             return
         flat = value.detach().view(-1).view(torch.uint8)
@@ -202,7 +202,7 @@ class Partitioned(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")  # foreign: torch's functions and descriptors
-        target = args[0] if args else kwargs.get("tensor")  # "tensor": torch.nn.init
+        target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes "tensor"
         with torch._C.DisableTorchFunctionSubclass():
             if is_partitioned(kwargs.get("out")):
                 _refuse(f"changed by {name}", kwargs["out"])
@@ -229,7 +229,7 @@ class Partitioned(nn.Parameter):
 class _RecordedPart(Tensor):
     """This rank's part of a value that is only recorded.
 
-    Any use but its length and dtype computes and splits the value, which every rank must do.
+    Every use except reading its shape or dtype computes and splits the value, a collective.
     """
 
     param: Partitioned
@@ -254,7 +254,7 @@ def _computed_part(part: _RecordedPart) -> Tensor:
 
 
 class _Absent(Tensor):
-    """``data`` of a partitioned parameter, or a cast of that ``data``: dtype, shape, and NaN."""
+    """Stand-in for ``data`` of a partitioned parameter, or for a cast of it. It reads as NaN."""
 
     @classmethod
     def __torch_function__(
@@ -272,7 +272,7 @@ def is_partitioned(tensor: object) -> TypeGuard[Partitioned]:
 
 
 def value_of(param: object) -> PartitionedValue | None:
-    """Return the value of a partitioned or gathered ``param`` that no engine owns, else None."""
+    """Return the value of ``param`` if it is partitioned or gathered and no engine owns it."""
     if not isinstance(param, nn.Parameter):
         return None
     found: PartitionedValue | None = vars(param).get(_VALUE)
@@ -286,7 +286,7 @@ def can_partition(param: object) -> TypeGuard[nn.Parameter]:
 
 
 def partition(param: nn.Parameter, value: PartitionedValue) -> None:
-    """Replace the value of ``param`` by a placeholder. ``value`` says where the value is."""
+    """Replace the value of ``param`` by a placeholder. ``value`` describes where the value is."""
     assert can_partition(param), "other classes may do more than hold a value"
     hole = _placeholder(param.shape, param.dtype)
     if param.is_meta:  # its ``data`` cannot be set to a CPU tensor
@@ -320,8 +320,8 @@ def gathered_params(
 ) -> Iterator[None]:
     """Gather the partitioned parameters among ``params`` within this context.
 
-    Each of them holds its whole value on the CPU of every rank. At the end they take the values of
-    rank ``modifier_rank``. By default, and when the body raises, changes are lost. Other objects
+    Each of them holds its whole value on the CPU of every rank. At the end all ranks keep the value
+    of rank ``modifier_rank``. By default, and when the body raises, changes are lost. Other objects
     among ``params`` are ignored. Every rank must enter it with the same parameters.
 
     Raises:
@@ -329,7 +329,7 @@ def gathered_params(
         RankMismatchError: at the end, ranks hold different shapes or dtypes.
     """
     global _num_gathered
-    unique = {id(p): p for p in params}.values()  # tensors have no ``==`` for a set
+    unique = {id(p): p for p in params}.values()  # by id, because tensors' == is elementwise
     found = [p for p in unique if isinstance(p, nn.Parameter) and value_of(p) is not None]
     found.sort(key=lambda p: _value(p).number)
     for world_size in {_value(param).control.world_size for param in found}:
@@ -393,7 +393,7 @@ def _release(param: nn.Parameter) -> None:
     if is_partitioned(param):
         return  # an engine was made and has ended within the block
     value = value_of(param)
-    if value is None:  # an engine was made within the block and owns it
+    if value is None:  # an engine was made within the block and owns the parameter
         vars(param).pop(_VALUE, None)
         return
     assert value.part is not None, "a gathered value is in parts"
@@ -415,7 +415,7 @@ def _placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _empty_off_heap(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return memory outside the heap, which the system gets back when the tensor is freed.
+    """Allocate a tensor outside the heap, whose memory the system reclaims when it is freed.
 
     On the heap, parts would fill the holes of freed whole values and keep that memory in use.
     """
@@ -472,7 +472,7 @@ def partitioned_init(
     engine, within `gathered_params`. Their values are rank 0's. Integer parameters and subclasses
     of ``nn.Parameter`` are not partitioned. At the end every rank computes its own buffers and
     other tensors. Every rank must enter it and make the same modules. Raises ConfigError if several
-    ranks were started and torch.distributed is not initialised, and otherwise as
+    ranks were started and torch.distributed is not initialised, and the errors of
     `zero_core.deferred_init`.
 
     Args:
@@ -502,7 +502,7 @@ def partition_module(
     *,
     dtype: torch.dtype | None = None,
 ) -> list[nn.Parameter]:
-    """Partition the parameters of ``module``, which have values. Returns the partitioned ones.
+    """Partition the parameters of ``module``, which must have values. Returns those partitioned.
 
     The values are rank 0's, floating ones cast to ``dtype``. Every rank must call it.
     """
