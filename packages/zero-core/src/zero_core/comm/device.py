@@ -117,7 +117,6 @@ class DeviceCollectives(Transport):
         self._library, links = library, self._links
         self._buffers: dict[str, Tensor] = {}  # scratch by purpose, for one reduction at a time
         self._open: _DeviceReduction | None = None  # reduction whose second job is not launched
-        # See [Note: communicators and lanes] in `zero_core.comm.control`.
         self._gathers = library.subgroup(self._members, Lane.GATHERS)
         self._reductions = library.subgroup(self._members, Lane.REDUCTIONS)
         self._nodes: tuple[DeviceLibrary, DeviceLibrary] | None = None

@@ -231,10 +231,7 @@ class ProcessLibrary:
     def _make(
         self, parts: Sequence[tuple[int, ...]], own: tuple[int, ...], lane: Lane, number: int
     ) -> dist.ProcessGroup | None:
-        """Create a group per part, and return the group of ``own`` or None.
-
-        See [Note: groups that cannot hang].
-        """
+        """Create a group per part, and return that of ``own``: [Note: groups that cannot hang]."""
         members = dist.get_process_group_ranks(self._group)
         backend = backend_on(self._group, self._ranks.device)
         options: dict[str, Any] = {

@@ -179,7 +179,7 @@ class SharedMemory:
 
     def _open_window(self, secret: bytes, others: Sequence[int]) -> int | None:
         """Create this rank's pipes and window. Return the window's descriptor, None on failure."""
-        if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # may be missing in a Linux build
+        if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # some builds lack it
             return None
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         nbytes = min(host_bytes, _MAX_BYTES_PER_NODE // (1 + len(others)))
@@ -271,7 +271,7 @@ class Mailbox:
             self._descriptors.update(pipe)
 
     def connect(self, peer: int, pid: int, end: int) -> bool:
-        """Open the write end ``end`` of ``peer``'s pipe in process ``pid``. Return False on failure."""
+        """Open the write end of a pipe of ``peer`` (process ``pid``). Return False on failure."""
         try:
             writer = os.open(f"/proc/{pid}/fd/{end}", os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:

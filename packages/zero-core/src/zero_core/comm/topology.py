@@ -2,11 +2,10 @@
 
 [Note: ranks per node]
 With ``build(mesh=...)`` of two dimensions, each row of the mesh is a node. Otherwise the launcher's
-variables identify a rank's node: torchrun's ``LOCAL_WORLD_SIZE`` (with ``GROUP_RANK``, the number
-of the node), or else SLURM's ``SLURM_NODEID``. If none is set (Open MPI does not number nodes), or
-if ranks have different launchers, the host name identifies the node. Two torchrun or SLURM nodes on
-one machine count as two. All nodes are treated as having equally many consecutive ranks: see
-`fold`.
+variables identify a rank's node: torchrun's ``LOCAL_WORLD_SIZE`` (with ``GROUP_RANK``, the node's
+number), or else SLURM's ``SLURM_NODEID``. If none is set (Open MPI does not number nodes), or if
+launchers differ between ranks, the host name identifies the node. Two torchrun or SLURM nodes on
+one machine count as two. All nodes are treated as having equally many ranks: see `fold`.
 
 [Note: a rank's device]
 A rank uses the device bound to its process group (``init_process_group(device_id=...)``). If none
@@ -150,10 +149,9 @@ def count_per_node(control: ControlGroup, ranks: Ranks) -> int:
 
 
 def fold(nodes: Sequence[str], *, is_told: bool = False) -> int:
-    """Return the number of ranks per node: the greatest common divisor over the nodes.
+    """Return the greatest common divisor of the numbers of ranks of all nodes.
 
-    ``nodes`` has the node of each rank. Returns 1 if a node's ranks are not consecutive.
-    ``is_told``: log warnings.
+    Returns 1 if a node's ranks are not consecutive. ``is_told``: log warnings.
     """
     sizes = [len(list(run)) for _, run in groupby(nodes)]
     if len(sizes) > len(set(nodes)):
