@@ -108,8 +108,8 @@ class PatchedTensor(_Part):
 
     names: Annotated[tuple[str, ...], Field(min_length=1)]  # several if the parameter is tied
     shape: tuple[_Count, ...]  # shape of the whole tensor
-    dtype: str  # as in safetensors
-    pieces: tuple[Piece, ...]  # in the order of their starts
+    dtype: str  # its name in safetensors
+    pieces: tuple[Piece, ...]  # sorted by start
     order: tuple[_Count, ...] = ()  # dimensions, slowest first; () is the order of ``shape``
 
 
@@ -617,7 +617,7 @@ def _patch_folder(folder: Path, patch: _ReceivedPatch, version: int | None) -> N
             return
         new_names: dict[str, str] = {}
         for file_name, tensors in changed.items():
-            # Number the file, because versions of two engines may be equal.
+            # Do not number files by version, because versions of two engines may be equal.
             old = Path(file_name)
             found = _VERSION_SUFFIX.search(old.stem)
             number = 1 if found is None else int(found[1]) + 1

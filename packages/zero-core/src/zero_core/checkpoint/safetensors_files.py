@@ -97,7 +97,7 @@ class StoredTensor:
         return self.part(first, last).value()
 
     def value(self) -> Tensor:
-        """Return the tensor as stored, on the CPU."""
+        """Read the tensor into CPU memory, in its stored dtype."""
         with open_regular(self.path) as file:
             return self.read_from(file)
 

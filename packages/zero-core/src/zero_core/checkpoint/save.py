@@ -215,7 +215,7 @@ class Saver:
                 )
             try:
                 self.finish()
-            except CollectiveError as error:  # of the store, and possibly on this rank only
+            except CollectiveError as error:  # from the store, possibly on this rank only
                 raise CheckpointFailedError(str(error)) from error
 
         self._state.control.together("checkpoint: prepare", settle)

@@ -382,10 +382,10 @@ def discard(place: Location) -> None:
 
 
 def _open_locked(folder: Path) -> tuple[int, bool | None]:
-    """Open a folder and lock it until its descriptor is closed. Return descriptor and success.
+    """Open and lock a folder. Return its descriptor, and whether it is locked.
 
-    False: another program has the lock, or the name now belongs to another folder. None: the file
-    system has no locks.
+    Closing the descriptor unlocks the folder. False: another program has the lock, or the name now
+    belongs to another folder. None: the file system has no locks.
     """
     is_locked: bool | None = True
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -446,7 +446,7 @@ def inode_of(path: Path) -> tuple[int, ...]:
 
 
 def link(known: str, inode: tuple[int, ...], path: Path) -> bool:
-    """Make ``path`` a hard link to ``known`` if `inode_of` is still ``inode``. Return success."""
+    """Link ``path`` to ``known``. Return False on failure, or if `inode_of` is not ``inode``."""
     with suppress(OSError):  # ``known`` was removed, or cannot be linked
         os.link(known, path, follow_symlinks=False)
         if inode_of(path) == inode:

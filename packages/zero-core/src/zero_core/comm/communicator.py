@@ -71,7 +71,7 @@ class NamedReduction(NamedWork):
         return cast(StatisticsReduction, self._work) if has_any else None
 
     def acknowledge(self) -> NamedWork | None:
-        """Report to other ranks that their slices were read. None if no rank waits for this."""
+        """Report to other ranks that their slices were read. Returns None if no rank waits."""
         work = self._work
         if InPlaceReduction not in self._protocols:
             if self._owner.reduces_in_place:
@@ -132,7 +132,7 @@ class Communicator:
                     out, shard, unit=segment, version=version, backward=backward
                 )
         except RuntimeError as error:
-            # A peer has exited. `wait` raises the error: prefetched values may never be used.
+            # A peer has exited. Raise only in `wait`, because prefetched values may be unused.
             outcome: Future[None] = Future()
             outcome.set_exception(error)
             work = Pending(outcome.result)

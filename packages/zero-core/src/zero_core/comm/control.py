@@ -233,7 +233,7 @@ class ControlGroup(Exchange):
         return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
 
     def differences(self, facts: Mapping[str, str]) -> str:
-        """Describe the first few ``facts`` that differ between ranks, equally on all ranks."""
+        """Describe the first few ``facts`` that differ between ranks. The text is equal on all."""
         rows = [json.loads(row) for row in self.gather_bytes(json.dumps(dict(facts)).encode())]
         said = []
         for name in dict.fromkeys(name for row in rows for name in row):
@@ -258,7 +258,7 @@ class ControlGroup(Exchange):
         self.gather_bytes(b"")
 
     def error(self, what: str, error: RuntimeError) -> CollectiveError:
-        """Convert an error of collective ``what`` to a CollectiveError that names a known cause."""
+        """Convert an error of collective ``what`` to a CollectiveError, with the cause if known."""
         named = f"rank {self.rank}: {what} failed or timed out"
         is_explained = isinstance(error, CollectiveError)
         cause = "" if self.watch is None or is_explained else self.watch.explain()

@@ -423,7 +423,7 @@ def exchange_once(ranks: Ranks, what: str, data: bytes) -> list[bytes]:
 
 
 def _next_of(group: dist.ProcessGroup | None, use: str) -> int:
-    """Return the number of this use of the group's store, by purpose. All ranks get the same."""
+    """Return the serial number of this use of the group's store, which is equal on all ranks."""
     counts = _counts.setdefault(known_group(group), Counter())
     counts[use] += 1
     return counts[use] - 1

@@ -258,7 +258,7 @@ class HostCollectives(Transport):
     def _exchange(
         self, given: Tensor, offset: int | None, into: Tensor, peer: int, kind: Kind, unit: int
     ) -> _Parcel:
-        """Send ``given`` (at ``offset`` of the shared window, or outside) and receive ``into``."""
+        """Send ``given`` and receive ``into``. ``offset``: where ``given`` is in shared memory."""
         if offset is None or peer not in self._near:
             works = [self._receive(into, peer, kind, unit), self._send(given, peer, kind, unit)]
             return _Parcel(into, works)
@@ -450,7 +450,7 @@ def check_announced(nbytes: int, most: int, rank: int, sender: int, *, multiple:
 
 
 class HostLibrary:
-    """`ControlLibrary` among hosts. See [Note: messages of different sizes never meet]."""
+    """`ControlLibrary` of CPU ranks. See [Note: messages of different sizes never meet]."""
 
     def __init__(
         self, messages: Messages, *, rank: int, world_size: int, channel: int = CONTROL_CHANNEL

@@ -65,7 +65,7 @@ class Links:
         return near * slice_bytes, (self.world_size - 1 - near) * slice_bytes
 
     def gather(self, shard_bytes: int) -> tuple[int, int]:
-        if self.is_ring:  # in each node, one rank sends to the next node: take the mean
+        if self.is_ring:  # one rank per node sends to the next node: take the mean over ranks
             total = (self.world_size - 1) * shard_bytes
             between = total // self.ranks_per_node if self.ranks_per_node < self.world_size else 0
             return total - between, between
@@ -97,7 +97,7 @@ class Links:
         return near * self.num_nodes * slice_bytes, others * sum_bytes
 
     def among(self, ranks: Sequence[int]) -> Links:
-        """Return the links of ``ranks``. If they are uneven over the nodes, each one is a node."""
+        """Return the links of ``ranks``. If nodes have unequally many, each rank is a node."""
         nodes = [rank // self.ranks_per_node for rank in ranks]
         size = nodes.count(nodes[0])
         runs = [nodes[i : i + size] for i in range(0, len(nodes), size)]

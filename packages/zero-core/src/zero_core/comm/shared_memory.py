@@ -341,7 +341,7 @@ class Mailbox:
                 self._read(min(deadline - now, _MAX_POLL_S))
 
     def _become_reader(self, seconds: float) -> bool:
-        """Try to become the thread that reads the pipes. On failure, wait until that one ends."""
+        """Make this thread the reader of the pipes, or wait for the reader and return False."""
         if self._reader in (None, get_ident()):
             self._reader = get_ident()
             return True

@@ -9,11 +9,11 @@ that contains the list a block, because a forward may call only some experts. Su
 reads a parameter of another module.
 
 The *tail* is one more unit after the blocks. It has the parameters of modules after the last block
-in the module tree (a final norm, a head), except quantized parameters, and parameters that also
-have a name elsewhere. Forward waits for the tail's values when it leaves the last block, and the
-tail's gradients precede those of the blocks. If the order of use differs from that of the tree,
-only time is lost: [Note: the tail] in `zero_core.core.units`. Tied weights (an embedding that is
-also the head) and parameters of modules that contain blocks stay in the root.
+in the module tree (a final norm, a head), except quantized parameters and parameters that also have
+a name elsewhere. Forward waits for the tail's values when it leaves the last block, and the tail's
+gradients precede those of the blocks. If the order of use differs from that of the tree, this costs
+time only: [Note: the tail] in `zero_core.core.units`. Tied weights (an embedding that is also the
+head) and parameters of modules that contain blocks stay in the root.
 
 A *leaf* is a module that is one unit with all its submodules, at any depth of the module tree. It
 has ``_is_zero_leaf = True``, or ``zero_optimization.leaf_module`` names it. A leaf without a

@@ -6,7 +6,7 @@ See [Note: the tensors of a segment] in `zero_core.core.unit` for the buffers' n
 A tier that owns gradients adds up those of micro-steps in fp32 (float64 for float64). The engine
 adds them up instead if the user chose a narrower dtype, or at stage 0 with several ranks, where
 each rank's tier needs the whole sum. At stage 0 the engine first rounds each term, as for a tier.
-Norms of such sums are computed in double precision, so they do not depend on who adds.
+Norms of such sums are computed in double precision, and so do not depend on which of both adds.
 
 [Note: the same bits at any world size]
 Micro-step k of rank r on W ranks is micro-batch k W + r of the step. The owner of a shard gets
@@ -50,7 +50,7 @@ class GradientCase(Enum):
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """Memory of one segment's gradient."""
+    """Buffers and dtypes of one segment's gradient."""
 
     case: GradientCase
     is_full_kept: bool  # whether ``full_grad`` is in the arena, not borrowed per backward
@@ -61,7 +61,7 @@ class GradientPlan:
     accumulated: torch.dtype  # dtype in which reduced gradients accumulate
     rounded: torch.dtype  # dtype to which each micro-step's reduced gradient is rounded first
     offered: torch.dtype  # dtype of the gradients (or sums) offered to the state tier
-    normed: torch.dtype | None  # dtype for sums of squares. None: by `norm_of`
+    normed: torch.dtype | None  # dtype for sums of squares. None: the default
     # whether every rank's gradient is a separate term: [Note: the same bits at any world size]
     is_sequential: bool
 
@@ -75,7 +75,7 @@ class GradientPlan:
         return self.case not in (GradientCase.PASS_ON, GradientCase.PASS_ON_EACH)
 
     def small_slots(self, segment: Segment, *, is_cpu: bool) -> list[bool]:
-        """Return whether each parameter's gradient is small: held, and added together with others.
+        """Return whether each parameter's gradient is small and is added together with others.
 
         For a small gradient, a second read costs less than the launch of a separate kernel. A CPU
         copies small gradients and divides later, which pays only if a single pass divides all.

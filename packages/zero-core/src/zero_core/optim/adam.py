@@ -12,7 +12,7 @@ from torch.optim.adam import adam
 
 
 class BaseOptimizer(torch.optim.Optimizer, ABC):
-    """Torch optimizer whose step can evaluate a closure before the update."""
+    """Base class of torch optimizers that update one parameter group at a time."""
 
     @overload
     def step(self, closure: None = None) -> None: ...

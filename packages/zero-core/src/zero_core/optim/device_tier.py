@@ -102,7 +102,7 @@ class FlatTier:
         param_store: ParamStore | None,
         own_masters: Collection[torch.dtype],
     ) -> None:
-        """Create master weights. Shards of the dtypes ``own_masters`` are their own."""
+        """Create master weights. ``own_masters``: dtypes of shards that are their own masters."""
         self._device = device
         self._published = Chunked(params)
         self._store = param_store
@@ -118,7 +118,7 @@ class FlatTier:
         self._scaled: set[int] = set()  # starts of offered gradients that were scaled in place
         # Asynchronous copies of updated shards to the host, on a separate stream: {start: (stop,
         # event)}. A copy waits for the update, readers of the shard wait for its event, and the
-        # next update waits for all copies. The host never blocks.
+        # next update waits for all copies. A step does not block the host.
         self._downloads: dict[int, tuple[int, torch.Event]] = {}
         self._download_stream: torch.Stream | None = None
 
@@ -133,7 +133,7 @@ class FlatTier:
     def _scale_offers(self, firsts: Iterable[int], factor: Tensor | float) -> list[int]:
         """Scale the offered gradients that contain the elements ``firsts``. Return their starts.
 
-        Each one is scaled once, in place, unless it must be widened. It is then scaled afterwards.
+        Each is scaled once, in place. Those that must be widened are scaled afterwards instead.
         """
         offered = sorted(self._grads)
         starts = sorted({offered[bisect_right(offered, first) - 1] for first in firsts})
@@ -308,7 +308,7 @@ class DeviceTier(FlatTier):
             self._give_state(part)
 
     def _give_state(self, part: _Part) -> bool:
-        """Assign a state of zeros. Return False if the optimizer cannot start from zeros."""
+        """Set a part's states to zeros. Return False if the optimizer cannot start from zeros."""
         initial = self._initial.get((part.param.dtype, part.group))
         if initial is None:
             return False

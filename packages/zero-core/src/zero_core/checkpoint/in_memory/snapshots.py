@@ -146,7 +146,7 @@ class Place:
             _check_is_own(root)
             self._locks.append(_open(root / keeper.USERS))
             fcntl.flock(self._locks[-1], fcntl.LOCK_SH)
-            kept = _open(root / ".keeper")  # inherited by the keeper: locked while it runs
+            kept = _open(root / ".keeper")  # the keeper inherits this lock and holds it
             stack.callback(os.close, kept)
             if _has_lock(kept):
                 program = [sys.executable, "-I", "-S", keeper.__file__]
@@ -297,7 +297,7 @@ class Ring:
         self._channel = self._messages.next_channel()
 
     def swap(self, slot: Slot, files: Mapping[str, int], marker: bytes) -> None:
-        """Send files and marker to `target`, and store those of `source`, as all ranks must do."""
+        """Send files and marker to `target`, and store those of `source`, on every rank."""
         said = json.dumps([files, marker.decode()]).encode()
         card = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         size = torch.empty(1, dtype=torch.int64)
@@ -370,7 +370,7 @@ class MemoryCheckpoints(Extension):
     def _restart(self) -> None:
         self._num_made = 0
         self._attempt = ""  # identity of this run of the ranks, set at the first snapshot
-        self._is_continued = False  # whether a snapshot was restored, which is still needed
+        self._is_continued = False  # whether a restored snapshot is still needed
         self._frozen_versions = [-1, -1]  # version of the frozen values in each slot
 
     def _drop_others(self) -> None:
@@ -458,7 +458,7 @@ class MemoryCheckpoints(Extension):
                     _drop_strangers(slot.folder.parent, kept)
                 slot.invalidate(rank)
                 names, written = list(tier.state_names()), {}
-                for name in names:  # one state at a time, as in a save
+                for name in names:
                     file = file_name(name, rank)
                     written[file] = slot.write(file, save.tier_slices(state, name, None))
                 wholes, of_wholes = save.whole_states(state)
