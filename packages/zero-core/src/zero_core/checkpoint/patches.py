@@ -386,9 +386,9 @@ def apply_patch(
     """Apply a patch that `zero_core.Engine.weight_patch` wrote.
 
     The target is a model in memory, on any devices, or a folder of safetensors files as written by
-    transformers. Afterwards the tensors in the patch are bit-identical to the engine's. All checks
-    precede the first change. A reader of the folder gets either the old or the new model. The
-    version is recorded in an attribute of the model, or in the folder's metadata.
+    transformers. Afterwards the tensors in the patch are bit-identical to those of the engine. All
+    checks precede the first change. A reader of the folder gets either the old or the new model.
+    The version is recorded in an attribute of the model, or in the folder's metadata.
 
     Args:
         target: a model that no engine owns, or a folder.

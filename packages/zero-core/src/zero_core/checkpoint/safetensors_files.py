@@ -1,8 +1,8 @@
 """safetensors files: index of their tensors, reads of ranges, and writers.
 
-Ranges are read instead of mapped, because mapped pages would stay in memory beside the values. The
-safetensors library opens a path even if it is a pipe. This module reads headers from open regular
-files, and checks them against the file's size before allocating memory.
+Ranges are read instead of mapped, because mapped pages stay in memory, which would then have the
+data twice. The safetensors library opens a path even if it is a pipe. This module reads headers
+from open regular files, and checks them against the file's size before allocating memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_FILE_BYTES = 5 * 1000**3  # largest file that `ModelFiles` writes
 _COPIED_BYTES = 16 * 1024**2  # bytes copied at a time
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _MAX_INDEX_BYTES = 100_000_000
-_MAX_DIMS = 64  # torch's limit of dimensions
+_MAX_DIMS = 64  # largest number of dimensions in torch
 
 _Count = Annotated[int, Field(ge=0)]
 

@@ -52,7 +52,7 @@ _IN_PLACE = frozenset(("sftp", "ssh", "ftp", "smb", "webdav", "webhdfs", "hdfs",
 
 @dataclass(frozen=True, repr=False)
 class RemotePath:
-    """A path of fsspec with methods like those of `pathlib.Path`. All errors become OSErrors."""
+    """A path of fsspec with methods as in `pathlib.Path`. Errors of its library become OSErrors."""
 
     _files: Any = field(compare=False)  # an AbstractFileSystem
     _path: str = field(compare=False)  # path within ``_files``

@@ -1,6 +1,6 @@
 """Collectives of accelerators over a library such as NCCL, and the choice of a transport.
 
-All-gather and all-to-all are the library's. A reduction is an all-to-all followed by a local sum in
+All-gathers and all-to-alls run in the library. A reduction is an all-to-all and then a local sum in
 rank order (`zero_core.comm.fused_sum`), on the stream of reductions. The compute stream waits for
 the reduction before it uses the sum.
 

@@ -151,7 +151,7 @@ def count_per_node(control: ControlGroup, ranks: Ranks) -> int:
 def fold(nodes: Sequence[str], *, is_told: bool = False) -> int:
     """Return the greatest common divisor of the numbers of ranks of all nodes.
 
-    ``nodes`` is by rank. Returns 1 if a node's ranks are not consecutive. ``is_told``: log warnings.
+    ``nodes``: by rank. Returns 1 if a node's ranks are not consecutive. ``is_told``: log warnings.
     """
     sizes = [len(list(run)) for _, run in groupby(nodes)]
     if len(sizes) > len(set(nodes)):

@@ -113,7 +113,7 @@ class LossScaler:
         return {
             "scale": self.scale,
             "hysteresis_left": self.hysteresis_left,
-            "steps_since_change": self.steps_since_overflow,  # the key of the checkpoint format
+            "steps_since_change": self.steps_since_overflow,  # key in the checkpoint format
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
