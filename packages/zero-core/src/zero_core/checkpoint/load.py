@@ -28,7 +28,7 @@ from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, 
 _log = logging.getLogger(__name__)
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 """Parts of a checkpoint that a load may leave out. "frozen": values of parameters that were frozen.
-"optimizer": optimizer states and hyperparameters; without them the optimizer may be another one.
+"optimizer": optimizer states and hyperparameters. Without these, the optimizer may be another one.
 "progress": counters, the loss scale and the states of random generators."""
 _Read = Callable[[], Tensor]
 _HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'

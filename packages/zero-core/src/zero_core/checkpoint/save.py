@@ -78,7 +78,7 @@ _log = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 20  # small blocks stay in the CPU cache between write and checksum
 _Tensors = Mapping[str, Tensor | StateBlocks | Sequence[Tensor]]
 _Files = dict[str, dict[str, Tensor]]
-"""Tensors by name, by file name."""
+"""For each file name, tensors by name."""
 OnPending = Literal["wait", "refuse"]
 
 

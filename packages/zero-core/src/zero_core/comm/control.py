@@ -37,7 +37,7 @@ from zero_core.watch.place import Place
 from zero_core.watch.watch import OTHER_BLOCKS, Watch, count_ranks, join_few
 
 PIECE_BYTES = 64 << 20
-"""Maximum size of a piece in `ControlGroup.gather_in_pieces`, with the values of all ranks."""
+"""Maximum bytes of a piece in `ControlGroup.gather_in_pieces`, with the values of all ranks."""
 _KINDS = (CheckpointCorruptError, CheckpointError, CheckpointFailedError)
 """Errors that `Exchange.together` raises. If ranks have different ones, the first one applies."""
 _T = TypeVar("_T")

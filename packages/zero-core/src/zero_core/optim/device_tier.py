@@ -8,8 +8,8 @@ on the device of the update has a separate master weight, whatever its dtype.
 [Note: states]
 Each piece of the local flat space (`zero_core.protocols`) is an ``nn.Parameter`` over its slice of
 the master weights, so any elementwise torch optimizer runs with its own kernels. States are views
-of flat buffers, one buffer per dtype. On an accelerator the buffers are allocated in ``build``, so
-that a job that does not fit fails early, and states do not fragment activation memory. The
+of flat buffers, one per state and dtype. On an accelerator the buffers are allocated in ``build``,
+so that a job that does not fit fails early, and states do not fragment activation memory. The
 optimizer then starts from states of zeros, if a trial step shows that this equals starting without
 states. On a CPU, or if the results differ (SGD with dampening, NAdam), the optimizer creates states
 in its first step, and they are moved to the buffers.

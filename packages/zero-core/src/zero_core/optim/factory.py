@@ -19,7 +19,7 @@ from zero_core.optim.muon import Muon, split_groups
 _log = logging.getLogger(__name__)
 
 _BY_PARAMETER = ("torch.", "torchao.", "bitsandbytes.", "transformers.", "zero_core.")
-"""Prefixes of modules whose optimizers update each parameter independently."""
+"""Prefixes of Python modules whose optimizers update each parameter independently."""
 
 _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
