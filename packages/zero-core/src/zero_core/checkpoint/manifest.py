@@ -337,7 +337,7 @@ def frame_of(state: ShardedState) -> dict[str, Any]:
                 "shape": list(spec.shape),
                 "dtype": str(spec.dtype).removeprefix("torch."),
                 "is_trainable": spec.is_trainable,
-                **({"memory_order": list(spec.order)} if spec.order else {}),
+                **({"memory_order": list(spec.order)} if spec.order or spec.is_opaque else {}),
             }
             for spec in layout.params
         ],
