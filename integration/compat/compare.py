@@ -12,12 +12,15 @@ any step differs by more than the case's tolerance.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
+import os
+import socket
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +28,19 @@ from typing import Any
 
 from material import save_data, save_models
 from pack import PACK, Case
-from ranks import MEASURED, RANKS, commands_of, environment
 
-from benchmarks.harness.ranks import LOG_LENGTH, RankError, run_together, write_json
+from benchmarks.harness.forked_python import start_server
+from benchmarks.harness.ranks import (
+    CPU_ALONE,
+    LOG_LENGTH,
+    LOOPBACK,
+    RankError,
+    own_environment,
+    rank_variables,
+    run_together,
+    write_json,
+)
+from zero_engine.script.hook import hooked
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "lab" / "evidence" / "benchmarks" / "compat.json"
@@ -39,6 +52,19 @@ as GRPO's first one (0), are rounding errors."""
 OURS = "zero-engine"
 MODULES = {"deepspeed": "deepspeed", "ddp": "deepspeed", OURS: "zero_engine.deepspeed"}
 """Name of the module that a script gets for ``import deepspeed``."""
+MEASURED = str(HERE / "measured.py")
+RANKS = 2
+MODELS = ("bert", "gpt2", "llama", "roberta", "t5", "vit")
+PRELOADED = (
+    "deepspeed",
+    "torch._dynamo",
+    "lightning.pytorch",
+    "peft",
+    "safetensors.torch",
+    *(f"transformers.models.{m}.modeling_{m}" for m in MODELS),
+    "transformers.trainer_seq2seq",
+    "measured",
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +124,46 @@ def run(side: str, case: Case, material: Path) -> Run:
         list(map(max, zip(*(rank["step_seconds"] for rank in found), strict=True))),
         max(rank["peak_bytes"] for rank in found),
     )
+
+
+def commands_of(
+    program: Sequence[str], variables: Mapping[str, str], *, is_hooked: bool
+) -> tuple[list[list[str]], list[dict[str, str]]]:
+    """Return the command ``measured.py PROGRAM`` and its environment for each rank.
+
+    With ``is_hooked``, ``import deepspeed`` serves this engine, as under ``zero-engine run``.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])  # a free port
+    shared = {
+        **environment(is_hooked=is_hooked),
+        # Lightning takes a process for a rank of torchrun's by this variable.
+        "TORCHELASTIC_RUN_ID": "compat",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        **variables,
+    }
+    command = [_python(is_hooked=is_hooked), MEASURED, *program]
+    own = [rank_variables(rank, RANKS, per_node=RANKS, port=port) for rank in range(RANKS)]
+    return [command] * RANKS, [{**shared, **variables_of} for variables_of in own]
+
+
+@functools.cache
+def _python(*, is_hooked: bool) -> str:
+    trl = ("trl.trainer.sft_trainer",) if find_spec("trl") else ()
+    return start_server(environment(is_hooked=is_hooked), *PRELOADED, *trl)
+
+
+def environment(*, is_hooked: bool = False) -> dict[str, str]:
+    """Return the environment of CPU programs: one thread per rank, offline, on the loopback."""
+    own = own_environment()
+    found = {
+        **own,
+        **CPU_ALONE,
+        "PYTHONPATH": os.pathsep.join([str(HERE), own["PYTHONPATH"]]),
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return hooked(found) if is_hooked else found
 
 
 def _filled(text: str, places: dict[str, str]) -> str:

@@ -56,23 +56,34 @@ class Case:
         return "ddp" if self.ddp else "deepspeed"
 
 
+def auto(*keys: str) -> Config:
+    return dict.fromkeys(keys, "auto")
+
+
+def buckets(numel: float) -> Config:
+    """Return the settings of buckets in configurations for stages below 3."""
+    return {
+        "allgather_partitions": True,
+        "allgather_bucket_size": numel,
+        "reduce_scatter": True,
+        "reduce_bucket_size": numel,
+        "contiguous_gradients": True,
+    }
+
+
 CPU = {"device": "cpu"}
 PINNED = {**CPU, "pin_memory": True}
-AUTO_BATCH: Config = dict.fromkeys(
-    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+AUTO_BATCH = auto(
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 )
 CLIPPED: Config = {"gradient_clipping": "auto"}
 SCALE = {"loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
-AUTO_ADAMW = {
-    "type": "AdamW",
-    "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
-}
+AUTO_ADAMW = {"type": "AdamW", "params": auto("lr", "betas", "eps", "weight_decay")}
+AUTO_WARMUP = auto("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
 GATHERED = {"stage3_gather_16bit_weights_on_model_save": True}
-AUTO_3: Config = {
-    "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto",
-}
+AUTO_3 = auto(
+    "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"
+)
 LARGE_3: Config = {
     "contiguous_gradients": True,
     "sub_group_size": 1e9,
@@ -206,15 +217,7 @@ GENERATION = [
 ]
 
 # LlamaFactory's ``examples/deepspeed/ds_*_config.json``.
-BELOW_3: Config = {
-    "allgather_partitions": True,
-    "allgather_bucket_size": 5e8,
-    "overlap_comm": False,
-    "reduce_scatter": True,
-    "reduce_bucket_size": 5e8,
-    "contiguous_gradients": True,
-    "round_robin_gradients": True,
-}
+BELOW_3 = {**buckets(5e8), "overlap_comm": False, "round_robin_gradients": True}
 AT_3: Config = {"stage": 3, "overlap_comm": False, **LARGE_3}
 LLAMAFACTORY: dict[str, Config] = {
     "ds_z0_config": {"stage": 0, **BELOW_3},
@@ -381,15 +384,7 @@ ENGINES = [
 ]
 
 # transformers' example scripts, with the configurations of its DeepSpeed guide.
-GUIDE_2: Config = {
-    "stage": 2,
-    "allgather_partitions": True,
-    "allgather_bucket_size": 2e8,
-    "overlap_comm": True,
-    "reduce_scatter": True,
-    "reduce_bucket_size": 2e8,
-    "contiguous_gradients": True,
-}
+GUIDE_2: Config = {"stage": 2, "overlap_comm": True, **buckets(2e8)}
 GUIDE_3: Config = {"stage": 3, "overlap_comm": True, **LARGE_3}
 
 
@@ -400,14 +395,13 @@ def example(script: str, what: str, zero: Config, model: str, data: str, *furthe
         *("--max_steps=10", "--per_device_train_batch_size=8", "--learning_rate=1e-3"),
         *("--warmup_steps=2", *QUIET, *further),
     )
-    warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
     config = {
         **AUTO_BATCH,
         **CLIPPED,
         "fp16": {"enabled": "auto", "initial_scale_power": 16, **SCALE},
         "bf16": {"enabled": "auto"},
         "optimizer": AUTO_ADAMW,
-        "scheduler": {"type": "WarmupLR", "params": warmup},
+        "scheduler": {"type": "WarmupLR", "params": AUTO_WARMUP},
         "zero_optimization": zero,
         "steps_per_print": 2000,
         "wall_clock_breakdown": False,
@@ -463,17 +457,9 @@ ACCELERATE_2 = {
     "fp16": {"enabled": "auto"},
     "optimizer": {
         "type": "AdamW",
-        "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True},
+        "params": {**auto("lr", "weight_decay"), "torch_adam": True, "adam_w_mode": True},
     },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
-    },
+    "scheduler": {"type": "WarmupDecayLR", "params": {**AUTO_WARMUP, "total_num_steps": "auto"}},
     "zero_optimization": {**GUIDE_2, "reduce_bucket_size": "auto"},
     "gradient_accumulation_steps": 1,
     "steps_per_print": 2000,

@@ -25,12 +25,7 @@ from benchmarks.harness.job import Job
 from benchmarks.harness.options import RESULTS, Output, of
 from benchmarks.harness.ranks import Row, Runner
 from benchmarks.harness.report import MS, Column, Rows, Section, judged, publish
-from benchmarks.harness.rounds import (
-    has_figures,
-    measured,
-    quotient,
-    race_on_cpu,
-)
+from benchmarks.harness.rounds import has_figures, measured, quotient, race_on_cpu
 
 BARS = {"overhead_to_rival": 0.4, "memory_to_rival": 0.8, "overlap": 0.8, "loss": 1e-5}
 """Largest allowed values; for overlap the least. ``loss`` bounds the relative difference between

@@ -131,17 +131,8 @@ def run_ranks(
             node = nodes[rank // per_node]
             program = ("-m", "benchmarks.harness.rank", target, plain, scratch)
             commands.append([*node.prefix, python or sys.executable, *program])
-            of_rank = {
-                "GLOO_SOCKET_IFNAME": node.interface,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(num_ranks),
-                "LOCAL_RANK": str(rank % per_node),
-                "LOCAL_WORLD_SIZE": str(per_node),
-                "GROUP_RANK": str(rank // per_node),
-                # DeepSpeed requires these variables although the process group already exists.
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": "29500",
-            }
+            of_rank = rank_variables(rank, num_ranks, per_node=per_node)
+            of_rank["GLOO_SOCKET_IFNAME"] = node.interface
             environments.append({**own_environment(), **of_rank, **environment})
         files = [Path(scratch, f"rank{rank}.json") for rank in range(num_ranks)]
         try:
@@ -185,6 +176,22 @@ def run_together(
     if any(rank.returncode for rank in ranks):
         reason = f"ended after {limit_s:.0f} s" if is_late else _why(ranks, said, folder)
         raise RankError(reason, said)
+
+
+def rank_variables(
+    rank: int, num_ranks: int, *, per_node: int, port: str = "29500"
+) -> dict[str, str]:
+    """Return torchrun's variables of a rank, with ``port`` on this machine for the store."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank % per_node),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_RANK": str(rank // per_node),
+        # DeepSpeed requires an address even if the process group already exists.
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
 
 
 def own_environment() -> dict[str, str]:

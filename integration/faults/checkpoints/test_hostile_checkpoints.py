@@ -175,12 +175,12 @@ def _replace(place: Path, name: str, make: Callable[[Path], object]) -> None:
 _WEIGHTS = "master_weight-00000.safetensors"
 _BUFFERS = "buffers.safetensors"
 _RNG = "rng-00000.safetensors"
-FILES_OF = {
-    "read_weights": (MANIFEST, _WEIGHTS),
-    "read_buffers": (MANIFEST, _BUFFERS),
-    "verify_checkpoint": (MANIFEST, _WEIGHTS, _BUFFERS, _RNG),
+READERS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "read_weights": (lambda folder: list(read_weights(folder)), (MANIFEST, _WEIGHTS)),
+    "read_buffers": (read_buffers, (MANIFEST, _BUFFERS)),
+    "verify_checkpoint": (zero_core.verify_checkpoint, (MANIFEST, _WEIGHTS, _BUFFERS, _RNG)),
 }
-"""Files that each reader must refuse when they are damaged."""
+"""Functions that read a checkpoint, with the files that each must refuse when they are damaged."""
 
 
 def folders() -> Iterator[tuple[str, str, Callable[[Path], object]]]:
@@ -363,15 +363,10 @@ def test_files_that_are_not_checkpoints_are_refused(saved, engine, tmp_path):
         change(folder / "t")
         why = _refused(engine, folder)
         found += [f"{name}: {why}"] if why else []
-        readers: dict[str, Callable[[Path], object]] = {
-            "read_weights": lambda f: list(read_weights(f)),
-            "read_buffers": read_buffers,
-            "verify_checkpoint": zero_core.verify_checkpoint,
-        }
-        for reader, read in readers.items():
+        for reader, (read, refused) in READERS.items():
             try:
                 read(folder)
-                if file in FILES_OF[reader]:
+                if file in refused:
                     found.append(f"{name}: taken by {reader}")
             except zero_core.CheckpointError:
                 pass

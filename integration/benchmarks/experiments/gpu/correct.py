@@ -31,15 +31,7 @@ from benchmarks.harness.report import Column, Section
 from benchmarks.harness.rounds import has_figures
 from zero_core.testing import Case, Trace, compare_with_ddp, read_gaps, run_engine
 
-GROUPS = (
-    "engine 1",
-    "offload 1",
-    "engine 2",
-    "offload 2",
-    "comm 2",
-    "comm 4",
-    "engine 3",
-)
+GROUPS = ("engine 1", "offload 1", "engine 2", "offload 2", "comm 2", "comm 4", "engine 3")
 """Groups: kind of cases and number of ranks. Those of one rank run first."""
 DRY_GROUPS = ("offload 2", "comm 2")
 
@@ -243,9 +235,4 @@ def _section(found: Row) -> Section:
     return Section("correct", {**rows, **left_out}, columns, caption)
 
 
-PART = Part(
-    *("correct", "equivalence with DDP and torch's optimizers"),
-    8.0,
-    _run,
-    _section,
-)
+PART = Part("correct", "equivalence with DDP and torch's optimizers", 8.0, _run, _section)

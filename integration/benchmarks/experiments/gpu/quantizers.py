@@ -47,18 +47,9 @@ BAR_NUMEL: Final = 64 * MI
 SUM_ROWS: Final = 8
 FIRST_KINDS, OTHER_KINDS = ("int8", "int4"), ("e4m3", "e5m2")
 _BUSY_WIDTH = 4096
-
-
-@dataclass(frozen=True)
-class Settings:
-    numels: Sequence[int]
-    rounds: int
-    calls: int
-    """Calls of each contender in a round, timed together."""
-
-
-REAL: Final = Settings((MI, 4 * MI, 16 * MI, 64 * MI, 256 * MI), rounds=7, calls=10)
-DRY: Final = Settings((1 << 10, 1 << 12), rounds=1, calls=1)
+REAL: Final = ((MI, 4 * MI, 16 * MI, 64 * MI, 256 * MI), 7, 10)
+DRY: Final = ((1 << 10, 1 << 12), 1, 1)
+"""Sizes, rounds, and calls of each contender in a round, which are timed together."""
 
 
 def _run(context: Context) -> Row:
@@ -76,20 +67,20 @@ def _name(row: Row) -> str:
 
 def measure(place: Place, is_dry_run: bool) -> Row:
     """Measure all rows in this process, and write the result after every row."""
-    what = DRY if is_dry_run else REAL
+    sizes, rounds, calls = DRY if is_dry_run else REAL
     device = find_device()
     backend = kernels(device)
     stopwatch = Stopwatch(device)
     found: Row = {"backend": backend.name, "rows": []}
     # The kinds and sizes with a bar are measured first, because the time may end before the last
     # row.
-    large = [numel for numel in what.numels if numel >= BAR_NUMEL]
-    small = [numel for numel in what.numels if numel < BAR_NUMEL]
+    large = [numel for numel in sizes if numel >= BAR_NUMEL]
+    small = [numel for numel in sizes if numel < BAR_NUMEL]
     for kinds, numels in itertools.product((FIRST_KINDS, OTHER_KINDS), (large, small)):
         for job in operations(kinds, numels, device):
             row = dict(job.about)
             try:
-                row |= compare(job, backend, what, stopwatch, device)
+                row |= compare(job, backend, rounds, calls, stopwatch)
             except Exception as error:  # wrong results and failed compilations become rows
                 row["failure"] = f"{type(error).__name__}: {error}"
             found["rows"].append(row)
@@ -218,21 +209,16 @@ class Stopwatch:
         return float(start.elapsed_time(stop)) / 1e3 / calls
 
 
-class WrongResultError(RuntimeError):
-    """A backend's result differs from plain torch's."""
-
-
-def compare(
-    job: Operation, backend: Backend, settings: Settings, stopwatch: Stopwatch, device: torch.device
-) -> Row:
+def compare(job: Operation, backend: Backend, rounds: int, calls: int, stopwatch: Stopwatch) -> Row:
     """Check ``backend``, then time ``backend``, plain torch, and a copy of as many bytes."""
+    device = job.out.device
     backends: dict[str, Backend] = {"torch": TorchBackend(), backend.name: backend}
     job.run(backends["torch"])
     expected = job.out.clone()
     job.out.fill_(77)
     job.run(backend)
     if not torch.equal(job.out, expected):
-        raise WrongResultError(
+        raise RuntimeError(
             f"{_name(job.about)}: the {backend.name} backend on {device} gives another result than "
             "torch: run packages/zero-comm/tests/test_quantizer_backends.py there"
         )
@@ -246,10 +232,10 @@ def compare(
             job.run(backends[name])
 
     def time_s(name: str, _: int) -> Row:
-        return {"s": stopwatch.time_s(lambda: run(name), settings.calls)}
+        return {"s": stopwatch.time_s(lambda: run(name), calls)}
 
     run("copy")  # allocates the copy's memory, as the checks above did for the others
-    found = take_turns(["copy", *backends], settings.rounds, time_s)
+    found = take_turns(["copy", *backends], rounds, time_s)
     times = {name: statistics.median(row["s"] for row in rows) for name, rows in found.items()}
     return {
         "backend": backend.name,
