@@ -21,10 +21,8 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from material import save_data, save_models
 from pack import PACK, Case
@@ -35,6 +33,7 @@ from benchmarks.harness.ranks import (
     LOG_LENGTH,
     LOOPBACK,
     RankError,
+    Row,
     own_environment,
     rank_variables,
     run_together,
@@ -67,19 +66,11 @@ PRELOADED = (
 )
 
 
-@dataclass(frozen=True)
-class Run:
-    """Losses by rank and step, the slowest rank's seconds by step, and the largest peak memory."""
+def run(side: str, case: Case, material: Path) -> Row:
+    """Run a case's program on one side. A failure raises RankError with a rank's first error.
 
-    losses: list[list[float]]
-    step_seconds: list[float]
-    peak_bytes: int
-
-
-def run(side: str, case: Case, material: Path) -> Run:
-    """Run a case's program on one side.
-
-    A failure raises RankError with a rank's first error.
+    The result has losses by rank and step, the median of the slowest rank's seconds per step, and
+    the largest peak memory.
     """
     # A killed process may still write files until its server has ended it.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
@@ -119,11 +110,12 @@ def run(side: str, case: Case, material: Path) -> Run:
         raise RankError("it trained without a loss", "")
     if min(len(rank["step_seconds"]) for rank in found) <= WARMUP_STEPS:
         raise RankError(f"it took {WARMUP_STEPS} steps or fewer, of which none is timed", "")
-    return Run(
-        [rank["losses"] for rank in found],
-        list(map(max, zip(*(rank["step_seconds"] for rank in found), strict=True))),
-        max(rank["peak_bytes"] for rank in found),
-    )
+    slowest = list(map(max, zip(*(rank["step_seconds"] for rank in found), strict=True)))
+    return {
+        "losses": [rank["losses"] for rank in found],
+        "step_seconds": statistics.median(slowest[WARMUP_STEPS:]),
+        "peak_bytes": max(rank["peak_bytes"] for rank in found),
+    }
 
 
 def commands_of(
@@ -172,54 +164,47 @@ def _filled(text: str, places: dict[str, str]) -> str:
     return text
 
 
-def difference(theirs: Run, ours: Run) -> float:
+def difference(theirs: Row, ours: Row) -> float:
     pairs = [
         pair
-        for one, other in zip(theirs.losses, ours.losses, strict=True)
+        for one, other in zip(theirs["losses"], ours["losses"], strict=True)
         for pair in zip(one, other, strict=True)
     ]
     worst = max(abs(a - b) / max(abs(a), LEAST_LOSS) for a, b in pairs)
     return worst if all(map(math.isfinite, (x for pair in pairs for x in pair))) else math.inf
 
 
-def compare(case: Case, material: Path) -> dict[str, Any]:
+def compare(case: Case, material: Path) -> Row:
     """Run a case on both sides. The row has ``failure`` and ``log`` if a side failed."""
     missing = [name for name in case.needs if find_spec(name) is None]
-    row: dict[str, Any] = {"family": case.family, "name": case.name, "reference": case.reference}
+    row: Row = {"family": case.family, "name": case.name, "reference": case.reference}
     if missing:
         return {**row, "failure": f"{missing[0]} is not installed here"}
-    runs: dict[str, Run] = {}
+    runs: dict[str, Row] = {}
     for side in (case.reference, OURS):
         try:
             runs[side] = run(side, case, material)
         except RankError as error:
             log = error.log[-LOG_LENGTH:]
             return {**row, "failed": side, "failure": str(error), "log": log}
-    counts = {side: {len(losses) for losses in run.losses} for side, run in runs.items()}
+    counts = {side: {len(losses) for losses in run["losses"]} for side, run in runs.items()}
     if len(set().union(*counts.values())) > 1:
         found = ", ".join(f"{side} has {sorted(number)}" for side, number in counts.items())
         return {**row, "failed": OURS, "failure": f"numbers of losses differ: {found}", "log": ""}
     return {
         **row,
-        **{
-            side: {
-                "losses": run.losses[0],
-                "step_seconds": statistics.median(run.step_seconds[WARMUP_STEPS:]),
-                "peak_bytes": run.peak_bytes,
-            }
-            for side, run in runs.items()
-        },
+        **{side: {**run, "losses": run["losses"][0]} for side, run in runs.items()},
         "difference": difference(*runs.values()),
         "tolerance": case.tolerance,
         "compared": case.compared,
     }
 
 
-def is_good(row: Mapping[str, Any] | None) -> bool:
+def is_good(row: Row | None) -> bool:
     return row is not None and "failure" not in row and row["difference"] <= row["tolerance"]
 
 
-def in_words(row: Mapping[str, Any]) -> str:
+def in_words(row: Row) -> str:
     if "failure" in row:
         return f"FAILED with {row.get('failed', 'both')}: {row['failure']}"
     theirs, ours = row[row["reference"]], row[OURS]

@@ -137,23 +137,8 @@ def trl_script(trainer: str, what: str, config: Config, *arguments: str, **more:
     return trained("TRL", f"{script}, {what}", (script,), config, *arguments, *TRL_RUN, **more)
 
 
-def trl_lora() -> Case:
-    found = find_spec("trl")
-    origin = found.origin if found is not None else None
-    file = Path(origin or "trl/__init__.py").parent / "accelerate_configs" / "zero3.yaml"
-    return Case(
-        "TRL",
-        "trl.scripts.sft with LoRA, accelerate_configs/zero3.yaml",
-        "trl.scripts.sft",
-        ("--dataset_name={data}/text", "--use_peft", "--lora_target_modules=all-linear", *TRL_RUN),
-        launcher=(
-            *("accelerate", "launch", f"--config_file={file}"),
-            *("--num_processes=2", "--mixed_precision=no", "--main_process_port=0"),
-        ),
-        needs=NEEDS_TRL,
-    )
-
-
+_trl = find_spec("trl")
+ZERO_3_FILE = Path((_trl and _trl.origin) or "trl/_").with_name("accelerate_configs") / "zero3.yaml"
 TRL = [
     trl_script("sft", "ZeRO-3", TRL_3, "--dataset_name={data}/text"),
     trl_script("dpo", "ZeRO-3", TRL_3, "--dataset_name={data}/preference"),
@@ -161,7 +146,17 @@ TRL = [
     trl_script("reward", "ZeRO-3", TRL_3, "--dataset_name={data}/preference"),
     trl_script("grpo", "ZeRO-3", TRL_3, *GENERATES),
     trl_script("rloo", "ZeRO-3, all offloaded", TRL_OFFLOADED, *GENERATES, compared="grad_norm"),
-    trl_lora(),
+    Case(
+        "TRL",
+        "trl.scripts.sft with LoRA, accelerate_configs/zero3.yaml",
+        "trl.scripts.sft",
+        ("--dataset_name={data}/text", "--use_peft", "--lora_target_modules=all-linear", *TRL_RUN),
+        launcher=(
+            *("accelerate", "launch", f"--config_file={ZERO_3_FILE}"),
+            *("--num_processes=2", "--mixed_precision=no", "--main_process_port=0"),
+        ),
+        needs=NEEDS_TRL,
+    ),
 ]
 
 

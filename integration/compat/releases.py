@@ -1,6 +1,6 @@
 """Torch's releases and their builds: requirements, resolution, and what was tested.
 
-    python integration/compat/releases.py resolve [RELEASE ...]
+    python integration/compat/releases.py resolve
     python integration/compat/releases.py cells [RELEASE]
 
 A **cell** is a release of torch, a build of it (``cpu`` or a CUDA version) and a Python. `TABLE`
@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "integration/src/zero_engine/torch_releases.json"
 PAGE = ROOT / "docs/tested-releases.md"
 INDEX = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl")
+TODAY = datetime.date.today().isoformat()
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PACKAGES = {
     "cpu-adam[torch]": "packages/cpu-adam",
@@ -89,24 +90,21 @@ def is_resolved(python: str, torch: str, build: str) -> bool:
     return run.returncode == 0
 
 
-def resolve(*chosen: str) -> int:
-    """Resolve all cells, or those of ``chosen`` releases. Returns 1 if one has a conflict."""
-    table = read_table()
-    if unknown := {*chosen} - {*table["torch"]}:
-        raise SystemExit(f"no releases of {TABLE.name}: {', '.join(unknown)}")
-    has_conflict = False
-    today = datetime.date.today().isoformat()
+def resolve() -> int:
+    """Resolve all cells of the table. Returns 1 if one has a conflict."""
+    table, has_conflict = read_table(), False
     for torch, build in builds():
-        for python in PYTHONS if torch in (chosen or table["torch"]) else ():
+        release = table["torch"].get(torch)  # a nightly build has no release
+        for python in PYTHONS if release else ():
             _, options = requirements(torch, build)
             is_default = bool(options) and not is_reachable(options[1])
-            used = table["torch"][torch]["default"] if is_default else build
-            result = {"resolved" if is_resolved(python, torch, used) else "conflict": today}
-            result |= {"by": "default build"} if is_default else {}
-            cell = table["torch"][torch][build].get(python, {})
-            table["torch"][torch][build][python] = result | {k: cell[k] for k in cell if k == "run"}
-            print(f"torch {torch}, {build}, Python {python}: {show(result)}", flush=True)
-            has_conflict |= "conflict" in result
+            used = release["default"] if is_default else build
+            end = "resolved" if is_resolved(python, torch, used) else "conflict"
+            cell = {end: TODAY} | ({"by": "default build"} if is_default else {})
+            print(f"torch {torch}, {build}, Python {python}: {show(cell)}", flush=True)
+            run = release[build].get(python, {}).get("run")
+            release[build][python] = cell | ({"run": run} if run else {})
+            has_conflict |= end == "conflict"
     write(table)
     return int(has_conflict)
 
@@ -118,7 +116,7 @@ def record(
     if torch == "nightly" or arguments:  # the nightly build is another one tomorrow
         return
     table = read_table()
-    run = {"date": datetime.date.today().isoformat(), "passed": is_passed}
+    run = {"date": TODAY, "passed": is_passed}
     table["torch"][torch][build].setdefault(python, {})["run"] = run
     write(table)
 

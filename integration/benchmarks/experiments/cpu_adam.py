@@ -60,14 +60,15 @@ def main(
     output: Output = RESULTS,
 ) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    found: dict[str, tuple[int, dict[str, Row]]] = {}
+    races: dict[str, Rows] = {}
+    sections: list[Section] = []
     num_threads = use_threads(threads)
     for name, num_elements, make in _races():
         print(f"{name} ...", flush=True)
-        found[name] = num_elements, _run(make(), rounds)
+        races[name] = _run(make(), rounds)
+        sections.append(section(name, num_elements, races[name]))
         gc.collect()  # frees the race's memory before the next race allocates its own
     settings = {"numels": NUMELS, "rounds": rounds, "rest_s": REST_S, "threads": num_threads}
-    races = {name: rows for name, (_, rows) in found.items()}
     about = {
         **machine(),
         "isa": cpu_adam.active_isa(),
@@ -75,7 +76,6 @@ def main(
         **{name: version(name) or "not installed" for name in PEERS},
     }
     report = {"settings": settings, "machine": about, "races": races}
-    sections = [section(name, num_elements, rows) for name, (num_elements, rows) in found.items()]
     publish(output, "cpu_adam", report, sections, columns=2)
 
 

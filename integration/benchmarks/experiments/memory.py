@@ -182,15 +182,13 @@ PARTS = {
 
 
 def main(only: Annotated[list[str] | None, of(PARTS)] = None, output: Output = RESULTS) -> None:
-    started_at = time.perf_counter()
     parts: dict[str, list[Row]] = {}
     for part in only or PARTS:
         parts[part] = []
         for row in PARTS[part][0]():
             parts[part].append(row)
             print(f"{part}: {row['case']}: {row['ratio']:.3f}", flush=True)
-    seconds = time.perf_counter() - started_at
-    report = {"machine": machine(), "parts": parts, "seconds": seconds}
+    report = {"machine": machine(), "parts": parts}
     publish(output, "memory", report, [section(part, rows) for part, rows in parts.items()])
 
 

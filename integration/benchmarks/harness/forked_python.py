@@ -67,7 +67,7 @@ os._exit(code)
 def forked_python() -> str:
     """Start a server that ends with this process, and return the path of its client program."""
     listener, program = listen(tempfile.mkdtemp(prefix="python"))
-    threading.Thread(target=run_alone, args=(_stand_in, listener, program), daemon=True).start()
+    threading.Thread(target=run_alone, args=(serve, listener, program), daemon=True).start()
     # Exit handlers run in reverse order. The server must end before multiprocessing's handler joins
     # the server process.
     atexit.register(hold_server(program).close)
@@ -101,13 +101,12 @@ def hold_server(program: str) -> socket.socket:
     return connection
 
 
-def _stand_in(listener: socket.socket, program: str) -> None:
-    sys.executable = program  # processes started by a forked process are forked, too
-    serve(listener)
+def serve(listener: socket.socket, executable: str = sys.executable) -> None:
+    """Fork a process per connection until the owner's connection closes. Then remove the folder.
 
-
-def serve(listener: socket.socket) -> None:
-    """Fork a process per connection until the owner's connection closes. Then remove the folder."""
+    Forked processes see ``executable`` as ``sys.executable``.
+    """
+    sys.executable = executable
     gc.freeze()  # keeps the garbage collector from scanning imported objects in every fork
     ended, notify = socket.socketpair()
     for end in (ended, notify):

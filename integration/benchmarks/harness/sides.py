@@ -55,9 +55,7 @@ class KeptTier:
         return None if report is None else asdict(report)
 
     def host_share(self) -> float | None:
-        if self.tier is None:
-            return None
-        return self.tier.host_numel / self._numel if self._numel else 0.0
+        return None if self.tier is None else self.tier.host_numel / max(1, self._numel)
 
     def io_seconds(self) -> dict[str, float]:
         """Return seconds of file access so far, or an empty dict if the tier has no file.

@@ -310,19 +310,27 @@ def _manifest(folder: Path) -> dict[str, Any]:
 def _refused(engine: zero_core.Engine, folder: Path, tag: str | None = None) -> str:
     """Load a checkpoint that must be refused. Return what went wrong, or an empty string."""
     before, began = digest(engine), time.perf_counter()
+    with _little_memory():
+        why = _result(engine.load_checkpoint, folder, tag)
+    seconds = time.perf_counter() - began
+    if not why and digest(engine) != before:
+        return "was written into the engine"
+    return why or (f"took {seconds} s" if seconds > _MAX_S else "")
+
+
+_READ = "was not refused"
+
+
+def _result(read: Callable[..., object], *arguments: object) -> str:
+    """Read a checkpoint that must be refused. Return what went wrong, or an empty string."""
     try:
-        with _little_memory():
-            engine.load_checkpoint(folder, tag)
-        return "was loaded"
+        read(*arguments)
+        return _READ
     except zero_core.CheckpointError as error:
-        if "alloc" in str(error) or "MemoryError" in str(error):
-            return f"asked for memory: {error}"
+        is_large = "alloc" in str(error) or "MemoryError" in str(error)
+        return f"asked for memory: {error}" if is_large else ""
     except Exception as error:
         return f"raised {error!r:.200}"
-    seconds = time.perf_counter() - began
-    if digest(engine) != before:
-        return "was written into the engine"
-    return f"took {seconds} s" if seconds > _MAX_S else ""
 
 
 @contextmanager
@@ -364,14 +372,9 @@ def test_files_that_are_not_checkpoints_are_refused(saved, engine, tmp_path):
         why = _refused(engine, folder)
         found += [f"{name}: {why}"] if why else []
         for reader, (read, refused) in READERS.items():
-            try:
-                read(folder)
-                if file in refused:
-                    found.append(f"{name}: taken by {reader}")
-            except zero_core.CheckpointError:
-                pass
-            except Exception as error:
-                found.append(f"{name}, {reader}: raised {error!r:.200}")
+            why = _result(read, folder)
+            if why and (why != _READ or file in refused):
+                found.append(f"{name}, {reader}: {why}")
         count += 1
         shutil.rmtree(folder)
     print(f"{count - len(found)} of {count} hostile folders were refused")
@@ -421,11 +424,8 @@ def _loads(ranks: SimulatedRanks, folder: str, stage: int, is_offloaded: bool) -
             shutil.copytree(Path(folder, "saved"), place)
             rewrite(place / "t", change)
         control.barrier()
-        try:
-            engine.load_checkpoint(place)
-            found.append(f"{name}: loaded")
-        except zero_core.CheckpointError:
-            pass
+        if why := _result(engine.load_checkpoint, place):
+            found.append(f"{name}: {why}")
         if digest(engine) != before:
             found.append(f"{name}: written")
             before = digest(engine)
@@ -482,13 +482,8 @@ def _check(path: Path, readers: list[Callable[[], object]]) -> None:
         path.write_bytes(found)
         for number, read in enumerate(readers):
             count += 1
-            try:
-                read()
-                wrong.append(f"{path.name}, {name}: reader {number} took it")
-            except zero_core.CheckpointError:
-                pass
-            except Exception as error:
-                wrong.append(f"{path.name}, {name}: reader {number} raised {error!r:.100}")
+            if why := _result(read):
+                wrong.append(f"{path.name}, {name}, reader {number}: {why}")
     path.write_bytes(data)
     print(f"{path.name}: {count - len(wrong)} of {count} reads were refused")
     assert not wrong, "\n".join(wrong[:20])

@@ -21,7 +21,7 @@ import os
 import statistics
 import timeit
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -237,25 +237,16 @@ def compare(job: Operation, backend: Backend, rounds: int, calls: int, stopwatch
     run("copy")  # allocates the copy's memory, as the checks above did for the others
     found = take_turns(["copy", *backends], rounds, time_s)
     times = {name: statistics.median(row["s"] for row in rows) for name, rows in found.items()}
-    return {
-        "backend": backend.name,
-        "median_s": times,
-        **figures(times, job.about, backend.name, device),
-    }
-
-
-def figures(times: Mapping[str, float], about: Row, name: str, device: torch.device) -> Row:
-    if device.type == "cpu":
-        keys = ("bytes_per_s", "copy_bytes_per_s", "share", "times_torch", "is_met")
-        return dict.fromkeys(keys)
-    share = times["copy"] / times[name]
-    return {
-        "bytes_per_s": about["moved_bytes"] / times[name],
-        "copy_bytes_per_s": about["moved_bytes"] / times["copy"],
+    share = times["copy"] / times[backend.name]
+    figures = {
+        "bytes_per_s": job.about["moved_bytes"] / times[backend.name],
+        "copy_bytes_per_s": job.about["moved_bytes"] / times["copy"],
         "share": share,
-        "times_torch": times["torch"] / times[name],
-        "is_met": share >= BAR if about["numel"] >= BAR_NUMEL else None,
+        "times_torch": times["torch"] / times[backend.name],
+        "is_met": share >= BAR if job.about["numel"] >= BAR_NUMEL else None,
     }
+    shown = dict.fromkeys(figures) if device.type == "cpu" else figures
+    return {"backend": backend.name, "median_s": times, **shown}
 
 
 def _section(found: Row) -> Section:
