@@ -1,9 +1,9 @@
-"""Compares public scripts with DeepSpeed itself and with this engine in its place.
+"""Runs public scripts with DeepSpeed and with this engine in its place, and compares the losses.
 
-Started by ``nox -s compat``. Each side has two CPU ranks with one thread each. A script with a
-launcher of its own is started by ``zero-engine run``. All others run on ranks that have its hook
-(`ranks`). Where DeepSpeed cannot run a script on the CPU, DDP replaces DeepSpeed. Limits that
-libraries impose on CPUs are lifted on both sides.
+Started by ``nox -s compat``. Each side has two CPU ranks with one thread each. ``zero-engine run``
+starts the scripts that have their own launcher. All others run on ranks with its import hook. DDP
+replaces DeepSpeed where DeepSpeed cannot run a script on the CPU. Limits that libraries impose on
+CPUs are lifted on both sides.
 
 Each case's result is written when the case ends. The exit code is 1 if a case fails or if a loss at
 any step differs by more than the case's tolerance.
@@ -123,13 +123,14 @@ def commands_of(
 ) -> tuple[list[list[str]], list[dict[str, str]]]:
     """Return the command ``measured.py PROGRAM`` and its environment for each rank.
 
+    Ranks are forked from a process that has imported the libraries, because imports take seconds.
     With ``is_hooked``, ``import deepspeed`` serves this engine, as under ``zero-engine run``.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])  # a free port
     shared = {
         **environment(is_hooked=is_hooked),
-        # Lightning takes a process for a rank of torchrun's by this variable.
+        # Lightning recognizes a rank of torchrun by this variable.
         "TORCHELASTIC_RUN_ID": "compat",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         **variables,

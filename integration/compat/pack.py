@@ -126,7 +126,7 @@ GENERATES = (
 def trained(
     family: str, name: str, program: tuple[str, ...], config: Config, *arguments: str, **more: Any
 ) -> Case:
-    """Return a case of a Trainer. ``is_by_ddp``: DDP is the reference."""
+    """Return a case of a Trainer. With ``is_by_ddp`` DDP is the reference."""
     ddp = (*program[1:], "--use_cpu=True", *arguments) if more.pop("is_by_ddp", False) else ()
     given = (*program[1:], "--deepspeed={config}", *arguments)
     return Case(family, name, program[0], given, config, ddp=ddp, **more)
@@ -423,7 +423,7 @@ EXAMPLES = [
     ),
 ]
 
-# The ways to use DeepSpeed in accelerate's documentation, started by accelerate's launcher.
+# Uses of DeepSpeed in accelerate's documentation.
 LAUNCH: Config = {
     "compute_environment": "LOCAL_MACHINE",
     "debug": False,

@@ -60,13 +60,13 @@ def requirements(torch: str, build: str) -> tuple[list[str], list[str]]:
     is_nightly = torch == "nightly"
     pin = table["nightly"]["requirement"] if is_nightly else f"torch=={torch}+{build}"
     index = f"{INDEX}/nightly/{build}" if is_nightly else f"{INDEX}/{build}"
-    # By default uv takes a package from the first index that has it, and this one has old NumPys.
+    # By default uv uses the first index that has a package, and torch's index has old NumPys.
     return [pin, *further], ["--index", index, "--index-strategy", "unsafe-best-match"]
 
 
 @functools.cache
 def is_reachable(index: str) -> bool:
-    """Whether ``index`` answers. If it answers that it has no torch, uv's error will say so."""
+    """Return whether ``index`` answers, possibly by an HTTP error, which uv then reports."""
     try:
         urllib.request.urlopen(f"{index}/torch/", timeout=30).close()
     except OSError as error:
@@ -76,11 +76,11 @@ def is_reachable(index: str) -> bool:
 
 @functools.cache
 def is_resolved(python: str, torch: str, build: str) -> bool:
-    """Whether uv resolves the requirements of all packages in a cell. uv prints a conflict."""
+    """Return whether uv resolves all packages' requirements in a cell. uv prints a conflict."""
     required, options = requirements(torch, build)
     own = [f"{name} @ {(ROOT / path).as_uri()}" for name, path in PACKAGES.items()]
     target = (f"--python-version={python}", "--python-platform=x86_64-manylinux_2_28")
-    # Name an interpreter: uv would search the machine for a Python of the target's version.
+    # Without this option uv would search for a Python of the target's version.
     running = ("--python", sys.executable)
     command = ("uv", "pip", "compile", "--quiet", "-", *running, *target, *options)
     given = "\n".join([*own, *required])
@@ -94,7 +94,7 @@ def resolve() -> int:
     """Resolve all cells of the table. Returns 1 if one has a conflict."""
     table, has_conflict = read_table(), False
     for torch, build in builds():
-        release = table["torch"].get(torch)  # a nightly build has no release
+        release = table["torch"].get(torch)  # None for nightly builds
         for python in PYTHONS if release else ():
             _, options = requirements(torch, build)
             is_default = bool(options) and not is_reachable(options[1])
@@ -112,8 +112,8 @@ def resolve() -> int:
 def record(
     torch: str, build: str, python: str, arguments: Sequence[str] = (), *, is_passed: bool
 ) -> None:
-    """Record a run of all packages' tests in a cell. ``arguments`` may choose fewer tests."""
-    if torch == "nightly" or arguments:  # the nightly build is another one tomorrow
+    """Record a run of a cell's tests, except one with ``arguments``, which may be partial."""
+    if torch == "nightly" or arguments:  # the nightly build changes every day
         return
     table = read_table()
     run = {"date": TODAY, "passed": is_passed}

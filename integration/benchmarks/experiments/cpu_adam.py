@@ -38,9 +38,9 @@ FUSED_BYTES = 28
 """Bytes of memory traffic per fp32 element: weight and two moments in and out, gradient in. The
 offload path moves as many: its gradient is 2 bytes smaller, and it writes a 2-byte copy."""
 TURN_S = 0.05
-"""Least seconds of timed calls in a turn."""
+"""Seconds after which the timed calls of a turn end."""
 MAX_CALLS = 30
-"""Most timed calls in a turn."""
+"""Maximum number of timed calls in a turn."""
 NUMELS = (64 * 2**20, 2**20)
 REST_S = 0.05
 NUM_SMALL, SMALL_NUMEL = 500, 10_000
@@ -50,8 +50,8 @@ BANDWIDTH = "bandwidth, 28 B/element"
 
 Step = Callable[[], object]
 Contenders = Mapping[str, tuple[Callable[[], Step], float | None]]
-"""Maps a contender's name to a function that prepares its step, and to the least ratio of its time
-to cpu-adam's (None: no bar). The first contender is cpu-adam."""
+"""Maps a contender's name to a function that prepares its step, and to the minimum ratio of its
+time to cpu-adam's (None: no bar). The first contender is cpu-adam."""
 
 
 def main(

@@ -55,7 +55,7 @@ SMALL = Job(
 )
 NUM_CALIBRATION = 20_000
 SHORT_STEPS = 10
-"""Steps that measure Python time, for each timed step of a workload."""
+"""Steps in which Python time is measured, as a multiple of ``--steps``."""
 VOCAB = 8192
 HOST = {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}
 Contenders = Mapping[str, tuple[str, int, Mapping[str, Any]]]

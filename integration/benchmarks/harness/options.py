@@ -28,7 +28,7 @@ Output = Annotated[Path, typer.Option(help="Folder for the results, as JSON and 
 
 
 def of(names: Iterable[str], *options: str) -> Any:
-    """Return an option that accepts some of ``names``. Without the option, all are chosen."""
+    """Return an option that accepts some of ``names``. Without the option all names are chosen."""
     known = list(names)
 
     def check(given: list[str] | None) -> list[str]:

@@ -57,7 +57,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Node:
-    """A node for ranks: words before each rank's command, and the network device for gloo."""
+    """Prefix of the commands of a node's ranks, and the network device for gloo."""
 
     prefix: tuple[str, ...] = ()
     interface: str = LOOPBACK
@@ -228,7 +228,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], limit_s: float) -> bool:
 
 
 def _why(ranks: Sequence[subprocess.Popen[bytes]], said: str, folder: Path) -> str:
-    """Return a rank's first error: from its file, or else from its output."""
+    """Return the first error of a rank, from the rank's file or otherwise from the output."""
     failures = sorted(folder.glob("*.failure"), key=lambda path: path.stat().st_mtime_ns)
     if failures:
         return str(json.loads(failures[0].read_text(encoding="utf-8"))["error"])

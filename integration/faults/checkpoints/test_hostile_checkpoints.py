@@ -32,7 +32,7 @@ _MAX_S = 1.0
 _MAX_BYTES = 32 << 20
 _NEVER_FREE = 2**30  # more bytes than this process has mapped but unused
 BAD: tuple[Any, ...] = (None, True, -1, 2**63, 1e400, "x" * 50, [], {}, [[]], "../../etc/passwd")
-"""Values that entries of a manifest must not have, except those of `ALLOWED`."""
+"""Values that entries of a manifest must not have, apart from those in `ALLOWED`."""
 _HUGE = 1 << 40
 Change = Callable[[dict[str, Any]], object]
 OF_OTHERS = ("python_rng", "param_groups", "lr_scheduler", "scalars", "client_state")
@@ -65,7 +65,7 @@ def manifests(content: dict[str, Any]) -> Iterator[tuple[str, Change]]:
 
 
 def _places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of all entries. Of a list, or of ``files``, only the first entry counts."""
+    """Yield the paths of all entries, but only of the first one in each list and in ``files``."""
     entries = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
     is_table = isinstance(node, list) or path[-1:] == ("files",)
     for key, value in entries[:1] if is_table else entries:
@@ -251,7 +251,7 @@ def rewrite(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def digest(engine: zero_core.Engine) -> str:
-    """Return a digest of this rank's weights, optimizer states, buffers, groups and counters."""
+    """Return a digest of this rank's weights, states, buffers, groups, counters and RNGs."""
     found = hashlib.sha256()
     state = engine.sharded_state
 
@@ -335,7 +335,7 @@ def _result(read: Callable[..., object], *arguments: object) -> str:
 
 @contextmanager
 def _little_memory() -> Iterator[None]:
-    """Let this process map at most `_MAX_BYTES` more than now, torch's memory included."""
+    """Limit the growth of this process's mapped memory, torch's included, to `_MAX_BYTES`."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _MAX_BYTES, limits[1]))

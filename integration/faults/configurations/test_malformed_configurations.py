@@ -132,7 +132,7 @@ SERVED_BY_DEEPSPEED: Mapping[str, tuple[Any, ...]] = {
     "optimizer.params.set_grad_none": HOSTILE,
     "zero_force_ds_cpu_optimizer": HOSTILE,
 }
-"""Values that DeepSpeed accepts and its facade here accepts too."""
+"""Values that DeepSpeed and this project's DeepSpeed facade accept."""
 
 
 def malformed_configurations() -> Iterator[Malformed]:

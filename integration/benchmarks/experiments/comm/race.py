@@ -86,7 +86,7 @@ BARS: Mapping[str, Any] = {
     "deviation": 0.02,
     "loss": 0.01,
 }
-"""The bars of ``to_peer`` hold at this rate and number of ranks per node only."""
+"""The bars of ``to_peer`` apply only at this rate and number of ranks per node."""
 
 
 def main(

@@ -32,7 +32,7 @@ from benchmarks.harness.rounds import has_figures
 from zero_core.testing import Case, compare_with_ddp, read_gaps, run_engine
 
 GROUPS = ("engine 1", "offload 1", "engine 2", "offload 2", "comm 2", "comm 4", "engine 3")
-"""Groups: kind of cases and number of ranks. Those of one rank run first."""
+"""Kind of cases and number of ranks of each group. Groups of one rank run first."""
 DRY_GROUPS = ("offload 2", "comm 2")
 
 STEPS = 10
@@ -65,7 +65,7 @@ def _run(context: Context) -> Row:
         num_ranks = int(group.partition(" ")[2] or 1)
         arguments = {"group": group, "is_dry_run": context.is_dry_run}
         nodes = (HERE,) * max(1, num_ranks // RANKS_PER_NODE)
-        # Rank 0's rows stand for all ranks, whose results are equal.
+        # Only rank 0's rows are used, because all ranks have the same results.
         found = context.runner.start(f"{__name__}:measure", arguments, num_ranks, nodes=nodes)[0]
         for name, row in found.pop("rows", {}).items():
             rows[f"{group}: {name}"] = row

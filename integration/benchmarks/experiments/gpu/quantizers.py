@@ -41,7 +41,7 @@ from zero_comm.quantizer.torch_backend import TorchBackend
 MI: Final = 1 << 20
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BAR: Final = 0.8
-"""Least share of copy bandwidth."""
+"""Minimum share of copy bandwidth."""
 BAR_NUMEL: Final = 64 * MI
 """Elements of the smallest tensor to which the bar applies."""
 SUM_ROWS: Final = 8
@@ -116,8 +116,8 @@ class Operation:
     """One quantizer operation on tensors of one size."""
 
     about: Row
-    """``operation``, ``kind``, ``dtype``, ``numel`` and ``moved_bytes``, the least bytes read and
-    written."""
+    """``operation``, ``kind``, ``dtype``, ``numel`` and ``moved_bytes``, the bytes that
+    must be read and written."""
     run: Callable[[Backend], object]
     out: Tensor
     """The result of ``run``."""
@@ -173,7 +173,7 @@ class Stopwatch:
 
     The host takes longer to launch a call than a small kernel takes to run. The device therefore
     first gets other work, during which the host launches all calls. The calls then run back to
-    back, and the time between two events is theirs alone.
+    back, and nothing else runs between the two events.
     """
 
     def __init__(self, device: torch.device) -> None:
