@@ -173,7 +173,7 @@ def sanitize(session: nox.Session) -> None:
 def resolve(session: nox.Session) -> None:
     """Resolve the requirements of all packages with each build of torch and each Python."""
     session.install("--quiet", "uv")
-    session.run("python", "integration/compat/releases.py", "resolve", *session.posargs)
+    session.run("python", "integration/compat/releases.py", "resolve")
 
 
 _parts = (slow, examples, experiments, clusters, report, kernels, sanitize, resolve)
