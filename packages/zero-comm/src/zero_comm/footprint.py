@@ -120,11 +120,7 @@ def comm_footprint(
     Raises:
         ValueError: a setting is invalid. The message names its key.
     """
-    settings = CommSettings.from_config(config)
-    is_gathered = config.get("stage", 3) == 3
-    return CommFootprint(
-        settings, world_size, ranks_per_node, is_gathered=is_gathered, learning_rate=learning_rate
-    )
+    return CommFootprint(config, world_size, ranks_per_node, learning_rate)
 
 
 def upload_nbytes(*, numel: int, dtype: torch.dtype, learning_rate: float | None = None) -> int:
@@ -150,15 +146,13 @@ class CommFootprint:
 
     def __init__(
         self,
-        settings: CommSettings,
+        config: Mapping[str, Any],
         world_size: int,
         ranks_per_node: int,
-        *,
-        is_gathered: bool,
         learning_rate: float | None,
     ) -> None:
-        self._settings = settings
-        self._is_gathered = is_gathered
+        self._settings = settings = CommSettings.from_config(config)
+        self._is_gathered = config.get("stage", 3) == 3
         self._learning_rate = learning_rate
         self._world_size = world_size
         self._per_node = ranks_per_node

@@ -26,7 +26,7 @@ from torch import Tensor
 from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
 from zero_comm.collectives.two_hop import TwoHopReduce
 from zero_comm.collectives.weight_gathers import (
-    Differences,
+    Announced,
     Grid,
     LosslessGather,
     LosslessSecondaryGather,
@@ -34,6 +34,7 @@ from zero_comm.collectives.weight_gathers import (
     PublishedGather,
     SecondaryGather,
     WeightGather,
+    exchange,
 )
 from zero_comm.lossless.message import Checks, GradientMessages, is_worthwhile
 from zero_comm.quantizer.backend import backend
@@ -111,12 +112,10 @@ def create_collectives(
         has_checksum=settings.has_checksum, codes_gradients=settings.codes_gradients
     ):
         return native
+    adds = settings.gradients is None and isinstance(native, AddingCollectives)
+    kind = ExactGradients if adds else QuantizedCollectives
     never = frozenset(frozen)
-    if settings.gradients is None and isinstance(native, AddingCollectives):
-        return ExactGradients(native, settings, checks, ranks_per_node=ranks_per_node, frozen=never)
-    return QuantizedCollectives(
-        native, settings, checks, ranks_per_node=ranks_per_node, frozen=never
-    )
+    return kind(native, settings, checks, ranks_per_node=ranks_per_node, frozen=never)
 
 
 class QuantizedCollectives:
@@ -140,7 +139,7 @@ class QuantizedCollectives:
         self._frozen = frozen
         self._ranks_per_node = ranks_per_node
         self._scratch = Scratch()
-        self._differences = Differences(self._scratch, checks)
+        self._announced: Announced = {}
         formats = {settings.weights, settings.frozen_weights}
         self._packings = {kind: settings.weight_packing(kind) for kind in formats if kind}
         self._gathers = self._make_gathers(ranks_per_node)
@@ -197,11 +196,14 @@ class QuantizedCollectives:
 
         def job() -> None:
             numbers = {}
+            self._announced.clear()
             for unit, version, out, shard in shards:
                 gather = self._gather_for(shard, unit, is_kept=out is not None)
                 if isinstance(gather, LosslessGather):
                     numbers[unit, version] = gather.numbers(out, shard, unit)
-            self._differences.announce(numbers, self._transport.world_size, gather_numbers)
+            if numbers:
+                read = exchange([*numbers.values()], self._transport.world_size, gather_numbers)
+                self._announced.update({key: (read, at) for at, key in enumerate(numbers)})
 
         def gather_numbers(out: Tensor, own: Tensor) -> None:
             self._transport.all_gather(out, own, unit=-1, version=-2, backward=False).wait()
@@ -268,12 +270,11 @@ class QuantizedCollectives:
 
     def forget_errors(self) -> None:
         """Drop gradient errors after a skipped step. All ranks must call it after reductions."""
-        feedback = None if self._reduction is None else self._reduction.feedback
-        if feedback is not None:
-            self._transport.launch(feedback.forget, is_reduction=True).wait()
+        if self._reduction is not None and self._reduction.feedback is not None:
+            self._transport.launch(self._reduction.feedback.forget, is_reduction=True).wait()
 
     def _forget_weights(self) -> None:
-        self._differences.forget()
+        self._announced.clear()
         for gather in self._gathers.values():
             gather.forget()
 
@@ -283,11 +284,9 @@ class QuantizedCollectives:
         found = Counter({"message buffers": self._scratch.nbytes})
         for gather in self._gathers.values():
             found[gather.kept_kind] += sum(kept.nbytes for kept in gather.tensors)
-        if self._reduction is not None:
-            found["message buffers"] += self._reduction.sent.nbytes + self._reduction.scratch.nbytes
-            if self._reduction.feedback is not None:
-                errors = self._reduction.feedback.tensors
-                found["error feedback"] = sum(error.nbytes for error in errors)
+        if (reduction := self._reduction) is not None:
+            found["message buffers"] += reduction.sent.nbytes + reduction.scratch.nbytes
+            found["error feedback"] = sum(error.nbytes for error in reduction.errors)
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
@@ -301,10 +300,9 @@ class QuantizedCollectives:
             "parameters": [kept for gather in self._gathers.values() for kept in gather.tensors],
             "buffers": self._scratch.tensors,
         }
-        if self._reduction is not None:
-            found["buffers"] += self._reduction.sent.tensors + self._reduction.scratch.tensors
-            if self._reduction.feedback is not None:
-                found["optimizer_states"] = self._reduction.feedback.tensors
+        if (reduction := self._reduction) is not None:
+            found["buffers"] += reduction.sent.tensors + reduction.scratch.tensors
+            found["optimizer_states"] = reduction.errors
         return found
 
     def _make_gathers(self, ranks_per_node: int) -> dict[str | None, WeightGather]:
@@ -317,8 +315,8 @@ class QuantizedCollectives:
         has_secondary = self._settings.partition_size > 1 and not is_one_group
         gathers: dict[str | None, WeightGather] = {}
         if self._settings.is_lossless and not is_one_group:
-            gathers[LOSSLESS] = LosslessSecondaryGather(self._differences, *shared)
-            gathers[_PUBLISHED] = PublishedGather(self._differences, *shared)
+            gathers[LOSSLESS] = LosslessSecondaryGather(self._announced, self.checks, *shared)
+            gathers[_PUBLISHED] = PublishedGather(self._announced, self.checks, *shared)
         for kind, packing in self._packings.items():
             if kind != DIFFERENCE and not has_secondary:
                 gathers[kind] = MessageGather(*shared, packing)
@@ -370,18 +368,13 @@ class _Exchange:
 
 
 def _check(out: Tensor, shard: Tensor, world_size: int) -> None:
-    for name, tensor in (("out", out), ("shard", shard)):
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be 1-D and contiguous, got shape {tuple(tensor.shape)}")
-    if out.dtype != shard.dtype or out.device != shard.device:
+    is_flat = all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in (out, shard))
+    expected = world_size * shard.numel(), shard.dtype, shard.device
+    if not is_flat or (out.numel(), out.dtype, out.device) != expected:
         raise ValueError(
-            f"out must have shard's dtype and device, {shard.dtype} on {shard.device}, "
-            f"got {out.dtype} on {out.device}"
-        )
-    if out.numel() != world_size * shard.numel():
-        raise ValueError(
-            f"out must have world_size * shard.numel() = {world_size} * {shard.numel()} elements, "
-            f"got {out.numel()}"
+            f"out and shard must be 1-D and contiguous, and out {expected[0]} elements of "
+            f"{shard.dtype} on {shard.device}, got shapes {tuple(out.shape)} and "
+            f"{tuple(shard.shape)}, and {out.dtype} on {out.device}"
         )
 
 

@@ -22,9 +22,7 @@ class Codec(Protocol):
     Tensors are flat, contiguous, on one device, and do not overlap. Elements have 2 or 4 bytes.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of the codec in ``ZERO_COMM_BACKEND``."""
+    name: str  # in ``ZERO_COMM_BACKEND``
 
     def encode(self, *operands: Tensor, out: Tensor, num_threads: int | None = None) -> Tensor:
         """Encode the last operand into ``out``, and return the number of bytes written.

@@ -104,11 +104,6 @@ def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
     return dtype.itemsize in frame.ITEMSIZES and numel * dtype.itemsize >= _SHORTEST_NBYTES
 
 
-def measure(old: Tensor, new: Tensor) -> Tensor:
-    """Return the bytes of a message of differences, as `pack` does."""
-    return message_nbytes(find_codec("differences", new.device).measure(old, new))
-
-
 def pack(
     coding: Coding, *operands: Tensor, message: Tensor, versions: tuple[int, int] = (0, 0)
 ) -> Tensor:

@@ -20,6 +20,7 @@ from zero_comm.lossless.block_frame import BLOCK_NUMEL
 _CHUNK_BLOCKS: Final = 4096  # limits each int64 workspace of [blocks, 256] to 8 MiB
 _IMPOSSIBLE: Final = 1 << 20  # bytes: more than any mode takes
 INTEGERS: Final = {2: torch.int16, 4: torch.int32}
+_Measured = tuple[Tensor, dict[int, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,11 @@ class TorchCodec(ABC):
     name = "torch"
 
     @abstractmethod
-    def _measure(
-        self, bits: list[Tensor], present: Tensor, itemsize: int
-    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-        """Return the integers to code, whether each block is empty, and its sizes by mode above 1.
+    def _measure(self, bits: list[Tensor], present: Tensor, itemsize: int) -> _Measured:
+        """Return the integers to code, and the sizes of each block by mode above 1, [blocks, 1].
 
-        Both are [blocks, 1]. A mode that a block cannot have takes ``_IMPOSSIBLE`` bytes.
+        The integers of an empty block are zeros. A mode that a block cannot have takes
+        ``_IMPOSSIBLE`` bytes.
         """
 
     @abstractmethod
@@ -107,12 +107,12 @@ class TorchCodec(ABC):
         """Return the new bits, each block's mode and bytes, and the integers to code."""
         itemsize, bits = operands[0].element_size(), [_bits(operand) for operand in operands]
         _, present = _places(len(bits[0]), operands[0])
-        coded, is_empty, candidates = self._measure(bits, present, itemsize)
+        coded, candidates = self._measure(bits, present, itemsize)
         # The mode is in the lowest 4 bits, so the minimum prefers the lowest mode of equal size.
         best = present * itemsize * 16 + frame.RAW
         for further_mode, found in candidates.items():
             best = torch.minimum(best, found * 16 + further_mode)
-        best = torch.where(is_empty, frame.EMPTY, best)
+        best = torch.where((coded == 0).all(1, keepdim=True), frame.EMPTY, best)
         return bits[-1], best % 16, best // 16, coded
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
@@ -170,9 +170,7 @@ def _places(num: int, values: Tensor) -> tuple[Tensor, Tensor]:
 class TorchDifferences(TorchCodec):
     """Codec of [Note: the difference buffer]. The coded integers are ``z``."""
 
-    def _measure(
-        self, bits: list[Tensor], present: Tensor, itemsize: int
-    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    def _measure(self, bits: list[Tensor], present: Tensor, itemsize: int) -> _Measured:
         old, new = bits
         num_bits, top, mask = 8 * itemsize, 1 << (8 * itemsize - 1), (1 << 8 * itemsize) - 1
         moved = _ordered(new, itemsize) - _ordered(old, itemsize)
@@ -188,7 +186,7 @@ class TorchDifferences(TorchCodec):
             candidates[frame.LIST + start] = listed
             candidates[frame.BITMAP + start] = frame.BITMAP_NBYTES + of_changed
             candidates[frame.DENSE + start] = _levels_nbytes(z, whole, width, num_bits)
-        return z, changed == 0, candidates
+        return z, candidates
 
     def _write(self, coded: Tensor, blocks: _Blocks) -> None:
         is_list, is_bitmap, is_dense, start = _layout(blocks)
@@ -294,9 +292,7 @@ def _code_places(is_here: Tensor, width: int) -> tuple[Tensor, Tensor | int, Ten
 class TorchValues(TorchCodec):
     """Codec of [Note: the value buffer], which codes rotated bytes, [blocks, itemsize, 256]."""
 
-    def _measure(
-        self, bits: list[Tensor], present: Tensor, itemsize: int
-    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    def _measure(self, bits: list[Tensor], present: Tensor, itemsize: int) -> _Measured:
         (values,) = bits
         rotated = (values << 1 | values >> (8 * itemsize - 1)) & ((1 << 8 * itemsize) - 1)
         tops = rotated >> 8 * (itemsize - 1)
@@ -307,10 +303,11 @@ class TorchValues(TorchCodec):
             is_allowed = is_whole if width else is_whole & (codes == 0).all(1, keepdim=True)
             nbytes = frame.fixed_nbytes(width, itemsize) + num_escapes
             candidates[frame.CODED + width] = torch.where(is_allowed, nbytes, _IMPOSSIBLE)
-        return rotated, (values == 0).all(1, keepdim=True), candidates
+        return rotated, candidates
 
     def _write(self, coded: Tensor, blocks: _Blocks) -> None:
-        itemsize, at, lane, width = blocks.itemsize, blocks.begin, blocks.lane, _width_of(blocks)
+        itemsize, at, lane = blocks.itemsize, blocks.begin, blocks.lane
+        width, fixed_nbytes = _coded_layout(blocks)
         is_coded, tops = blocks.mode >= frame.CODED, coded >> 8 * (itemsize - 1)
         base = tops.amax(1, keepdim=True)
         codes = torch.minimum(base - tops, (1 << width) - 1)
@@ -323,12 +320,12 @@ class TorchValues(TorchCodec):
             bit = (codes >> plane & 1) << lane % 8
             blocks.store(place, bit, is_coded & (width > plane))
         is_escape = is_coded & (width > 0) & (codes == (1 << width) - 1)
-        place = at + _fixed_nbytes(width, itemsize) + is_escape.cumsum(1) - 1
-        blocks.store(place, tops, is_escape)
+        blocks.store(at + fixed_nbytes + is_escape.cumsum(1) - 1, tops, is_escape)
 
     def _read(self, old: Tensor, blocks: _Blocks) -> tuple[Tensor, Tensor]:
-        itemsize, at, lane, width = blocks.itemsize, blocks.begin, blocks.lane, _width_of(blocks)
-        num_escapes = blocks.nbytes - _fixed_nbytes(width, itemsize)
+        itemsize, at, lane = blocks.itemsize, blocks.begin, blocks.lane
+        width, fixed_nbytes = _coded_layout(blocks)
+        num_escapes = blocks.nbytes - fixed_nbytes
         is_sound = (blocks.mode >= frame.CODED) & (blocks.mode <= frame.CODED + frame.MAX_WIDTH)
         is_sound = is_sound & (blocks.present == BLOCK_NUMEL) & (num_escapes >= 0)
         code = torch.zeros_like(old)
@@ -337,7 +334,7 @@ class TorchValues(TorchCodec):
             code |= (blocks.load(place, is_sound & (width > plane)) >> lane % 8 & 1) << plane
         is_escape = is_sound & (width > 0) & (code == (1 << width) - 1)
         is_sound = is_sound & (is_escape.sum(1, keepdim=True) == num_escapes)
-        place = at + _fixed_nbytes(width, itemsize) + is_escape.cumsum(1) - 1
+        place = at + fixed_nbytes + is_escape.cumsum(1) - 1
         escape = blocks.load(place, is_escape & is_sound)
         top = torch.where(is_escape, escape, blocks.load(at, is_sound) - code & 0xFF)
         rotated = top << 8 * (itemsize - 1)
@@ -348,13 +345,10 @@ class TorchValues(TorchCodec):
         return torch.where(is_sound, new, 0), is_sound
 
 
-def _width_of(blocks: _Blocks) -> Tensor:
-    """Return the ``w`` of coded blocks, and any possible width for others."""
-    return (blocks.mode - frame.CODED).clamp(0, frame.MAX_WIDTH)
-
-
-def _fixed_nbytes(width: Tensor, itemsize: int) -> Tensor:
-    return frame.fixed_nbytes(0, itemsize) + width * frame.BITMAP_NBYTES
+def _coded_layout(blocks: _Blocks) -> tuple[Tensor, Tensor]:
+    """Return the ``w`` of coded blocks, any possible one for others, and the escapes' offset."""
+    width = (blocks.mode - frame.CODED).clamp(0, frame.MAX_WIDTH)
+    return width, frame.fixed_nbytes(0, blocks.itemsize) + width * frame.BITMAP_NBYTES
 
 
 CODECS: Final = {"differences": TorchDifferences(), "values": TorchValues()}

@@ -39,9 +39,7 @@ class Backend(Protocol):
     device and do not overlap.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of the backend in ``ZERO_COMM_BACKEND``."""
+    name: str  # in ``ZERO_COMM_BACKEND``
 
     def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
         """Quantize ``x`` row by row into ``rows``, including the padding bytes.
