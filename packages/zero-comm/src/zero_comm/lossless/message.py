@@ -116,14 +116,8 @@ def pack(
     values, buffer = operands[-1], message[HEADER_NBYTES:]
     nbytes = find_codec(coding, values.device).encode(*operands, out=buffer)
     if message.is_cpu:
-        length = int(nbytes)
-        total = message_nbytes(length)
-        message[HEADER_NBYTES + length : total] = 0
-        checksum = length ^ int(checksums(message[HEADER_NBYTES:total]))
-        lengths = struct.pack(_LENGTHS, length, checksum)
-        header = bytearray(_fixed_part(coding, values, versions) + lengths)
-        message[:HEADER_NBYTES] = torch.frombuffer(header, dtype=torch.uint8)
-        return torch.tensor(total)
+        buffer = message[HEADER_NBYTES : message_nbytes(int(nbytes))]
+        buffer[int(nbytes) :] = 0
     words = message[:HEADER_NBYTES].view(torch.int64)
     words[:4] = fill_words(_fixed_part(coding, values, versions), message.device)
     words[4], words[5] = nbytes, nbytes ^ checksums(buffer)

@@ -182,6 +182,8 @@ class Packing:
 
 def fill_words(data: bytes, device: torch.device) -> Tensor:
     """Return ``data`` as int64 words, without the wait of a copy from host memory."""
+    if device.type == "cpu":
+        return torch.frombuffer(bytearray(data), dtype=torch.int64)
     words = torch.empty(len(data) // 8, dtype=torch.int64, device=device)
     for place, word in zip(words, struct.unpack(f"={len(words)}q", data), strict=True):
         place.fill_(word)

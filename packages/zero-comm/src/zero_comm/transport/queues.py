@@ -10,7 +10,6 @@ waiting thread waits for. The caller must keep a job's memory alive until the fu
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 
@@ -35,9 +34,21 @@ class HostQueue:
     def run(self, job: Callable[[], Tensor]) -> Future[Tensor]:
         """Queue ``job``. The future has the job's result, or raises the job's error."""
         start: Future[None] = Future()
-        run = partial(_run_unless_failed, job, self._failures)
+        failures = self._failures
+
+        def run(_: Future[None]) -> Tensor:
+            if failures:
+                first = f"{type(failures[0]).__name__}: {failures[0]}"
+                raise RuntimeError(f"not run, as an earlier one failed: {first}")
+            try:
+                with torch.no_grad():
+                    return job()
+            except Exception as error:
+                failures.append(error)
+                raise
+
         # A callback instead of set_exception, because DDP sees only callbacks' errors.
-        done: Future[Tensor] = start.then(lambda _: run())
+        done: Future[Tensor] = start.then(run)
         self._starts.put(start)
         return done
 
@@ -73,15 +84,3 @@ def open_queue(device: torch.device) -> CommQueue:
 def _serve(starts: SimpleQueue[Future[None] | None]) -> None:
     while (start := starts.get()) is not None:
         start.set_result(None)
-
-
-def _run_unless_failed(job: Callable[[], Tensor], failures: list[Exception]) -> Tensor:
-    if failures:
-        first = failures[0]
-        raise RuntimeError(f"not run, as an earlier one failed: {type(first).__name__}: {first}")
-    try:
-        with torch.no_grad():
-            return job()
-    except Exception as error:
-        failures.append(error)
-        raise
