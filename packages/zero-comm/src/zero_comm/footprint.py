@@ -55,19 +55,12 @@ _BITS: Final = (0.09, 0.14, 0.26, 0.59, 1.43, 2.21, 3.97, 6.53, 9.2, 12.3, 16.1,
 
 @dataclass(frozen=True, slots=True)
 class GatherFootprint:
-    """Bytes of one segment's gather. See [Note: phases and hops].
+    """Bytes of one segment's gather. See [Note: phases and hops]."""
 
-    Attributes:
-        across_nbytes: bytes that a rank sends into phase 1.
-        within_nbytes: bytes that a rank sends into phase 2.
-        format: format of phase 1's messages, None for exact elements.
-        is_kept: whether phase 2 starts from a secondary shard.
-    """
-
-    across_nbytes: int
-    within_nbytes: int
-    format: str | None
-    is_kept: bool
+    across_nbytes: int  # that a rank contributes to phase 1
+    within_nbytes: int  # that a rank contributes to phase 2
+    format: str | None  # of phase 1's messages, None for exact elements
+    is_kept: bool  # whether phase 2 starts from a secondary shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +130,7 @@ def upload_nbytes(*, numel: int, dtype: torch.dtype, learning_rate: float | None
 
 
 class CommFootprint:
-    """Bytes sent and kept by the collectives of one configuration.
-
-    Attributes:
-        group_size: number of ranks in a group of gathers.
-        num_groups: number of these groups.
-    """
+    """Bytes sent and kept by the collectives of one configuration."""
 
     def __init__(
         self,
@@ -157,7 +145,7 @@ class CommFootprint:
         self._world_size = world_size
         self._per_node = ranks_per_node
         self._num_nodes = world_size // ranks_per_node
-        self.group_size = settings.group_size(ranks_per_node)
+        self.group_size = settings.group_size(ranks_per_node)  # ranks in a group of gathers
         self.num_groups = world_size // self.group_size
 
     def gather(

@@ -27,6 +27,7 @@ from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
 from zero_comm.collectives.two_hop import TwoHopReduce
 from zero_comm.collectives.weight_gathers import (
     Announced,
+    DifferenceGather,
     Grid,
     LosslessGather,
     LosslessSecondaryGather,
@@ -158,13 +159,13 @@ class QuantizedCollectives:
         shard that is quantized, because rounded weights would overwrite the exact ones.
 
         Args:
-            out: 1-D, contiguous, ``world_size * shard.numel()`` elements of the dtype and on the
-                device of ``shard``. Filled when ``wait`` of the result returns.
+            out: 1-D, contiguous, ``world_size * shard.numel()`` elements. Filled when ``wait`` of
+                the result returns.
             shard: 1-D, contiguous; never written to.
-            unit: key of the kept messages or secondary shards.
+            unit: key of the kept memory.
             version: must grow whenever any rank's shard may have changed. Negative for values that
                 are not weights. Ignored for frozen weights, which change only at `forget_values`.
-            backward: whether the gather serves a backward pass. Passed on to the transport.
+            backward: passed on to the transport.
         """
         _check(out, shard, self._transport.world_size)
         shard_end, out_end = shard.data_ptr() + shard.nbytes, out.data_ptr() + out.nbytes
@@ -318,11 +319,11 @@ class QuantizedCollectives:
             gathers[LOSSLESS] = LosslessSecondaryGather(self._announced, self.checks, *shared)
             gathers[_PUBLISHED] = PublishedGather(self._announced, self.checks, *shared)
         for kind, packing in self._packings.items():
-            if kind != DIFFERENCE and not has_secondary:
-                gathers[kind] = MessageGather(*shared, packing)
+            if kind != DIFFERENCE:
+                form = SecondaryGather if has_secondary else MessageGather
+                gathers[kind] = form(*shared, packing)
             elif not is_one_group:  # one group has no other group to send differences to
-                is_difference = kind == DIFFERENCE
-                gathers[kind] = SecondaryGather(*shared, packing, sends_differences=is_difference)
+                gathers[kind] = DifferenceGather(*shared, packing)
         if has_secondary:
             gathers[None] = SecondaryGather(*shared)
         return gathers
@@ -384,7 +385,7 @@ def _log_limits(settings: CommSettings, world_size: int, ranks_per_node: int) ->
     partition = f"zero_optimization.zero_hpz_partition_size = {size}"
     useless = {
         f"{partition} has no effect: it is all ranks, and their shards are gathered within the "
-        "partition anyway": size == world_size > 1,
+        "partition anyway": size == world_size,
         f"{partition} does not divide the {ranks_per_node} ranks of a node: backward's gathers "
         "leave the node": ranks_per_node % size and size != world_size,
         "zero_optimization.zero_lossless_weights has no effect with one group of ranks: whole "

@@ -25,26 +25,15 @@ _DIFFERENCE_FORMAT: Final = BlockFormat("int4", 256)
 
 @dataclass(frozen=True, slots=True)
 class CommSettings:
-    """Formats and options of an engine's collectives.
+    """Formats and options of an engine's collectives. A format of None is exact."""
 
-    Args:
-        weights: format of gathered weights (qwZ): a kind or "int4_difference". None sends them
-            exactly.
-        frozen_weights: format of gathered weights that are never trained.
-        partition_size: ranks per group with secondary shards (hpZ). 1 disables secondary shards.
-        gradients: format of gradients (qgZ). None reduces them exactly.
-        has_checksum: whether messages of weights carry a checksum.
-        is_lossless: whether trained weights are sent as lossless differences.
-        codes_gradients: whether gradients are coded losslessly between nodes.
-    """
-
-    weights: str | None = None
-    frozen_weights: str | None = None
-    partition_size: int = 1
-    gradients: GradientFormat | None = None
-    has_checksum: bool = False
-    is_lossless: bool = False
-    codes_gradients: bool = False
+    weights: str | None = None  # of gathered weights (qwZ): a kind or "int4_difference"
+    frozen_weights: str | None = None  # of gathered weights that are never trained
+    partition_size: int = 1  # ranks per group with secondary shards (hpZ); 1: no such shards
+    gradients: GradientFormat | None = None  # of reduced gradients (qgZ)
+    has_checksum: bool = False  # whether quantized messages carry a checksum
+    is_lossless: bool = False  # whether trained weights are sent as lossless differences
+    codes_gradients: bool = False  # whether gradients are coded losslessly between nodes
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CommSettings:
@@ -63,17 +52,17 @@ class CommSettings:
         # Frozen weights never change, so differences do not apply to them.
         frozen = "int8" if weights == DIFFERENCE else weights
         has_rotation = read.flag("zero_quantized_gradients_hadamard")
-        formats = [
+        within, between = (
             BlockFormat(kind, DEFAULT_BLOCK_SIZE[kind], has_rotation=has_rotation)
             for kind in (
                 read.choice("zero_quantized_gradients_within_node", KINDS, "int4"),
                 read.choice("zero_quantized_gradients_between_nodes", KINDS, "int4"),
             )
-        ]
+        )
         is_stochastic = read.flag("zero_quantized_stochastic_rounding")
         gradients = None
         if read.flag("zero_quantized_gradients"):
-            gradients = GradientFormat(*formats, is_stochastic, read.loco(), has_checksum)
+            gradients = GradientFormat(within, between, is_stochastic, read.loco(), has_checksum)
         return cls(
             weights=weights if has_weights else None,
             frozen_weights=frozen if has_weights or has_frozen else None,

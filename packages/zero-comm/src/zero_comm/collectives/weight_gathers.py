@@ -125,10 +125,17 @@ class WeightGather(ABC):
 
     kept_kind: str  # key of the kept memory in `QuantizedCollectives.private_nbytes`
 
-    def __init__(self, transport: TransportCollectives, grid: Grid, scratch: Scratch) -> None:
+    def __init__(
+        self,
+        transport: TransportCollectives,
+        grid: Grid,
+        scratch: Scratch,
+        packing: Packing | None = None,
+    ) -> None:
         self._transport = transport
         self._grid = grid
         self._scratch = scratch
+        self._packing = packing
         self._entries: dict[int, _Entry] = {}
 
     @abstractmethod
@@ -180,44 +187,26 @@ class MessageGather(WeightGather):
 
     kept_kind = "quantized weights"
 
-    def __init__(
-        self, transport: TransportCollectives, grid: Grid, scratch: Scratch, packing: Packing
-    ) -> None:
-        super().__init__(transport, grid, scratch)
-        self._packing = packing
-
     def gather(self, out: Tensor, shard: Tensor, *, version: int, **origin: Unpack[Origin]) -> None:
-        nbytes = self._packing.nbytes(shard.numel())
+        packing = self._packing
+        assert packing is not None, "messages have a format"
+        nbytes = packing.nbytes(shard.numel())
         entry = self._entry(origin["unit"], nbytes, torch.uint8, shard.device)
         if entry.version != version:
             entry.version = _NONE
-            self._packing.pack(shard, entry.values.view(1, -1))
+            packing.pack(shard, entry.values.view(1, -1))
             entry.version = version
         rows = self._gather_messages(entry.values, **origin).transpose(0, 1)
-        self._packing.unpack(rows, out, senders=range(self._transport.world_size))
+        packing.unpack(rows, out, senders=range(self._transport.world_size))
 
 
 class SecondaryGather(WeightGather):
     """Gathers weights from secondary shards. See [Note: secondary shards].
 
     Phase 1 sends messages of ``packing``, or exact values without one. Phase 2 sends exact values.
-    ``sends_differences`` selects [Note: differences].
     """
 
     kept_kind = "secondary shards"
-
-    def __init__(
-        self,
-        transport: TransportCollectives,
-        grid: Grid,
-        scratch: Scratch,
-        packing: Packing | None = None,
-        *,
-        sends_differences: bool = False,
-    ) -> None:
-        super().__init__(transport, grid, scratch)
-        self._packing = packing
-        self._sends_differences = sends_differences
 
     def gather(self, out: Tensor, shard: Tensor, *, version: int, **origin: Unpack[Origin]) -> None:
         grid = self._grid
@@ -241,25 +230,39 @@ class SecondaryGather(WeightGather):
         self, secondary: Tensor, shard: Tensor, versions: _Versions, **origin: Unpack[Origin]
     ) -> None:
         """Fill ``secondary``, [groups, s], with the current shards of its groups: phase 1."""
-        packing, grid, device = self._packing, self._grid, shard.device
-        if packing is None or (self._sends_differences and versions[0] == _NONE):
+        if self._packing is None:
+            self._grid.gather_inter_group(secondary, shard, **origin)
+            return
+        rows = self._gather_packed(shard, self._packing, **origin)
+        self._packing.unpack(rows, secondary.view(-1), senders=self._grid.peers)
+
+    def _gather_packed(self, values: Tensor, packing: Packing, **origin: Unpack[Origin]) -> Tensor:
+        nbytes = packing.nbytes(values.numel())
+        message = self._scratch.take("message", nbytes, torch.uint8, values.device)
+        packing.pack(values, message.view(1, -1))
+        return self._gather_rows(message, **origin)
+
+
+class DifferenceGather(SecondaryGather):
+    """`SecondaryGather` that refreshes its secondary shards by quantized differences.
+
+    See [Note: differences].
+    """
+
+    def _refresh(
+        self, secondary: Tensor, shard: Tensor, versions: _Versions, **origin: Unpack[Origin]
+    ) -> None:
+        grid, packing = self._grid, self._packing
+        if packing is None or versions[0] == _NONE:
             grid.gather_inter_group(secondary, shard, **origin)
             return
-        sent = shard
-        if self._sends_differences:
-            sent = self._scratch.take("change", shard.numel(), torch.float32, device)
-            sent.copy_(shard).sub_(secondary[grid.group])
-        nbytes = packing.nbytes(shard.numel())
-        message = self._scratch.take("message", nbytes, torch.uint8, device)
-        packing.pack(sent, message.view(1, -1))
-        rows = self._gather_rows(message, **origin)
-        if not self._sends_differences:
-            packing.unpack(rows, secondary.view(-1), senders=grid.peers)
-            return
+        change = self._scratch.take("change", shard.numel(), torch.float32, shard.device)
+        change.copy_(shard).sub_(secondary[grid.group])
+        rows = self._gather_packed(change, packing, **origin)
         for row, published, sender in zip(rows, secondary, grid.peers, strict=True):
-            packing.unpack(row.view(1, -1), sent, senders=[sender])
+            packing.unpack(row.view(1, -1), change, senders=[sender])
             # A sum in fp32 with one rounding gives the same bits in every group.
-            published.copy_(sent.add_(published))
+            published.copy_(change.add_(published))
 
 
 def numbers_of(
