@@ -70,14 +70,8 @@ def apply(
         weights: format of gathered weights: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.
             None: FSDP2's own gather.
         gradients: format of reduced gradients. None: FSDP2's own reduction.
-        between: format of reduced gradients between nodes. None: same as ``gradients``.
-        ranks_per_node: number of consecutive ranks of a shard group that share a node, or a 2-D
-            DeviceMesh whose last dimension is within a node. None uses the launcher's environment.
-            Checked at the first reduction.
-        is_stochastic: whether gradients are rounded stochastically.
-        error_feedback: `LocoSettings` to add the quantization error of a group's gradients to its
-            next gradients.
-        has_checksum: whether messages carry a checksum.
+        ranks_per_node: number of consecutive ranks of a shard group that share a node, checked at
+            the first reduction. This and the other arguments: see `zero_comm.ddp_comm_hook`.
 
     Raises:
         ValueError: an argument does not fit, the tree has no FSDPModule, or, from FSDP2, parameters

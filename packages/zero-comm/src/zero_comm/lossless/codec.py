@@ -29,9 +29,9 @@ class Codec(Protocol):
 
         The difference coding has two operands, the old and the new elements, of one dtype and
         length. The value coding has one operand. ``out`` is uint8, has `max_buffer_nbytes` bytes
-        and an even address. The compiled codec leaves the contents after the written bytes
-        undefined, the others write zeros. The result is an int64 scalar on the same device.
-        ``num_threads`` limits the threads of the compiled kernel, None: torch's thread count.
+        and an even address. The compiled codec leaves the bytes after the result undefined, the
+        others write zeros. The result is an int64 scalar on the same device. ``num_threads`` of
+        the compiled kernel defaults to torch's thread count.
         """
 
     def measure(self, *operands: Tensor) -> Tensor:
@@ -42,8 +42,8 @@ class Codec(Protocol):
 
         With the difference coding ``values`` must hold the old elements. ``buffer`` starts at an
         even address with the bytes that `encode` wrote. The result is an int64 scalar on the same
-        device. It is negative if no encoder can have written these bytes, and ``values`` are then
-        undefined. The compiled codec accepts no further bytes in ``buffer``.
+        device, negative if no encoder can have written the bytes. ``values`` are then undefined.
+        Only the compiled codec refuses further bytes at the end of ``buffer``.
         """
 
 
@@ -56,7 +56,7 @@ def find_codec(coding: Coding, device: torch.device) -> Codec:
 def encode_difference(old: Tensor, new: Tensor) -> Tensor:
     """Encode the change from ``old`` to ``new`` without losing a bit, and return the bytes.
 
-    The dtype may be any with 16 or 32 bits. NaN, signed zeros and denormals keep their bits. [Note:
+    The dtype may be any of 16 or 32 bits. NaN, signed zeros and denormals keep their bits. [Note:
     the difference buffer] defines the bytes: uint8, 1-D, on the same device. They are at most ``2 /
     256`` bytes per element longer than ``new``.
 
@@ -91,15 +91,10 @@ def apply_difference(values: Tensor, difference: Tensor) -> None:
 
 
 def encode_values(values: Tensor) -> Tensor:
-    """Encode ``values`` without losing a bit, and return the bytes.
+    """Encode ``values`` of any shape without losing a bit, and return the bytes.
 
-    Gradients take about 11 of the 16 bits of bfloat16. ``values`` may have any shape and any dtype
-    of 16 or 32 bits. NaN, signed zeros and denormals keep their bits. [Note: the value buffer]
-    defines the bytes: uint8, 1-D, on the same device. They are at most ``2 / 256`` bytes per
-    element longer than ``values``.
-
-    Raises:
-        ValueError: elements do not have 2 or 4 bytes.
+    Gradients take about 11 of the 16 bits of bfloat16. [Note: the value buffer] defines the bytes.
+    The dtypes, the largest size and the errors are those of `encode_difference`.
     """
     _check_itemsize("values", values)
     return _encode("values", values)

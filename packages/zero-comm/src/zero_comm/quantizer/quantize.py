@@ -77,7 +77,14 @@ def quantize(
     with torch.no_grad():
         is_bad = find_backend(x.device).encode(x, row.view(1, -1), fmt, _check_seed(seed))
         if nonfinite == "refuse" and is_bad is not False:
-            _refuse_nonfinite(row, x.numel(), fmt)
+            bad = read_scales(row, x.numel(), fmt)[:, 0].isnan().nonzero().view(-1)
+            if len(bad):
+                start = int(bad[0]) * fmt.block_size
+                raise ValueError(
+                    f"x has NaN or Inf in {len(bad)} of {fmt.num_blocks(x.numel())} blocks, the "
+                    f"first among elements [{start}, {start + fmt.block_size}); pass "
+                    "nonfinite='carry' to let them through"
+                )
         if row is not out:
             out.copy_(row)
     return out
@@ -159,7 +166,7 @@ def dequantize_rows(rows: Tensor, numel: int, format: str | BlockFormat, out: Te
     """Dequantize the rows from `quantize_rows` into a flat tensor.
 
     Args:
-        rows: uint8, ``quantized_nbytes(numel, format)`` columns, shaped as in `quantize_rows`.
+        rows: the rows as `quantize_rows` wrote them in ``format``.
         numel: elements per row.
         format: the format passed to `quantize_rows`.
         out: flat, contiguous, fp32, bf16, fp16 or fp64, on the device of ``rows``, not overlapping
@@ -237,16 +244,3 @@ def _check_flat(
         raise ValueError(f"{name} must have {numel} elements, got {tensor.numel()}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
-
-
-def _refuse_nonfinite(row: Tensor, numel: int, fmt: BlockFormat) -> None:
-    """Raise ValueError if the scale of a block marks NaN or Inf."""
-    is_bad = read_scales(row, numel, fmt)[:, 0].isnan()
-    bad = is_bad.nonzero().view(-1)
-    if not len(bad):
-        return
-    start = int(bad[0]) * fmt.block_size
-    raise ValueError(
-        f"x has NaN or Inf in {len(bad)} of {len(is_bad)} blocks, the first among elements "
-        f"[{start}, {start + fmt.block_size}); pass nonfinite='carry' to let them through"
-    )

@@ -79,7 +79,7 @@ class AddingCollectives(TransportCollectives, Protocol):
 
 
 class MessageChecks(Protocol):
-    """Checks of messages decoded on an accelerator: `zero_comm.lossless.message.Checks`."""
+    """`zero_comm.lossless.message.Checks`, as the engine's collectives use it."""
 
     def num_damaged(self) -> Tensor | None: ...
     def take(self) -> Sequence[tuple[int, str]]: ...
@@ -91,7 +91,7 @@ class SliceCodec(Protocol):
 
     @property
     def checks(self) -> MessageChecks:
-        """Checks of messages that `unpack` has decoded on an accelerator."""
+        """Checks of the messages that `unpack` has decoded on an accelerator."""
 
     def serves(self, dtype: torch.dtype, numel: int) -> bool:
         """Whether slices of ``numel`` elements are coded."""
