@@ -1,13 +1,13 @@
 """Collectives of a sharded-training engine with compression: qwZ, hpZ, qgZ and lossless coding.
 
 `QuantizedCollectives` wraps the engine's collectives (`zero_comm.transport.protocol`), has the same
-methods, and chooses how each segment is sent. `weight_gathers` and `two_hop` do the sending.
+methods, and chooses how each tensor is sent. `weight_gathers` and `two_hop` do the sending.
 
 [Note: what is sent exactly]
-Three kinds of values are never compressed: values that are not floating point, shards too small for
-a shorter message, and values with a negative version. Engines use negative versions for values that
-are not weights, such as reduced gradients. The choice depends only on dtype, length and version, so
-all ranks choose alike.
+Values with a negative version are never compressed. Engines use negative versions for values that
+are not weights, such as reduced gradients. Values that are not floating point are never quantized.
+Shards too small for a shorter message are sent exactly. The choice depends only on arguments that
+are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from zero_comm.transport.scratch import Scratch
 from zero_comm.transport.torch_collectives import DoneWork, Rehearsal
 
 _log = logging.getLogger(__name__)
-_PUBLISHED = "published"  # key of a `PublishedGather`; other keys are formats
-_REHEARSED = 4096  # at most so many elements of a shard are sent to compile kernels
+_PUBLISHED = "published"  # key of the `PublishedGather`; other keys are formats
+_REHEARSED = 4096  # elements of the largest shard that `prepare` sends
 
 
 def create_collectives(
@@ -73,15 +73,14 @@ def create_collectives(
 
     Args:
         native: the transport collectives, which carry the bytes.
-        rank: this process's rank in the group of ``native``.
-        world_size: size of that group.
+        rank, world_size: this process's rank in the group of ``native``, and the group's size.
         config: the resolved ``zero_optimization`` block. `CommSettings` reads its keys.
         ranks_per_node: number of ranks on a node, which are consecutive. Divides ``world_size``.
         frozen: units whose weights are never trained.
 
     Returns:
-        A `QuantizedCollectives`. ``native`` itself if nothing is compressed or there is one rank.
-        ``native`` with a codec if only ``zero_lossless_gradients`` is set.
+        A `QuantizedCollectives`, or ``native`` if nothing is compressed or there is one rank, with
+        a codec if only ``zero_lossless_gradients`` is set.
 
     Raises:
         ValueError: a setting is out of range, or ``native`` does not support it. The message names
@@ -190,9 +189,9 @@ class QuantizedCollectives:
     def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
         """Start to exchange the lengths of the next gathers' messages. A collective.
 
-        The host then does not wait for a device when it launches these gathers. ``shards``: unit,
-        version, ``out`` if it overlaps the shard, and shard of each. After a change of shards all
-        ranks must call it again, which replaces earlier announcements.
+        The host then does not wait for a device when it launches these gathers. An item of
+        ``shards`` is a unit, its version, ``out`` if it overlaps the shard, and the shard. After a
+        change of shards all ranks must call it again, which replaces earlier announcements.
         """
 
         def job() -> None:
@@ -223,10 +222,7 @@ class QuantizedCollectives:
         return _Exchange(self._transport.launch(job, is_reduction=True), reduction.packings)
 
     def prepare(self, gathered: Gathered, reduced: Reduced, device: torch.device) -> None:
-        """Compile the Triton kernels of later exchanges, by exchanging zeros with no other rank.
-
-        Other backends have nothing to compile.
-        """
+        """Compile the Triton kernels of later exchanges, by exchanging zeros with no other rank."""
         rank, size, reduction = self._transport.rank, self._transport.world_size, self._reduction
         coded = [r for r in reduced if reduction and reduction.shortens(r[1], r[0] // size)]
         if isinstance(self._transport, CodingCollectives):
@@ -237,7 +233,7 @@ class QuantizedCollectives:
         used = QuantizedCollectives(
             alone, self._settings, Checks(), ranks_per_node=per_node, frozen=self._frozen
         )
-        # All lengths are multiples of 32 elements, so the longest ones use all kernels.
+        # Shards are multiples of 32 elements, so the longest shard uses the kernels of all.
         longest = {(g[0] in self._frozen, g[2]): g for g in sorted(gathered, key=itemgetter(1))}
         for unit, numel, dtype in longest.values():
             out = torch.zeros(size, min(numel, _REHEARSED), dtype=dtype, device=device)
@@ -249,7 +245,7 @@ class QuantizedCollectives:
         sums = {dtype: numel // size for numel, dtype, _ in sorted(coded, key=itemgetter(0))}
         for unit, (dtype, numel) in enumerate(sums.items()):
             full = torch.zeros(size, min(numel, _REHEARSED), dtype=dtype, device=device)
-            for _ in range(2):  # the second one decodes the errors of the first
+            for _ in range(2):  # the second reduction decodes the kept errors of the first
                 used.reduce_scatter(full[0].float(), full.view(-1), unit=unit)
 
     @property
@@ -264,7 +260,7 @@ class QuantizedCollectives:
         the exact weights, and gradient errors are dropped. A run that continues after a checkpoint
         therefore equals a run that starts from the checkpoint.
         """
-        # Queued, because a gather that still runs would otherwise record its version later.
+        # Queued, because a gather that still runs would otherwise record its version afterwards.
         self._transport.launch(self._forget_weights, is_reduction=False).wait()
         if self._reduction is not None:
             self._transport.launch(self._reduction.forget, is_reduction=True).wait()
@@ -329,7 +325,7 @@ class QuantizedCollectives:
         return gathers
 
     def _gather_for(self, shard: Tensor, unit: int, *, is_kept: bool) -> WeightGather | None:
-        """Choose a shard's gather, None for the transport's. ``is_kept``: it is part of ``out``."""
+        """Return a shard's gather, None for the transport's. ``is_kept``: it overlaps ``out``."""
         settings = self._settings
         if settings.is_lossless and unit not in self._frozen:
             if not is_worthwhile(shard.dtype, shard.numel()):

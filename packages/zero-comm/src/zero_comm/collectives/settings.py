@@ -27,10 +27,10 @@ _DIFFERENCE_FORMAT: Final = BlockFormat("int4", 256)
 class CommSettings:
     """Formats and options of an engine's collectives. A format of None is exact."""
 
-    weights: str | None = None  # of gathered weights (qwZ): a kind or "int4_difference"
-    frozen_weights: str | None = None  # of gathered weights that are never trained
-    partition_size: int = 1  # ranks per group with secondary shards (hpZ); 1: no such shards
-    gradients: GradientFormat | None = None  # of reduced gradients (qgZ)
+    weights: str | None = None  # format of gathered weights (qwZ), or "int4_difference"
+    frozen_weights: str | None = None  # format of gathered weights that are never trained
+    partition_size: int = 1  # ranks per group with secondary shards (hpZ), or 1 for none
+    gradients: GradientFormat | None = None  # formats of reduced gradients (qgZ)
     has_checksum: bool = False  # whether quantized messages carry a checksum
     is_lossless: bool = False  # whether trained weights are sent as lossless differences
     codes_gradients: bool = False  # whether gradients are coded losslessly between nodes
@@ -74,7 +74,7 @@ class CommSettings:
         )
 
     def group_size(self, ranks_per_node: int) -> int:
-        """Return the number of ranks per gather group: hpZ's partition if set, else a node."""
+        """Return the number of ranks per gather group: those of hpZ's partition or of a node."""
         return self.partition_size if self.partition_size > 1 else ranks_per_node
 
     def weight_packing(self, kind: str) -> Packing:

@@ -61,7 +61,7 @@ class _Hop(NamedTuple):
 
     name: str
     packing: Packing
-    senders: Sequence[int]  # ranks of the whole group, in which this rank is
+    senders: Sequence[int]  # ranks in the whole group, for error messages
     transport: TransportCollectives
 
 
@@ -137,7 +137,7 @@ class TwoHopReduce:
         size, device = math.prod(shape), slices.device
         sent = self.sent.take(f"sent {hop.name}", size, torch.uint8, device)
         received = self.scratch.take(f"received {hop.name}", size, torch.uint8, device)
-        rows = sent.view(shape).transpose(0, 1)  # messages to one rank are adjacent
+        rows = sent.view(shape).transpose(0, 1)  # messages to one rank are adjacent in ``sent``
         self._pack(hop.packing, slices, rows, key=(unit, hop.name))
         hop.transport.all_to_all(received, sent, unit=unit).wait()
         rows = received.view(shape).transpose(0, 1)
@@ -163,7 +163,6 @@ class TwoHopReduce:
 
     @property
     def errors(self) -> list[Tensor]:
-        """The kept errors of error feedback."""
         return [] if self.feedback is None else self.feedback.tensors
 
     def forget(self) -> None:
@@ -198,8 +197,8 @@ class SliceReducer:
     def reduce(self, out: Tensor, full: Tensor, *, scale: float, key: object = None) -> None:
         """Fill ``out`` with ``scale`` times the sum of this rank's slice over all ranks.
 
-        The sum and the scaling are in fp32, so that fp16 cannot overflow before an average is
-        taken. An exact fp64 slice is summed in fp64. Both tensors are flat and contiguous. Error
+        Both tensors are flat and contiguous. The sum and the scaling are in fp32, so that fp16
+        cannot overflow before an average is taken. An exact fp64 slice is summed in fp64. Error
         feedback keeps one error per ``key`` and length.
         """
         if self._two_hop is None:

@@ -11,12 +11,11 @@ intra-group: the ranks of a group exchange the slices from phase 1 and put all s
 [Note: secondary shards]
 After phase 1 a rank holds 1/G of the unit, its **secondary shard**. hpZ keeps it with the version
 of its weights. Later gathers of that version, in backward or further micro-steps, then run phase 2
-only and send nothing outside the group. The first gather of a version fills the secondary shard. A
-version is recorded only after all bytes have arrived, so an incomplete shard is never used. All
-ranks count versions alike and refresh in the same call. Ranks of the group may read a secondary
-shard in place. Only a gather of a new version overwrites it. By then every rank has finished its
-earlier gathers and has taken part in a later exchange with all ranks (see
-`zero_comm.transport.protocol`).
+only and send nothing outside the group. A version is recorded only after all bytes have arrived, so
+an incomplete shard is never used. All ranks count versions alike and refresh in the same call.
+Ranks of the group may read a secondary shard in place. Only a gather of a new version overwrites
+it. By then every rank has finished its earlier gathers and has taken part in a later exchange with
+all ranks (see `zero_comm.transport.protocol`).
 
 [Note: differences]
 SDP4Bit (Jia et al., arXiv 2410.15526), section 3.1: weights change little per step, so a change
@@ -27,17 +26,16 @@ error. Without an earlier version the shard is sent exactly.
 
 [Note: lossless differences]
 In a step of fine-tuning most 16-bit weights keep their bits or move to a neighbouring number. A
-rank sends the change since its last published version, as a message of
-`zero_comm.lossless.message`.
+rank sends the change since its last published version (`zero_comm.lossless.message`).
 
-Sender and receivers must hold the same earlier values. Secondary shards guarantee this, because
-only gathers write to them. A buffer that the engine keeps, as in stages 1 and 2, also holds the
-earlier values, but user code may have edited them. Each rank therefore computes checksums of its
-buffer, with its own slice as published. The ranks compare the checksums, message lengths and
-versions. If any differ, if nothing was published before, or if a difference is not shorter, all
-ranks send whole values. A rank that lost its kept values thus enters the same collectives as the
-others. The exchange is part of the gather, for which a host waits. An engine on accelerators
-announces the gathers of all units after its update instead: one exchange, and one wait.
+Sender and receivers must hold the same earlier values. Only gathers write to secondary shards. A
+buffer that the engine keeps, as in stages 1 and 2, may have been edited by user code. Each rank
+therefore computes a checksum of its buffer, with its own slice as published. The ranks exchange
+checksums, versions and message lengths. All ranks send whole values if checksums or versions
+differ, if nothing was published before, or if the longest difference is not shorter. A rank that
+lost its kept values thus enters the same collectives as the others. The exchange is part of the
+gather, and the host waits for it. An engine on accelerators announces the gathers of all units
+after its update instead: one exchange, and one wait.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ from zero_comm.transport.scratch import Scratch
 _Versions = tuple[int, int]
 _Gather = Callable[[Tensor, Tensor], None]
 _NONE: Final = -1  # version of memory without values
-# By unit and version: a function that returns numbers of units, and the unit's place.
+# By unit and version: a function that waits for the numbers of all units, and the unit's index.
 Announced = dict[tuple[int, int], tuple[Callable[[], Tensor], int]]
 
 
@@ -244,10 +242,7 @@ class SecondaryGather(WeightGather):
 
 
 class DifferenceGather(SecondaryGather):
-    """`SecondaryGather` that refreshes its secondary shards by quantized differences.
-
-    See [Note: differences].
-    """
+    """`SecondaryGather` whose phase 1 sends quantized differences. See [Note: differences]."""
 
     def _refresh(
         self, secondary: Tensor, shard: Tensor, versions: _Versions, **origin: Unpack[Origin]
@@ -272,10 +267,10 @@ def numbers_of(
     held: Sequence[Tensor] = (),
     nbytes: Tensor | None = None,
 ) -> Tensor:
-    """Return three numbers of a unit: int64, [3]. See [Note: lossless differences].
+    """Return the three numbers that ranks compare: int64, [3]. See [Note: lossless differences].
 
     They are the bytes of this rank's message, the version of the kept values, and a checksum of
-    all values in ``held``.
+    ``held``, which are the values that the ranks must hold alike.
     """
     total = zero = torch.zeros((), dtype=torch.int64, device=new.device)
     if before == _NONE:
@@ -288,9 +283,9 @@ def numbers_of(
 
 
 def exchange(numbers: Sequence[Tensor], num_ranks: int, gather: _Gather) -> Callable[[], Tensor]:
-    """Exchange numbers. The result waits for them and returns them on the host: [ranks, units, 3].
+    """Start to exchange the ``numbers`` of units. The result waits, and returns [ranks, units, 3].
 
-    ``gather`` fills its first argument with the second one of every rank.
+    ``gather`` fills its first argument with every rank's second one.
     """
     own = torch.stack([*numbers])
     found = own.new_empty(num_ranks, *own.shape)
@@ -319,7 +314,7 @@ class LosslessGather(WeightGather):
 
     @abstractmethod
     def numbers(self, out: Tensor | None, shard: Tensor, unit: int) -> Tensor:
-        """Return the unit's numbers for an announcement."""
+        """Return this rank's numbers of a unit (see `numbers_of`) for an announcement."""
 
     def _message(
         self,
@@ -365,7 +360,7 @@ class LosslessGather(WeightGather):
 
 
 class LosslessSecondaryGather(LosslessGather, SecondaryGather):
-    """`SecondaryGather` that refreshes its secondary shards by lossless differences."""
+    """`SecondaryGather` whose phase 1 sends lossless differences."""
 
     def numbers(self, out: Tensor | None, shard: Tensor, unit: int) -> Tensor:
         grid = self._grid

@@ -103,13 +103,7 @@ def encode_values(values: Tensor) -> Tensor:
 def decode_values(buffer: Tensor, values: Tensor) -> None:
     """Fill ``values`` with the elements that `encode_values` encoded.
 
-    Args:
-        buffer: uint8, 1-D, on the device of ``values``.
-        values: contiguous, with the number and size of the encoded elements; overwritten.
-
-    Raises:
-        ValueError: an argument does not fit, or `encode_values` did not make ``buffer`` for such a
-            tensor. ``values`` are then undefined.
+    Arguments and errors are those of `apply_difference`, but ``values`` may have any old contents.
     """
     _decode("values", "buffer", buffer, values)
 

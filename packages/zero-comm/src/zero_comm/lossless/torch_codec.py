@@ -1,7 +1,7 @@
 """Lossless codecs in plain torch operations for every device. Other codecs must match their bytes.
 
 The notes of `zero_comm.lossless.block_frame` define the bytes. All shapes depend on the number of
-elements alone, so that the host never waits for a device: what a block does not have is masked.
+elements alone, so that the host never waits for a device. Absent bytes and elements are masked.
 """
 
 from __future__ import annotations
@@ -25,27 +25,25 @@ _Measured = tuple[Tensor, dict[int, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Consecutive blocks of a buffer. Tensors are int64, [blocks, 1], and ``lane`` is [256]."""
+    """Consecutive blocks of a uint8 buffer. Other tensors are int64, [blocks, 1] by default."""
 
     buffer: Tensor
     mode: Tensor
     nbytes: Tensor
     begin: Tensor  # offset of the block's bytes in ``buffer``
     present: Tensor  # number of elements
-    lane: Tensor
+    lane: Tensor  # [256]: the numbers of a block's elements
     itemsize: int
 
     def store(self, at: Tensor, values: Tensor, is_stored: Tensor, nbytes: int = 1) -> None:
         """Add the bytes of ``values`` at offsets ``at`` of the zeroed buffer, lowest byte first."""
-        whole = torch.broadcast_tensors(at, values, is_stored)  # type: ignore[no-untyped-call]
-        at, values, is_stored = whole
         at, values = torch.where(is_stored, at, 0), torch.where(is_stored, values, 0)
         for byte in range(nbytes):
             part = (values >> 8 * byte & 0xFF).to(torch.uint8)
             self.buffer.index_add_(0, (at + byte).flatten(), part.flatten())
 
     def load(self, at: Tensor, is_loaded: Tensor, nbytes: int = 1) -> Tensor:
-        """Return int64 values of ``nbytes`` bytes, 0 where masked out. ``at`` may be damaged."""
+        """Return int64 values of ``nbytes`` bytes, 0 where masked out. ``at`` may be too large."""
         at, last = torch.where(is_loaded, at, 0), len(self.buffer) - 1
         values = torch.zeros_like(at)
         for byte in range(nbytes):
@@ -75,15 +73,12 @@ class TorchCodec(ABC):
 
     @abstractmethod
     def _read(self, old: Tensor, blocks: _Blocks) -> tuple[Tensor, Tensor]:
-        """Return the new bits of blocks that are not raw, and whether each is sound, [blocks, 1].
-
-        ``old`` has the old bits.
-        """
+        """Return new bits of blocks of modes above 1, and whether they are sound, [blocks, 1]."""
 
     def measure(self, *operands: Tensor) -> Tensor:
         end = _full(frame.descriptors_nbytes(operands[0].numel()), operands[0])
         for _, chunk in _chunks(operands[0].numel()):
-            end = end + self._choose([operand[chunk] for operand in operands])[2].sum()
+            end += self._choose([operand[chunk] for operand in operands])[2].sum()
         return end
 
     def encode(self, *operands: Tensor, out: Tensor, num_threads: int | None = None) -> Tensor:
@@ -136,8 +131,7 @@ class TorchCodec(ABC):
             signed = new - ((new >> (8 * itemsize - 1)) << 8 * itemsize)
             elements.view(INTEGERS[itemsize]).copy_(signed)
             is_sound = torch.where(is_raw, nbytes == present * itemsize, is_sound)
-            is_empty = mode == frame.EMPTY
-            is_good = is_good & torch.where(is_empty, nbytes == 0, is_sound).all()
+            is_good = is_good & torch.where(mode == frame.EMPTY, nbytes == 0, is_sound).all()
         return torch.where(is_good, sizes.sum() + start, -1)
 
 
@@ -220,7 +214,7 @@ class TorchDifferences(TorchCodec):
         position = blocks.load(begin + 1 + lane, is_listed)
         is_falling = (position[:, 1:] <= position[:, :-1]) & is_listed[:, 1:]
         is_sound = is_sound & ~is_falling.any(1, keepdim=True)
-        # An element that is not listed has the number 0, and adds nothing to element 0.
+        # Unused entries of ``position`` are 0, and add nothing to the mark of element 0.
         marks = torch.zeros_like(old).scatter_add_(1, position, (is_listed & is_sound).long())
         is_set = (blocks.load(begin + lane // 8, is_bitmap & is_sound) >> lane % 8 & 1) > 0
         is_changed = is_member = ((marks > 0) | is_set | is_dense) & is_sound
@@ -279,7 +273,7 @@ def _levels_nbytes(values: Tensor, counts: Tensor, width: int, bits: int) -> Ten
 
 
 def _code_places(is_here: Tensor, width: int) -> tuple[Tensor, Tensor | int, Tensor]:
-    """Return byte offset and shift of each code in a level, and the level's bytes per block."""
+    """Return offset and shift of each code in a level's bytes, and these bytes per block."""
     rank, q = is_here.cumsum(1) - 1, _level_nbytes(is_here.sum(1, keepdim=True), width)
     if width >= 8:
         return rank * (width // 8), 0, q
@@ -290,7 +284,7 @@ def _code_places(is_here: Tensor, width: int) -> tuple[Tensor, Tensor | int, Ten
 
 
 class TorchValues(TorchCodec):
-    """Codec of [Note: the value buffer], which codes rotated bytes, [blocks, itemsize, 256]."""
+    """Codec of [Note: the value buffer]. The coded integers are the rotated bits."""
 
     def _measure(self, bits: list[Tensor], present: Tensor, itemsize: int) -> _Measured:
         (values,) = bits

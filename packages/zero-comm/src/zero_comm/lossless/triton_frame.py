@@ -51,7 +51,7 @@ def load_block(ptr: tl.tensor, present: tl.tensor, BITS: tl.constexpr) -> tl.ten
     ptr += tl.program_id(0).to(tl.int64) * BLOCK
     raw = _load_present(ptr, elements(EACH), present)
     if BITS == 32:
-        # A thread loads 16 bytes at once. Halves of its elements keep them in one thread.
+        # A thread loads at most 16 bytes at once, which is half of its 8 elements.
         first = elements(EACH // 2)
         high = _load_present(ptr, first + EACH // 2, present)
         both = tl.join(_load_present(ptr, first, present), high)

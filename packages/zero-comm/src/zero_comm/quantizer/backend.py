@@ -45,7 +45,7 @@ class Backend(Protocol):
         """Quantize ``x`` row by row into ``rows``, including the padding bytes.
 
         A ``seed``, 0 to 2**32 - 1, selects stochastic rounding. Return whether ``x`` has NaN or
-        Inf, or None if finding out would synchronize with a device.
+        Inf, or None if finding out would make the host wait for a device.
         """
 
     def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:

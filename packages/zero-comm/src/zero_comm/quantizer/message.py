@@ -56,8 +56,8 @@ class CorruptMessageError(RuntimeError):
 class Packing:
     """Packs rows of elements into messages of one format, and unpacks received messages.
 
-    ``has_checksum`` enables checks on accelerators. ``defers`` postpones these checks to
-    `check_deferred`, for callers that must not wait for the device while they launch.
+    ``has_checksum`` enables checks on accelerators. ``defers`` postpones them to `check_deferred`,
+    for callers that must not wait for the device while they launch.
     """
 
     def __init__(
@@ -89,19 +89,13 @@ class Packing:
             rows.view(torch.int64)[..., _CHECKSUM_AT // 8] = _checksums(rows)
 
     def unpack(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
-        """Dequantize messages in order into flat ``out``, of any floating dtype.
-
-        ``rows`` is shaped as in `pack`. ``senders`` has the sending rank of each message.
-        """
+        """Dequantize messages, one from each of ``senders``, into flat ``out`` of a float dtype."""
         numel = out.numel() // math.prod(rows.shape[:-1])
         self._check(rows, numel, senders)
         dequantize_rows(rows[..., HEADER_NBYTES:], numel, self.format, out)
 
     def unpack_sum(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
-        """Fill fp32 ``out`` with the sum of the messages of each group, in message order.
-
-        ``out`` concatenates the sums of the groups. ``rows`` and ``senders`` are as in `unpack`.
-        """
+        """Fill flat fp32 ``out`` with the sums of the messages of each group, in message order."""
         numel = out.numel() // (len(rows) if rows.dim() == 3 else 1)
         self._check(rows, numel, senders)
         dequantize_sum(rows[..., HEADER_NBYTES:], numel, self.format, out)
@@ -144,13 +138,12 @@ class Packing:
         """Return headers, [messages, 32], and whether scales and checksums are good, [messages]."""
         fmt, headers = self.format, rows[..., :HEADER_NBYTES].clone()
         start, stop = (HEADER_NBYTES + at(numel) for at in (fmt.codes_nbytes, fmt.used_nbytes))
+        scales = rows[..., start:stop]
         if fmt.is_symmetric:
-            maxima = rows[..., start:stop].view(torch.bfloat16)
+            maxima = scales.view(torch.bfloat16)
             good, nan = (maxima > 0) & (maxima < torch.inf), maxima.isnan()
         else:
-            low, high = (
-                rows[..., start:stop].view(torch.float32).view(*rows.shape[:-1], -1, 2).unbind(-1)
-            )
+            low, high = scales.view(torch.float32).unflatten(-1, (-1, 2)).unbind(-1)
             good = (low <= high) & low.isfinite() & high.isfinite()
             nan = low.isnan() & high.isnan()
         may_hold_nan = (headers[..., _FLAGS_AT] & _MAY_HOLD_NAN).bool()

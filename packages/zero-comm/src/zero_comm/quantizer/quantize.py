@@ -11,8 +11,7 @@ host synchronization. "refuse" raises an error instead and waits for the device.
 [Note: rows]
 Messages to several ranks are rows of one byte matrix, with space between the rows for message
 headers. One call quantizes all rows, which saves launches. If a rank receives one message for each
-of several nodes, rows are in groups. The distance between the rows of one node is then the length
-of all messages to one rank.
+of several nodes, rows are in groups: one group per node.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def quantize_rows(
     there is one. NaN and Inf are carried. Rows may be in groups, [groups, rows per group, bytes],
     with different strides between groups and rows. The parts of a group are adjacent in ``x``, and
     the group's seed is ``seed + 0x9e3779b1 * group``. Return whether ``x`` has NaN or Inf, or None
-    if finding out would synchronize with a device.
+    if finding out would make the host wait for a device.
 
     Args:
         x: flat, contiguous, fp32, bf16, fp16 or fp64, n elements for each row of ``out``.

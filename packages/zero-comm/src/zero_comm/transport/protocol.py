@@ -34,11 +34,10 @@ class TransportCollectives(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """This process's rank among ``world_size`` ranks."""
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
+    def world_size(self) -> int: ...
 
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
@@ -61,10 +60,7 @@ class TransportCollectives(Protocol):
         """
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a zeroed 1-D tensor in the memory with the fastest transfers.
-
-        The collectives hold the memory as long as they exist.
-        """
+        """Allocate a zeroed 1-D tensor with the fastest transfers, which the collectives keep."""
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         """Run ``job``, which may wait for works, asynchronously after earlier jobs of its kind."""

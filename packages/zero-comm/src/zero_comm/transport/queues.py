@@ -3,8 +3,8 @@
 [Note: ordering of streams]
 A queue runs one job after another. On a host the queue is one thread. On an accelerator the calling
 thread launches the job's kernels on the queue's stream. The stream first waits for the caller's
-current stream, which writes the job's input. The future has an event that the current stream of a
-waiting thread waits for. The caller must keep a job's memory alive until the future was waited for.
+current stream, which writes the job's input. A thread that waits for the future makes its current
+stream wait for the job. The caller must keep a job's memory alive until then.
 """
 
 from __future__ import annotations

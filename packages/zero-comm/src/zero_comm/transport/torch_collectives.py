@@ -7,10 +7,9 @@ returns. The order is therefore the same on every rank. A **subgroup** needs no 
 own. Its exchanges are all-to-alls of the whole group with empty parts for ranks outside the
 subgroup. NCCL sends nothing for an empty part, and gloo an empty message.
 
-The alternative, ``dist.new_group``, can hang if ranks reach their first reduction at different
-times, as pipeline stages do. Every rank of the job must call it in the same order. With
+The alternative, ``dist.new_group``, must be called by every rank of the job in the same order. It
+can hang if ranks reach their first reduction at different times, as pipeline stages do. With
 ``use_local_synchronization`` it names a group by the number of groups that a rank was in before.
-NCCL splits a communicator with all its ranks.
 """
 
 from __future__ import annotations
@@ -55,8 +54,9 @@ class _SumWork:
 class TorchCollectives:
     """`zero_comm.transport.protocol.TransportCollectives` over a process group of any backend.
 
-    ``group`` None is the default group, or a single rank if torch.distributed is not initialized.
-    Tensors are sent as bytes. See [Note: one order].
+    Tensors are flat and contiguous, and are sent as bytes. All ranks of the group must call the
+    same methods in the same order, see [Note: one order]. ``group`` None is the default group, or
+    a single rank if torch.distributed is not initialized.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -94,7 +94,7 @@ class TorchCollectives:
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
-        """Start to fill ``out`` with every rank's ``shard``, which may be a slice of ``out``."""
+        """Start to fill ``out`` with every rank's ``shard``, which may be its slice of ``out``."""
         self._check_out(out, shard.numel() * self.world_size, shard.dtype)
         if self._is_silent(shard):
             return _copied(out, shard)
