@@ -143,7 +143,7 @@ class Packing:
             maxima = scales.view(torch.bfloat16)
             good, nan = (maxima > 0) & (maxima < torch.inf), maxima.isnan()
         else:
-            low, high = scales.view(torch.float32).unflatten(-1, (-1, 2)).unbind(-1)
+            low, high = scales.view(torch.float32).view(*rows.shape[:-1], -1, 2).unbind(-1)
             good = (low <= high) & low.isfinite() & high.isfinite()
             nan = low.isnan() & high.isnan()
         may_hold_nan = (headers[..., _FLAGS_AT] & _MAY_HOLD_NAN).bool()

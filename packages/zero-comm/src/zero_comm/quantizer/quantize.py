@@ -66,7 +66,7 @@ def quantize(
     check_float("x", x.dtype)
     if nonfinite not in ("carry", "refuse"):
         raise ValueError(f"nonfinite must be 'carry' or 'refuse', got {nonfinite!r}")
-    x = x.detach().reshape(1, -1)
+    x = x.detach().reshape(-1).contiguous()
     nbytes = fmt.nbytes(x.numel())
     if out is None:
         out = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
@@ -74,7 +74,7 @@ def quantize(
 
     row = out if _is_aligned(out) else torch.empty_like(out)
     with torch.no_grad():
-        is_bad = find_backend(x.device).encode(x, row.view(1, -1), fmt, _check_seed(seed))
+        is_bad = quantize_rows(x, fmt, row.view(1, -1), seed=seed)
         if nonfinite == "refuse" and is_bad is not False:
             bad = read_scales(row, x.numel(), fmt)[:, 0].isnan().nonzero().view(-1)
             if len(bad):
@@ -158,7 +158,8 @@ def quantize_rows(
     _check_rows("out", out, fmt.nbytes(numel), x.device)
     with torch.no_grad():
         values = x.detach().view(num_rows, numel)
-        return find_backend(x.device).encode(values, out, fmt, _check_seed(seed))
+        seed = None if seed is None else int(seed) % 2**32
+        return find_backend(x.device).encode(values, out, fmt, seed)
 
 
 def dequantize_rows(rows: Tensor, numel: int, format: str | BlockFormat, out: Tensor) -> None:
@@ -203,10 +204,6 @@ def check_float(name: str, dtype: torch.dtype) -> None:
     """Raise ValueError unless ``dtype``, of the argument ``name``, can be quantized."""
     if dtype not in QUANTIZABLE_DTYPES:
         raise ValueError(f"{name} must be fp32, bf16, fp16 or fp64, got {dtype}")
-
-
-def _check_seed(seed: int | None) -> int | None:
-    return None if seed is None else int(seed) % 2**32
 
 
 def _check_rows(name: str, rows: Tensor, nbytes: int, device: torch.device) -> None:
