@@ -187,9 +187,9 @@ class QuantizedCollectives:
         return LOSSLESS in self._gathers
 
     def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
-        """Start to exchange the lengths of the next gathers' messages. A collective.
+        """Start to exchange the message lengths of later gathers on an accelerator. A collective.
 
-        The host then does not wait for a device when it launches these gathers. An item of
+        The host then does not wait for the device when it launches these gathers. An item of
         ``shards`` is a unit, its version, ``out`` if it overlaps the shard, and the shard. After a
         change of shards all ranks must call it again, which replaces earlier announcements.
         """

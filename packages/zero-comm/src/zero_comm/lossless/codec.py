@@ -35,7 +35,7 @@ class Codec(Protocol):
         """
 
     def measure(self, *operands: Tensor) -> Tensor:
-        """Return the bytes that `encode` would write, as `encode` does. Not compiled for hosts."""
+        """Return the number of bytes that `encode` would write. The compiled codec lacks it."""
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
         """Decode ``buffer`` into ``values``, and return the number of bytes of the coded elements.

@@ -18,8 +18,8 @@ Every message has a checksum, because a damaged difference would corrupt all lat
 unnoticed. Zeros do not change the checksum, so the XOR finds a length that is wrong by padding.
 
 [Note: checks on a device]
-On a host a damaged message raises before it is decoded. On an accelerator a check would make the
-host wait for the device, so all messages are decoded and `Checks` keeps the results on the device.
+On a host a damaged message is refused before it is decoded. On an accelerator a check would make
+the host wait for the device, so all messages are decoded and `Checks` keeps the results there.
 An engine adds the number of damaged messages to the statistics that all ranks sum in a step, before
 it decides on the update. Later messages count in the next step. Messages of an evaluation after the
 last step are never counted.

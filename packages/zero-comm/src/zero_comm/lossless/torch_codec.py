@@ -273,7 +273,7 @@ def _levels_nbytes(values: Tensor, counts: Tensor, width: int, bits: int) -> Ten
 
 
 def _code_places(is_here: Tensor, width: int) -> tuple[Tensor, Tensor | int, Tensor]:
-    """Return offset and shift of each code in a level's bytes, and these bytes per block."""
+    """Return the byte offset and shift of each code in a level, and the level's bytes."""
     rank, q = is_here.cumsum(1) - 1, _level_nbytes(is_here.sum(1, keepdim=True), width)
     if width >= 8:
         return rank * (width // 8), 0, q

@@ -197,7 +197,7 @@ def _level_nbytes(count: tl.tensor, width: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _layout(mode: tl.tensor, present: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return whether a block is a list, a bitmap, its members otherwise, and the first width.
+    """Return if a block is a list, if a bitmap, the members of other blocks, and the first width.
 
     A raw block is a level of whole elements.
     """

@@ -174,7 +174,7 @@ class Packing:
 
 
 def fill_words(data: bytes, device: torch.device) -> Tensor:
-    """Return ``data`` as int64 words, without the wait of a copy from host memory."""
+    """Return ``data`` as int64 words. On an accelerator the host does not wait for a copy."""
     if device.type == "cpu":
         return torch.frombuffer(bytearray(data), dtype=torch.int64)
     words = torch.empty(len(data) // 8, dtype=torch.int64, device=device)
