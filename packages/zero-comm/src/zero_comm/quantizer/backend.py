@@ -83,6 +83,7 @@ def find_backend(device: torch.device) -> Backend:
 
 
 def warn_without_kernels() -> None:
+    """Log a warning if the package was built without a compiler."""
     if not _is_available("native"):
         _log.warning(
             "zero_comm was installed without its compiled kernels: plain torch quantizes host "
