@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "integration/src/zero_engine/torch_releases.json"
-PAGE = ROOT / "docs/tested-releases.md"
+PAGE = ROOT / "docs/install.md"
 INDEX = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PACKAGES = {
