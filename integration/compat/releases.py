@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "integration/src/zero_engine/torch_releases.json"
-PAGE = ROOT / "docs/tested-releases.md"
+PAGE = ROOT / "docs/install.md"
 INDEX = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl")
 TODAY = datetime.date.today().isoformat()
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
@@ -129,15 +129,20 @@ def show(cell: dict[str, Any]) -> str:
 
 
 def write(table: dict[str, Any]) -> None:
-    """Write the table, and its rows into the page."""
+    """Write the table, and a row for each release into the page."""
     TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    rows = [f"| torch | build | {' | '.join(PYTHONS)} |", "|---" * (2 + len(PYTHONS)) + "|"]
+    names = sorted({name for _, name in builds()})
+    rows = [f"| torch | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
     for torch, release in table["torch"].items():
-        for build in sorted({name for _, name in builds()}):
-            name = f"**{build}**" if build == release["default"] else build
-            cells = [show(release.get(build, {}).get(python, {})) for python in PYTHONS]
-            cells = cells if build in release else ["absent"] * len(PYTHONS)
-            rows.append(f"| {torch} | {name} | {' | '.join(cells)} |")
+        row = [f"{torch} ({release['default']})"]
+        for cells in (release.get(name) for name in names):
+            pythons: dict[str, list[str]] = {}
+            for python in PYTHONS:
+                text = "absent" if cells is None else show(cells.get(python, {}))
+                pythons.setdefault(text, []).append(python)
+            one = len(pythons) == 1
+            row.append(", ".join(t if one else f"{t} ({' '.join(p)})" for t, p in pythons.items()))
+        rows.append(f"| {' | '.join(row)} |")
     text, _, _ = PAGE.read_text(encoding="utf-8").partition("| torch |")
     PAGE.write_text(text + "\n".join(rows) + "\n", encoding="utf-8")
 

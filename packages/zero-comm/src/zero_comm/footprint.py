@@ -22,7 +22,7 @@ for fp16, 24 for fp32) and the standard deviation std of the weights.
 
 `_BITS` is the measured bits per weight for 2**21 normally distributed weights that change by 0.3
 lr times a normal number. Adam's first steps change all weights by lr and take up to 2.5 times as
-many bits (recorded steps: docs/benchmarks.md).
+many bits (recorded steps: integration/lab/evidence/benchmarks.md).
 """
 
 from __future__ import annotations
