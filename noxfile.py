@@ -387,7 +387,7 @@ def own(session: nox.Session, *packages: str) -> tuple[str, str]:
     """Return pip's arguments for packages of this repository."""
     # Use a requirements file: uv would rebuild packages named on the command line every time.
     file = Path(session.virtualenv.location, "own.txt")
-    names = [package.replace("integration", "zero-engine") for package in packages]
+    names = [package.replace("integration", "zero-parts") for package in packages]
     folders = [Path(FOLDERS[package.split("[")[0]]).resolve().as_uri() for package in packages]
     lines = [f"{name} @ {folder}\n" for name, folder in zip(names, folders, strict=True)]
     file.write_text("".join(lines), encoding="utf-8")

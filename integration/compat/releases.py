@@ -34,7 +34,7 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PACKAGES = {
     "cpu-adam[torch]": "packages/cpu-adam",
     **{name: f"packages/{name}" for name in ("zero-core", "zero-comm", "zero-offload")},
-    "zero-engine[all]": "integration",
+    "zero-parts[all]": "integration",
 }
 
 

@@ -44,7 +44,7 @@ def memory_limit_bytes(root: Path = CGROUP) -> int | None:
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     versions = {}
-    for name in ("zero-core", "zero-offload", "zero-comm", "cpu-adam", "zero-engine"):
+    for name in ("zero-core", "zero-offload", "zero-comm", "cpu-adam", "zero-parts"):
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     found: dict[str, Any] = {

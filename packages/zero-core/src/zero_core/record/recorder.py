@@ -449,5 +449,5 @@ class StepRecords:
                 "one, or set step_records.folder in the configuration"
             )
         self._recorder.flush()
-        write = load_part(REPORTS, "html", asked_by="engine.report()", distribution="zero-engine")
+        write = load_part(REPORTS, "html", asked_by="engine.report()", distribution="zero-parts")
         return Path(write(self._recorder.folder, path))
