@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -62,3 +63,18 @@ def test_offload_trains_or_names_the_package_that_is_missing(missing, monkeypatc
         return
     with pytest.raises(MissingPartError, match=f"offload_optimizer.*pip install {missing}"):
         CASE.build()
+
+
+OWN = {"cpu-adam", "zero-comm", "zero-core", "zero-offload", "zero-parts"}
+
+
+def test_pages_and_messages_install_no_other_projects_by_a_name_like_ours() -> None:
+    pages = ["README.md", "CONTRIBUTING.md", *(str(p) for p in ROOT.glob("docs/**/*.md"))]
+    folders = [*ROOT.glob("packages/*"), ROOT / "integration"]
+    pages += [str(f / "README.md") for f in folders]
+    pages += [str(p) for f in folders for p in (f / "src").rglob("*.py")]
+    texts = [(ROOT / page).read_text(encoding="utf-8") for page in pages]
+    commands = [line for text in texts for line in re.findall(r"pip install ([^`\n;|)]+)", text)]
+    words = {word.strip("\"'") for command in commands for word in command.split()}
+    names = {re.split(r"[\[<>=~]", word)[0] for word in words if "/" not in word}
+    assert {"zero-core"} <= {name for name in names if re.search("zero|adam", name)} <= OWN
