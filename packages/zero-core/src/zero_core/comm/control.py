@@ -39,7 +39,7 @@ from zero_core.watch.watch import OTHER_BLOCKS, Watch, count_ranks, join_few
 PIECE_BYTES = 64 << 20
 """Maximum bytes of a piece in `ControlGroup.gather_in_pieces`, with the values of all ranks."""
 _KINDS = (CheckpointCorruptError, CheckpointError, CheckpointFailedError)
-"""Errors that `Exchange.together` raises. If ranks have different ones, the first one applies."""
+"""Errors that `Exchange.together` raises. If ranks' errors differ, the first in this tuple wins."""
 _T = TypeVar("_T")
 
 
@@ -176,7 +176,7 @@ class ControlGroup(Exchange):
                 self._library.broadcast(tensor, source=source).wait()
 
     def gather_on_device(self, tensor: Tensor) -> Tensor:
-        """Gather every rank's 1-D ``tensor`` of equal length, in rank order, on the device."""
+        """Gather every rank's 1-D ``tensor`` of equal length on the device, or return the only."""
         if self.world_size == 1:
             return tensor
         local = tensor.to(self._device)
@@ -186,7 +186,7 @@ class ControlGroup(Exchange):
         return out
 
     def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Exchange slices as in `ControlLibrary.exchange`, and return the received slices."""
+        """Exchange slices as in `ControlLibrary.exchange`, and return those of this rank."""
         if self.world_size == 1:
             return parts
         out = torch.empty(sum(received), dtype=parts.dtype, device=self._device)
@@ -246,7 +246,7 @@ class ControlGroup(Exchange):
         return join_few(said)
 
     def equalize(self, tensor: Tensor) -> None:
-        """Broadcast ``tensor`` from rank 0, unless every rank already has the same values."""
+        """Broadcast ``tensor`` from rank 0, unless checksums on CPUs show equal values."""
         if self.world_size > 1 and tensor.is_cpu:  # a checksum is cheaper than a broadcast
             content = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
             sums = self.gather(torch.tensor([zlib.crc32(content)]))
@@ -276,7 +276,7 @@ class ControlGroup(Exchange):
 
     @contextmanager
     def _named(self, verb: str, tensor: Tensor) -> Iterator[None]:
-        """Report the context to the watch as a wait. Raise its RuntimeErrors as CollectiveError."""
+        """Report a wait to the watch in this context, and convert RuntimeErrors: see `error`."""
         what = f"control exchange ({verb} of {tensor.nbytes} bytes) in {self.place.doing}"
         with self.place.waiting(what):
             try:
