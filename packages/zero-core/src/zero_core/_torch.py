@@ -93,7 +93,7 @@ def begin_group_names_at(number: int) -> None:
 
 @contextmanager
 def counting_groups(number: int) -> Iterator[None]:
-    """Make names of process groups that only their members create in this context use ``number``.
+    """Let ``number`` determine the names of groups that only their members create in this context.
 
     torch names such a group by a hash of its ranks and a count. Before torch 2.15 (pytorch#189073)
     the count is the number of groups that this rank is in: placeholders raise it to ``number``.
@@ -115,7 +115,7 @@ def counting_groups(number: int) -> Iterator[None]:
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    """Return the time after which a collective of ``group`` on ``device`` fails."""
+    """Return the timeout of the backend of ``group`` on ``device``, or torch's default."""
     known = dist.group.WORLD if group is None else group
     assert known is not None
     options: Any = None
@@ -127,7 +127,7 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
 
 
 def clone_store(store: Any) -> Any:
-    """Return a clone of ``store`` (a TCPStore's has its own connection), or else ``store``."""
+    """Return a clone of ``store`` (for a TCPStore, a new connection), or itself without clone()."""
     try:
         return store.clone()
     except RuntimeError as error:
@@ -151,7 +151,7 @@ def set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Abort process groups. Like torch, abort NCCL groups between group start and group end."""
+    """Abort process groups, those of NCCL within one ``ncclGroupStart`` and ``ncclGroupEnd``."""
     nccl: dist.ProcessGroupNCCL | None = None
     for group in groups if dist.is_nccl_available() else ():
         with suppress(RuntimeError):  # the group has no CUDA backend
@@ -209,7 +209,7 @@ def count_calls(module: nn.Module) -> int:
 
 
 def outside_graphs(hook: _Hook) -> _Hook:
-    """Wrap ``hook`` so that it is not traced. See [Note: hooks and torch.compile]."""
+    """Disable torch.compile for ``hook``. See [Note: hooks and torch.compile]."""
     disabled: _Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
 
@@ -244,7 +244,7 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def set_found_inf(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Iterator[None]:
-    """Make an optimizer with `takes_found_inf` skip steps in this context if ``found_inf`` is 1."""
+    """Let ``optimizer`` (see `takes_found_inf`) skip steps in this context where ``found_inf``."""
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     try:
         yield
@@ -253,7 +253,7 @@ def set_found_inf(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Iterat
 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks may change the parameter groups when ``optimizer.step()`` begins."""
+    """Whether ``optimizer.step()`` has pre-hooks, which may change the parameter groups."""
     return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
 
 
@@ -270,9 +270,9 @@ def save_own_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 
 def autocast_source(tensor: Tensor) -> Tensor | None:
-    """Return the leaf that autocast has cast to ``tensor``, or to the base of the view ``tensor``.
+    """Return the leaf that a cast, as by autocast, has copied to ``tensor`` or to its base.
 
-    Returns None for other tensors, and if the leaf needs no gradient (then autograd has no node).
+    Returns None for other tensors, and without a recorded cast: if the leaf needs no gradient.
     """
     whole = tensor if tensor._base is None else tensor._base
     source = None if whole.grad_fn is None or whole._version else cast_param(whole.grad_fn)

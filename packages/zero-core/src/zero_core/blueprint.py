@@ -33,7 +33,7 @@ class Blueprint:
     found: Discovered
     layout: Layout
     optimizer: torch.optim.Optimizer  # ``given``, or made by `draw`
-    group_of: dict[int, int]  # index of the optimizer group, by number of trainable parameter
+    group_of: dict[int, int]  # index of each trainable parameter's group, by parameter number
     given: torch.optim.Optimizer | None
 
     @classmethod
@@ -104,7 +104,7 @@ class Blueprint:
     def check_ranks_agree(
         self, control: ControlGroup, config: Config, extensions: Sequence[str] = ()
     ) -> None:
-        """Raise RankMismatchError if the ranks' arguments differ. Every rank must call it."""
+        """Raise RankMismatchError if the ranks' arguments of `build` differ. All must call it."""
         model = {f"parameter {p.name}": f"{p}" for p in self.layout.params}
         model["order of parameters"] = _digest(repr([p.name for p in self.layout.params]))
         model["layout"] = _digest(repr(self.layout))
@@ -143,7 +143,7 @@ class Blueprint:
         groups = [
             {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
         ]
-        # torch's Adagrad uses the default in all groups
+        # torch's Adagrad uses the default and ignores this setting of groups
         if isinstance(self.optimizer, torch.optim.Adagrad):
             initial = "initial_accumulator_value"
             groups = [{**g, initial: self.optimizer.defaults[initial]} for g in groups]
@@ -163,7 +163,7 @@ def _flat(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]
 
 
 def _check_max_norm(model: nn.Module, config: Config, world_size: int) -> None:
-    """Raise ConfigError if shards would lose in-place changes of an embedding by ``max_norm``."""
+    """Raise ConfigError if shards would lose an embedding's in-place changes by ``max_norm``."""
     zero = config.zero_optimization
     is_sharded = zero.stage >= 1 and (world_size > 1 or zero.offload_param.device != "none")
     for name, module in model.named_modules():

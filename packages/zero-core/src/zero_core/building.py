@@ -131,14 +131,13 @@ def build(
     """Build a training engine from a model and a DeepSpeed-style configuration.
 
     The model is changed in place. Its parameters move to the engine's device and memory. At stage 3
-    most hold their values only while their unit is computed. Values and buffers are those of rank
+    sharded ones hold values only while their unit is computed. Values and buffers are those of rank
     0, as in DDP. Every rank must call it, with the same model and configuration.
 
     A model made under `zero_core.deferred_init`, or with `zero_core.protocols.PartitionedParam`s,
     gets its values here, one parameter at a time, so that a rank need not hold the whole model.
 
-    If the call fails, it restores model and optimizer as far as possible: see [Note: a build is a
-    transaction] in `zero_core.init.values`.
+    A failed call is undone: see [Note: a build is a transaction] in `zero_core.init.values`.
 
     Args:
         model: the module to train. Its code needs no changes.
@@ -152,14 +151,13 @@ def build(
         state_tier: a factory of the state tier. Overrides the configuration's.
         param_tier: a factory of the tier that keeps parameter shards off the device at stage 3.
             Overrides the configuration's.
-        process_group: the data-parallel ranks. Default: all ranks, or this process alone if
-            torch.distributed is not initialized.
+        process_group: the data-parallel ranks. Default: all ranks.
         mesh: the data-parallel ranks as a device mesh, with dimensions (ranks,) or (nodes, ranks
             per node). Without two dimensions, launcher or host names determine the ranks per node.
         pretrained: safetensors with every value, read as by `zero_core.load_pretrained`. The model
             may then be on the meta device, except for buffers that its state dict lacks.
         attach: called with the engine before values move to the engine's memory. For adapters.
-        extensions: objects that follow the training, in addition to the configuration's.
+        extensions: objects whose methods the engine calls, besides those that ``config`` selects.
         is_training: False returns a `ShardedModel`, which can only evaluate.
 
     Raises:
@@ -252,7 +250,7 @@ def _join(
     control = ranks.connect(config.name_waits_within_s)
     control.place.enter("build()")
     drawn.check_ranks_agree(control, config, [one.describe() for one in extensions])
-    with on_all_ranks(control, ConfigError):  # perhaps only one rank lacks a parameter's value
+    with on_all_ranks(control, ConfigError):  # also if only one rank lacks a parameter's value
         initial.check(has_pretrained=is_given)
     per_node = count_per_node(control, ranks)
     arithmetic = arithmetic_of(config)
@@ -290,7 +288,7 @@ def _lay_out(
     communicator = Communicator(used, joined.control, layout.describe_segments())
     joined.arithmetic.check(config, communicator, ranks)
     exchanged = shared.zeros if shared is not None and communicator.reduces_in_place else None
-    with on_all_ranks(joined.control, CollectiveError):  # perhaps only one device lacks memory
+    with on_all_ranks(joined.control, CollectiveError):  # also if only one device lacks memory
         memory = Memory(
             drawn.found,
             layout,
@@ -382,7 +380,8 @@ def _make_engine(
     extensions = Extensions(followers)
     gradient = StepGradient(state, communicator, train, config, facts, extensions, arithmetic)
     unit_set = UnitSet(held.units, communicator, has_sharded_params=memory.has_sharded_params)
-    # On a CPU, waiting for lengths costs nothing. Other tiers update shards after the step's end.
+    # Agree on message lengths after a step, unless waiting for them in the gather costs nothing (on
+    # a CPU), or the shards are updated later (by other tiers).
     if (
         communicator.announcing
         and ranks.device.type != "cpu"

@@ -47,8 +47,8 @@ class ModelCheckpoints(GatheredCalls):
     ) -> dict[str, Tensor]:
         """Return the whole model's state dict on the CPU, on every rank or on ``rank`` alone.
 
-        Values are read from the parameter shards. A parameter whose dtype differs from ``dtype`` is
-        cast from its master weights. Tied names share a tensor. Every rank must call it.
+        Values are read from the parameter shards, or, if ``dtype`` differs from that of a trained
+        parameter, cast from its master weights. Tied names share a tensor. Every rank must call it.
         """
         self._device_states.check_states("full_state_dict()")
         with self.place.during("full_state_dict()"):
@@ -235,9 +235,8 @@ class TrainingCheckpoints(ModelCheckpoints):
 
         For programs that restart with the same command line, with any number of ranks. Every rank
         must call it. With ``memory_checkpoint``, a snapshot in memory is preferred if it is at
-        least as new as the newest checkpoint on disk. ``last_step`` excludes snapshots of later
-        steps. Returns the client state given to the save, or to `step` for a snapshot, and None if
-        nothing was loaded.
+        least as new as the newest checkpoint on disk, and not after ``last_step``. Returns the
+        client state given to the save, or to `step` for a snapshot. None if nothing was loaded.
 
         Raises:
             CheckpointError: as `load_checkpoint`; also if only some ranks find a checkpoint.

@@ -76,7 +76,7 @@ def read_latest(directory: Location) -> str | None:
 
 
 def find(directory: Location, tag: str | None) -> Location:
-    """Return the folder of checkpoint ``tag``, by default of the newest one."""
+    """Return the folder of checkpoint ``tag``, by default of the one that ``latest`` names."""
     tag = read_latest(directory) if tag is None else tag
     if tag is None:
         raise CheckpointError(
@@ -308,7 +308,7 @@ class Reader:
         return self.read_parts([stored])
 
     def read_random_state(self, rank: int, kind: str = "torch") -> Tensor:
-        """Return the saved state of a rank's random generator. "torch" is the CPU's."""
+        """Return the saved state of a rank's random generator: "torch" (of the CPU) or "cuda"."""
         saved = self.read_tensor(file_name(RNG, rank), kind)
         try:
             torch.Generator("cpu" if kind == "torch" else kind).set_state(saved)
@@ -503,7 +503,7 @@ def _staying(reader: Reader) -> Iterator[None]:
 
 
 def inspect_checkpoint(directory: str | Path, tag: str | None = None) -> dict[str, Any]:
-    """Describe checkpoint ``tag``, by default the newest, as JSON. Reads only its manifest.
+    """Describe checkpoint ``tag``, by default the newest, as JSON. Reads no files of tensors.
 
     Raises:
         CheckpointError: there is no such checkpoint.

@@ -27,7 +27,7 @@ _TENSOR, _TUPLE = "__tensor__", "__tuple__"
 
 
 def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
-    """Return ``value`` as JSON. `decode` returns tensors on the CPU, and dicts (or Counters)."""
+    """Return ``value`` as JSON. `decode` returns mappings as dict or Counter, and CPU tensors."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -125,7 +125,7 @@ def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _is_key(value: Any) -> bool:
-    """Whether ``value`` is the form of a scalar or a tuple of scalars, which can be a key."""
+    """Whether `restore` makes a scalar or a tuple of scalars of ``value``, which can be a key."""
     if isinstance(value, dict):
         rows = value.get(_TUPLE)
         return len(value) == 1 and isinstance(rows, list) and all(map(_is_key, rows))

@@ -37,7 +37,7 @@ VALUE = "value"  # prefix of files of frozen parameters' values
 WHOLE = "whole"  # prefix of files of whole optimizer states
 RNG = "rng"  # prefix of files of random generators' states
 CHUNK_BYTES = 16 << 20  # bytes under one CRC-32, in new checkpoints
-_MAX_BYTES = 128 << 20  # limit of a manifest's size: about 300,000 parameter tensors
+_MAX_BYTES = 128 << 20  # limit of a manifest, enough for about 300,000 parameters
 _MAX_RANKS = 1 << 20
 _MAX_NUMEL = 1 << 60
 _TAIL = re.compile(rb', "sha256": "([0-9a-f]{64})"}\Z')
@@ -119,7 +119,7 @@ class Manifest(_Strict):
     params: tuple[Param, ...]
     segments: tuple[SavedSegment, ...]
     scalars: dict[str, dict[str, _Number]]  # scalars in the optimizer's state, by parameter
-    whole_states: dict[str, WholeState] = {}  # states of whole parameters, by parameter
+    whole_states: dict[str, WholeState] = {}  # optimizer states of whole parameters
     python_rng: tuple[tuple[int, tuple[int, ...], float | None], ...]
     files: dict[str, FileFacts]
     chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 40)]  # bytes under one checksum
@@ -184,10 +184,7 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _check_layout(manifest: Manifest) -> None:
-    """Check that each parameter has one slot of its length, and that no two slots overlap in part.
-
-    Only frozen parameters may have equal slots.
-    """
+    """Check that each parameter has one slot, and that only equal slots of frozen ones overlap."""
     by_name, seen = manifest.by_name, set()
     for segment in manifest.segments:
         end = segment.shard_numel * manifest.world_size
@@ -216,7 +213,7 @@ def _check_layout(manifest: Manifest) -> None:
 
 
 def _check_files(manifest: Manifest) -> None:
-    if len(manifest.python_rng) != manifest.world_size:  # rules out a huge world_size
+    if len(manifest.python_rng) != manifest.world_size:  # bounds the loops over ranks below
         raise ValueError(f"python_rng has {len(manifest.python_rng)} ranks")
     for version, numbers, gauss in manifest.python_rng:
         try:

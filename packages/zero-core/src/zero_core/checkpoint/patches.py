@@ -497,10 +497,7 @@ class _ReceivedPatch:
     def match(
         self, there: Sequence[tuple[str, _Value]], required: Mapping[str, _Value], what: str
     ) -> list[tuple[str, PatchedTensor, _Value]]:
-        """Return names, patched tensors and their match in ``there``.
-
-        A patch of all values must contain the floating-point tensors of ``required``.
-        """
+        """Return name, `PatchedTensor` and value of each tensor in ``there`` that is patched."""
         by_name = {name: tensor for tensor in self._document.tensors for name in tensor.names}
         found = [(name, by_name[name], value) for name, value in there if name in by_name]
         known = {tensor.names for _, tensor, _ in found}

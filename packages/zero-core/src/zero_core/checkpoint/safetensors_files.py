@@ -47,7 +47,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_FILE_BYTES = 5 * 1000**3  # of a file's tensors in `ModelFiles`, unless one tensor is larger
+MAX_FILE_BYTES = 5 * 1000**3  # limit of the tensors in a file; a larger tensor has its own file
 _COPIED_BYTES = 16 * 1024**2  # bytes copied at a time
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _MAX_INDEX_BYTES = 100_000_000

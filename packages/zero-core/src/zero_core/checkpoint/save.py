@@ -4,7 +4,7 @@ A checkpoint is a folder. Each rank writes, per state (``master_weight``, ``exp_
 safetensors file with its slice of every segment. ``manifest.json`` has the position of every
 parameter and all data other than tensors. A reader finds elements by parameter name, so stage,
 world size, offload ratio and state tier may differ from the writer's. States of whole parameters
-are in the file ``whole`` of the rank that owns the parameter. Nothing is pickled.
+are in the file ``whole-RANK`` of the rank that owns the parameter. Nothing is pickled.
 
 If a local file would equal that of the last save, it becomes a hard link: for states without a step
 since then, and for frozen values and buffers with equal checksums. Ranks may have separate folders
@@ -13,10 +13,10 @@ ranks. The checkpoint is the union of these folders.
 
 [Note: a save beside training]
 ``async_save`` copies small tensors and makes a snapshot of the states, which copies a part when a
-step is about to change it (`zero_core.sharded.snapshot`). A thread writes the files. They use
-torch's store (`zero_core.comm.groups.StoreExchange`), never the training's collectives. The
-thread reads frozen values and parameters in host memory in place. `ShardedState.quiesce` waits for
-the thread before such values are written outside of a step.
+step is about to change it (`zero_core.sharded.snapshot`). A thread writes the files. The ranks'
+threads communicate by torch's store (`zero_core.comm.groups.StoreExchange`). The thread reads
+frozen values and parameters in host memory in place. `ShardedState.quiesce` waits for the thread
+before such values are written outside of a step.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class _Taken:
 
     request: SaveRequest
     state_names: list[str]
-    words: dict[str, Any]  # manifest members that do not depend on the rank
+    words: dict[str, Any]  # progress, client_state and has_frozen of the `Manifest`
     row: list[Any]  # this rank's scalars, Python generator state and whole states
     # For each file, a function that returns its tensors, and `_KnownFile.version`.
     reads: dict[str, tuple[Callable[[], _Tensors], int | None]]
@@ -171,7 +171,7 @@ class Saver:
     def start(
         self, request: SaveRequest, *, on_pending: OnPending, max_bytes: int | None
     ) -> PendingSave:
-        """Start to write a checkpoint in a thread, on all ranks: see `Engine.async_save`."""
+        """Start to write a checkpoint in a thread. Every rank must call it: `Engine.async_save`."""
         self._settle(on_pending)
         snapshot = Snapshot(self._state, self._watch, max_bytes)
         try:

@@ -39,7 +39,7 @@ MANIFEST = "manifest.json"  # describes a checkpoint, with checksums of its othe
 LATEST = "latest"  # file with the tag of the newest checkpoint of a folder
 SUBFOLDER = re.compile(r"data-[0-9a-f]{32}")  # folder of a checkpoint's files: see `Upload`
 ADVICE = "save to another place; checkpoints that were there before are whole"
-_NO_SAVE_S = 24 * 3600  # where locks cannot decide, older files are taken for a killed save's
+_NO_SAVE_S = 24 * 3600  # age at which files without locks count as those of a killed save
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|old)")
 _MARK = re.compile(r"\.[0-9a-f]{32}-[0-9]+")
 _TRIES = 200
@@ -169,7 +169,7 @@ class Aside:
         self._descriptor: int | None = None
 
     def make(self) -> None:
-        """Remove files of killed saves, and make and lock the folder. Call it on one rank only."""
+        """Remove files of killed saves, and make and lock the folder. One rank must call it."""
         remove_stale(self.folder.parent)
         for attempt in range(_TRIES):
             try:
@@ -299,7 +299,7 @@ def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
             "(s3, gs, abfs, ...) or a folder that is mounted here"
         )
     try:
-        from fsspec.core import url_to_fs  # torch depends on fsspec
+        from fsspec.core import url_to_fs
     except ImportError:
         raise CheckpointError(
             f"{url}: checkpoints at URLs need fsspec: pip install 'zero-core[fsspec]'"
@@ -440,7 +440,7 @@ def _is_past(path: Path) -> bool:
 
 
 def inode_of(path: Path) -> tuple[int, ...]:
-    """Return device, inode, size and time of a file. A rewrite changes at least one of them."""
+    """Return numbers that a rewrite of the file changes: inode, size and time of modification."""
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 

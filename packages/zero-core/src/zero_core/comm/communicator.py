@@ -1,6 +1,6 @@
 """All-gathers and reduce-scatters of an engine, with errors that name the unit and the rank.
 
-The start of each is a profiler range. `zero_core.watch` reports collectives that hang.
+A profiler range covers the start of each. `zero_core.watch` reports collectives that hang.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Communicator:
         self.control = control
         self.place = control.place
         self.watch = control.watch
-        # Log of the collectives that the device waits for. None if the host waits, or unwatched.
+        # Log of collectives that the device waits for. None if the host waits, or without a watch.
         self.device_waits = None if self.watch is None else self.watch.device_waits
         self.rank = control.rank
         self.world_size = control.world_size
@@ -175,7 +175,7 @@ class Communicator:
             self.control.sum(values)
 
     def refuse_damaged(self, outcome: str) -> NoReturn:
-        """Raise a CollectiveError about damaged messages on all ranks, which must all call it."""
+        """Raise a CollectiveError about all ranks' damaged messages. Every rank must call it."""
         found = [] if self.checks is None else self.checks.take()
         own = join_few([f"{self._names[unit]}: {why}" for unit, why in found])
         rows = enumerate(self.control.gather_bytes(own.encode()))

@@ -160,7 +160,7 @@ class DeviceCollectives(Transport):
         return self._gathers.all_gather(out, shard)
 
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
-        nodes = None if is_added else self._nodes  # sums within nodes would change reduce_add
+        nodes = None if is_added else self._nodes  # node sums would change reduce_add's rounding
         near, far = self._links.direct(out.numel() * full.itemsize)
         if nodes is not None:
             sum_nbytes = out.numel() * sum_dtype(full.dtype).itemsize

@@ -29,8 +29,7 @@ ranks, and no collective may be pending on the group. Groups that end together a
 call, because NCCL's aborts of several communicators may wait for each other (pytorch#119797).
 
 If a `ProcessLibrary` is dropped without `close`, its groups end when another `ProcessLibrary`
-requests a group or is closed. A finalizer would run at a different time on each rank, and on any
-thread.
+requests a group or is closed. Finalizers would run at different times on the ranks.
 """
 
 from __future__ import annotations
@@ -313,7 +312,7 @@ class StoreExchange(Exchange):
         """Create an exchange. All ranks must create a process group's exchanges in the same order.
 
         ``what`` names the purpose in error messages. A wait for a rank that ``watch`` finds dead
-        fails at once.
+        fails before the timeout.
         """
         self.rank = ranks.rank
         self.world_size = ranks.size

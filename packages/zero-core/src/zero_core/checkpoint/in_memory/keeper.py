@@ -26,7 +26,7 @@ def status(pid: int) -> list[str]:
 
 
 def started_at(pid: int) -> str:
-    """Return a process's start time in ticks, or "". It tells processes of the same id apart."""
+    """Return a process's start time in ticks, or "". It distinguishes processes of one id."""
     return "".join(status(pid)[19:20])
 
 

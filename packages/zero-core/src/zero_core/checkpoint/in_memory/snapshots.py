@@ -17,7 +17,7 @@ them from a rank that has them.
 [Note: whose memory]
 Without a configured path, the folder is in ``/dev/shm``, named after the launcher (torchrun) that
 restarts ranks. A separate process (`keeper`) removes the folder when the launcher and all ranks
-have ended, for any reason. If the keeper was killed, too, the user's next job on the machine
+have ended, for any reason. If the keeper was killed, too, the user's next such job on the machine
 removes the folder. A rank's copy on another node is in the folder of that node's ranks.
 
 Each folder of checkpoints has its own folder in memory, so engines with separate checkpoints do not
@@ -442,7 +442,7 @@ class MemoryCheckpoints(Extension):
     ) -> None:
         """Write a snapshot, and send it to the next node if there is a `Ring`.
 
-        ``tensors`` are copies of tensors that the next forward changes, by file. ``done`` marks the
+        ``tensors`` are copies of tensors that a forward may change, by file. ``done`` marks the
         end of the update on the device. ``is_read`` is set after the reads or an error.
         """
         number, rank = facts["serial"] % 2, facts["rank"]
@@ -450,8 +450,7 @@ class MemoryCheckpoints(Extension):
         try:
             use_one_core()
             with stream_after(done, state.device):
-                # The first snapshot is complete on all ranks, so files of ranks that are no longer
-                # on this node are obsolete.
+                # All ranks have a complete snapshot, so files of other nodes' ranks are obsolete.
                 if self._num_made == 2 and rank % self._per_node == 0:
                     kept = set(range(rank, rank + self._per_node))
                     if self._ring is not None:
@@ -484,8 +483,8 @@ class MemoryCheckpoints(Extension):
     ) -> Callable[[], dict[str, Any]] | None:
         """Open the folder for ``directory``. Return a function that restores its newest snapshot.
 
-        Returns None if no complete snapshot is at least as new as the newest checkpoint there.
-        Ignores snapshots after rank 0's ``last_step``. Every rank must call it.
+        Returns None if no complete snapshot up to rank 0's ``last_step`` is at least as new as the
+        newest checkpoint in ``directory``. Every rank must call it.
         """
         self.remove()
         control, path = self._state.control, self._settings.path
@@ -596,8 +595,7 @@ class MemoryCheckpoints(Extension):
     def remove(self) -> None:
         """Stop on this rank only, and keep the snapshots for a restart.
 
-        Waits until a pending snapshot has read the states, which may change afterwards. Does not
-        wait for its transfer to another node.
+        Waits until a pending snapshot has read the states, but not for its transfer to other nodes.
         """
         self._is_read.wait()
         work, place = self._under_way, self._place
