@@ -244,7 +244,7 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def set_found_inf(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Iterator[None]:
-    """Let ``optimizer`` (see `takes_found_inf`) skip steps in this context where ``found_inf``."""
+    """Let an optimizer (see `takes_found_inf`) skip steps in this context if ``found_inf`` is 1."""
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     try:
         yield

@@ -137,7 +137,7 @@ def build(
     A model made under `zero_core.deferred_init`, or with `zero_core.protocols.PartitionedParam`s,
     gets its values here, one parameter at a time, so that a rank need not hold the whole model.
 
-    A failed call is undone: see [Note: a build is a transaction] in `zero_core.init.values`.
+    On failure, restores what it can: [Note: a build is a transaction] in `zero_core.init.values`.
 
     Args:
         model: the module to train. Its code needs no changes.

@@ -92,8 +92,8 @@ class ModelCheckpoints(GatheredCalls):
             has_frozen: whether the values of frozen parameters are written.
             is_latest: whether a load without a tag takes this checkpoint.
             drops_partial: allow a save in the middle of a step, without that step's gradients.
-            keep_last: remove all but the last ``keep_last`` checkpoints, if ``tag`` ends with the
-                step, among those with the same prefix.
+            keep_last: if ``tag`` ends with the step, keep only the last ``keep_last`` checkpoints
+                of its prefix.
             keep_every: also keep checkpoints whose step is a multiple of ``keep_every``.
 
         Raises:

@@ -176,7 +176,7 @@ class ControlGroup(Exchange):
                 self._library.broadcast(tensor, source=source).wait()
 
     def gather_on_device(self, tensor: Tensor) -> Tensor:
-        """Gather 1-D tensors of equal length on the device, by rank. One rank gets ``tensor``."""
+        """Gather equally long 1-D tensors in rank order, on the device. One rank: ``tensor``."""
         if self.world_size == 1:
             return tensor
         local = tensor.to(self._device)
