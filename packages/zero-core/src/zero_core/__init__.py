@@ -1,7 +1,7 @@
 """ZeRO stages 0 to 3 for PyTorch on one code path.
 
-Names are imported at their first use (PEP 562), because importing torch takes seconds and
-`zero_core.config` and `zero_core.errors` do not need torch.
+Names other than errors are imported at their first use (PEP 562), because importing torch takes
+seconds and `zero_core.config` and `zero_core.errors` do not need torch.
 """
 
 from importlib import import_module

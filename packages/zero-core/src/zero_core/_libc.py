@@ -9,21 +9,21 @@ import torch
 
 
 def release_free_pages() -> None:
-    """Return freed host memory to the operating system.
+    """Make glibc return freed memory to the operating system. Does nothing with other C libraries.
 
     glibc retains freed blocks below 32 MiB that have small live objects next to them. After a
-    model's parameters have moved to the engine's memory, such blocks amount to a third of its size.
+    model's parameters have moved to the engine's memory, such blocks can be a third of its size.
     """
     _call("malloc_trim", 0)
 
 
 def use_one_core() -> None:
-    """Run torch operations of the calling thread on that thread alone.
+    """Make torch operations of the calling thread use no other threads.
 
     OpenMP gives each calling thread a separate team of threads, which spin while they wait. Next to
-    the training thread's team, a second team makes operations ten times slower.
+    the training thread's team, a second team can make operations ten times slower.
     """
-    torch.get_num_threads()  # a thread's first torch call would overwrite a limit set before it
+    torch.get_num_threads()  # a thread's first torch call resets the limit, so make one before
     _call("omp_set_num_threads", 1)
 
 

@@ -3,8 +3,7 @@
 [Note: hooks and torch.compile]
 A compiled module's graph holds its forward without the engine's hooks around that forward. The
 hooks are wrapped by `torch.compiler.disable`, so a module may be compiled before or after the
-engine is built. No hook, disabled or not, may run inside a compiled forward: a hook breaks the
-graph.
+engine is built. A hook on a module within the graph breaks the graph, even if it is disabled.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_
 call_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 _CALL = nn.Module.__call__.__name__
 _FIRST_OWN_NUMBER = 1 << 32
-_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # functions that get and set a value
+_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # getter and setter
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
@@ -66,9 +65,9 @@ def allow_foreach(cls: type[nn.Parameter]) -> None:
 
 
 def inner_tensors(tensor: Tensor) -> tuple[dict[str, Tensor], Any] | None:
-    """Return inner tensors and context of a wrapper-subclass tensor, or None for other tensors.
+    """Return a wrapper subclass's inner tensors and context, or None for another tensor.
 
-    ``__tensor_unflatten__`` of the class rebuilds the tensor from this result.
+    They are the first arguments of its ``__tensor_unflatten__``.
     """
     wrapper: Any = tensor
     if not is_traceable_wrapper_subclass(wrapper):
@@ -94,7 +93,7 @@ def begin_group_names_at(number: int) -> None:
 
 @contextmanager
 def counting_groups(number: int) -> Iterator[None]:
-    """Make torch count from ``number`` when it names groups that only their members create.
+    """Let ``number`` determine the names of groups that only their members create in this context.
 
     torch names such a group by a hash of its ranks and a count. Before torch 2.15 (pytorch#189073)
     the count is the number of groups that this rank is in: placeholders raise it to ``number``.
@@ -116,7 +115,7 @@ def counting_groups(number: int) -> Iterator[None]:
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    """Return the time after which a collective of ``group`` on ``device`` fails."""
+    """Return the timeout of the backend of ``group`` on ``device``, or torch's default."""
     known = dist.group.WORLD if group is None else group
     assert known is not None
     options: Any = None
@@ -128,7 +127,7 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
 
 
 def clone_store(store: Any) -> Any:
-    """Return a store over a new connection, or ``store`` itself if its kind has no connections."""
+    """Return a clone of ``store`` (for a TCPStore, a new connection), or itself without clone()."""
     try:
         return store.clone()
     except RuntimeError as error:
@@ -138,7 +137,7 @@ def clone_store(store: Any) -> Any:
 
 
 def store_address(store: Any) -> str | None:
-    """Return "host:port" of the process that hosts ``store``, or None if no process does."""
+    """Return "host:port" of the server of ``store``, or None if it is not a TCPStore."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     is_hosted = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
@@ -146,13 +145,13 @@ def store_address(store: Any) -> str | None:
 
 
 def set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
-    # torch 2.14 made this function public and deprecated the private name.
+    # torch 2.14 made `_set_pg_timeout` public as `set_timeout`, and deprecated the private name.
     change: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     change(timedelta(seconds=timeout_s), group)
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Abort process groups, as torch does: aborts of NCCL groups are joined in one group call."""
+    """Abort process groups, those of NCCL within one ``ncclGroupStart`` and ``ncclGroupEnd``."""
     nccl: dist.ProcessGroupNCCL | None = None
     for group in groups if dist.is_nccl_available() else ():
         with suppress(RuntimeError):  # the group has no CUDA backend
@@ -177,8 +176,8 @@ def renew_autograd_after_fork() -> None:
 
     Without this call torch rebuilds the engine in the first call that needs the engine, and takes
     no lock. Two threads whose first backwards begin at the same time may then each build an engine,
-    and the process dies of SIGSEGV (torch 2.10 to 2.13, ``PythonEngine::get_python_engine``). Call
-    this function before such threads start.
+    and the process may die of SIGSEGV (torch 2.10 to 2.13, ``PythonEngine::get_python_engine``).
+    Call this function before such threads start.
     """
     # This call needs the engine and changes nothing.
     torch.autograd.Variable._execution_engine.is_checkpoint_valid()
@@ -210,13 +209,13 @@ def count_calls(module: nn.Module) -> int:
 
 
 def outside_graphs(hook: _Hook) -> _Hook:
-    """Wrap ``hook`` so that it runs in Python around compiled modules, outside of their graphs."""
+    """Disable torch.compile for ``hook``. See [Note: hooks and torch.compile]."""
     disabled: _Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
 
 
 def unless_compiling(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
-    """Wrap ``hook`` so that it does nothing while torch.compile traces a graph around it."""
+    """Wrap ``hook`` so that it does nothing while torch.compile traces it."""
 
     def hooked(module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -226,7 +225,7 @@ def unless_compiling(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Mod
 
 
 def is_own_graph(module: nn.Module) -> bool:
-    """Whether `torch.compile` or ``module.compile()`` compiled ``module`` and its submodules."""
+    """Whether ``module`` was compiled by ``module.compile()`` or is a result of `torch.compile`."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
@@ -245,7 +244,7 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def set_found_inf(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Iterator[None]:
-    """Make optimizer steps in this context change nothing if ``found_inf`` (0-dim, fp32) is 1."""
+    """Let an optimizer (see `takes_found_inf`) skip steps in this context if ``found_inf`` is 1."""
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     try:
         yield
@@ -254,7 +253,7 @@ def set_found_inf(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Iterat
 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks may change the parameter groups when ``optimizer.step()`` begins."""
+    """Whether ``optimizer.step()`` has pre-hooks, which may change the parameter groups."""
     return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
 
 
@@ -271,9 +270,9 @@ def save_own_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 
 def autocast_source(tensor: Tensor) -> Tensor | None:
-    """Return the parameter of which ``tensor``, or its base if it is a view, is autocast's copy.
+    """Return the leaf that a cast, as by autocast, has copied to ``tensor`` or to its base.
 
-    Returns None if there is none, or if it needs no gradient: torch does not record such casts.
+    Returns None for other tensors, and without a recorded cast: if the leaf needs no gradient.
     """
     whole = tensor if tensor._base is None else tensor._base
     source = None if whole.grad_fn is None or whole._version else cast_param(whole.grad_fn)
@@ -281,7 +280,7 @@ def autocast_source(tensor: Tensor) -> Tensor | None:
 
 
 def cast_param(node: Any) -> Tensor | None:
-    """Return the leaf that the autograd node ``node`` casts, or None for another node."""
+    """Return the leaf that the autograd node ``node`` casts or copies, or None for other nodes."""
     leaf: Any = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
     if leaf is None or "AccumulateGrad" not in leaf.name():
         return None
@@ -308,14 +307,14 @@ def sequence_number(node: Any) -> int:
 
 
 def next_sequence_number() -> int:
-    """Return a sequence number between those of this thread's existing and later autograd nodes."""
+    """Return a sequence number between those of this thread's earlier and later operations."""
     with torch.enable_grad():
         node = torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn
     return sequence_number(node)
 
 
 def cast_floats(inputs: Any, dtype: torch.dtype | None) -> Any:
-    """Cast floating-point tensors in nested ``inputs`` to ``dtype``. None casts nothing."""
+    """Cast floating-point tensors in nested ``inputs`` to ``dtype``, unless ``dtype`` is None."""
     if dtype is None:
         return inputs
     return pytree.tree_map_only(
@@ -324,7 +323,7 @@ def cast_floats(inputs: Any, dtype: torch.dtype | None) -> Any:
 
 
 def dispatch_keys() -> Any:
-    """Return a value that changes with contexts whose state `context_settings` does not cover."""
+    """Return this thread's included and excluded dispatch keys, which some contexts change."""
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
@@ -360,7 +359,7 @@ def _set_saved_hooks(items: list[Any]) -> None:
 
 
 def context_settings(device: torch.device) -> list[_Setting]:
-    """Return functions that get and set each part of the state of torch's contexts.
+    """Return getters and setters of settings that torch's context managers change.
 
     Private names are looked up here: a torch release without one breaks only the vertical schedule.
     """

@@ -1,7 +1,6 @@
 """Engine internals for adapters of other interfaces, in addition to the public API.
 
-The package `zero_engine` builds its DeepSpeed interface, its Lightning strategies and its
-calibration of `zero_core.plan` on these names.
+`zero_engine` uses these names, for example for its DeepSpeed and Lightning interfaces.
 """
 
 from zero_core._libc import release_free_pages

@@ -32,8 +32,8 @@ class Blueprint:
     module: nn.Module
     found: Discovered
     layout: Layout
-    optimizer: torch.optim.Optimizer  # ``given``, or made from the configuration
-    group_of: dict[int, int]  # optimizer group of each trainable parameter, by parameter number
+    optimizer: torch.optim.Optimizer  # ``given``, or made by `draw`
+    group_of: dict[int, int]  # index of each trainable parameter's group, by parameter number
     given: torch.optim.Optimizer | None
 
     @classmethod
@@ -46,7 +46,7 @@ class Blueprint:
         *,
         is_training: bool = True,
     ) -> Blueprint:
-        """Describe ``model``. Without ``is_training``, no parameter counts as trainable."""
+        """Describe ``model``. If not ``is_training``, no parameter counts as trainable."""
         leaf, given = config.zero_optimization.leaf_module, optimizer
         found = discover(model, None if leaf is None else ModuleRule(**leaf.model_dump()))
         for param, names in zip(found.params, found.names, strict=True):
@@ -75,7 +75,7 @@ class Blueprint:
                 name=names[0],
                 shape=tuple(param.shape),
                 dtype=param.dtype if is_opaque else compute_dtype(param, config.compute_dtype),
-                # Parameters in optimizer groups are trained. Integers cannot have a gradient.
+                # Frozen parameters in optimizer groups are trainable: they may be unfrozen later.
                 is_trainable=number in group_of and param.is_floating_point(),
                 aliases=names[1:],
                 is_opaque=is_opaque,
@@ -104,7 +104,7 @@ class Blueprint:
     def check_ranks_agree(
         self, control: ControlGroup, config: Config, extensions: Sequence[str] = ()
     ) -> None:
-        """Check that model, configuration, optimizer and ``extensions`` agree on all ranks."""
+        """Raise RankMismatchError if the ranks' arguments of `build` differ. All must call it."""
         model = {f"parameter {p.name}": f"{p}" for p in self.layout.params}
         model["order of parameters"] = _digest(repr([p.name for p in self.layout.params]))
         model["layout"] = _digest(repr(self.layout))
@@ -133,17 +133,17 @@ class Blueprint:
 
     @property
     def sliced_params(self) -> frozenset[int]:
-        """Numbers of the parameters in optimizer groups whose update is elementwise."""
+        """Numbers of trainable parameters whose group the optimizer declares elementwise."""
         groups = elementwise_groups(self.optimizer)
         return frozenset(number for number, group in self.group_of.items() if group in groups)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the optimizer without their parameters."""
+        """Settings of the optimizer's parameter groups."""
         groups = [
             {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
         ]
-        # Adagrad reads this setting from its defaults, not from its groups
+        # torch's Adagrad uses the default and ignores this setting of groups
         if isinstance(self.optimizer, torch.optim.Adagrad):
             initial = "initial_accumulator_value"
             groups = [{**g, initial: self.optimizer.defaults[initial]} for g in groups]
@@ -163,7 +163,7 @@ def _flat(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]
 
 
 def _check_max_norm(model: nn.Module, config: Config, world_size: int) -> None:
-    """Refuse sharded, trainable embeddings with ``max_norm``: their in-place change is lost."""
+    """Raise ConfigError if shards would lose an embedding's in-place changes by ``max_norm``."""
     zero = config.zero_optimization
     is_sharded = zero.stage >= 1 and (world_size > 1 or zero.offload_param.device != "none")
     for name, module in model.named_modules():
@@ -195,7 +195,7 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
 
 
 def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return the optimizer group of each parameter that is in a group, by parameter number."""
+    """Check ``optimizer``. Return the index of each parameter's group, by parameter number."""
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             # torch accepts some non-finite settings
@@ -204,7 +204,7 @@ def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int,
                     f"param_groups[{number}]['{key}'] of {type(optimizer).__name__} is {value!r}: "
                     "give finite numbers"
                 )
-    # Adagrad creates its state at construction, with a step count of 0.
+    # Adagrad has a state from its construction on, with a step count of 0.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
             "the optimizer has already stepped: build the engine first, or load its state from "

@@ -131,17 +131,16 @@ def build(
     """Build a training engine from a model and a DeepSpeed-style configuration.
 
     The model is changed in place. Its parameters move to the engine's device and memory. At stage 3
-    they hold their values only while their unit is computed. Values and buffers are those of rank
+    sharded ones hold values only while their unit is computed. Values and buffers are those of rank
     0, as in DDP. Every rank must call it, with the same model and configuration.
 
     A model made under `zero_core.deferred_init`, or with `zero_core.protocols.PartitionedParam`s,
-    gets its values here, one parameter at a time. A rank holds at most its shards and one unit.
+    gets its values here, one parameter at a time, so that a rank need not hold the whole model.
 
-    If the call fails, model and optimizer are restored, and another call may follow: see [Note: a
-    build is a transaction] in `zero_core.init.values`.
+    On failure, restores what it can: [Note: a build is a transaction] in `zero_core.init.values`.
 
     Args:
-        model: any module, without changes to its code.
+        model: the module to train. Its code needs no changes.
         config: the configuration, or the path of its JSON file.
         optimizer: a torch optimizer over parameters of ``model``, which ``engine.step()`` steps.
             Overrides the configuration's. Optimizers that are not known to be elementwise update
@@ -152,13 +151,13 @@ def build(
         state_tier: a factory of the state tier. Overrides the configuration's.
         param_tier: a factory of the tier that keeps parameter shards off the device at stage 3.
             Overrides the configuration's.
-        process_group: the data-parallel ranks. Default: all ranks, or one rank without a group.
+        process_group: the data-parallel ranks. Default: all ranks.
         mesh: the data-parallel ranks as a device mesh, with dimensions (ranks,) or (nodes, ranks
-            per node). By default the launcher or the host names determine the ranks per node.
+            per node). Without two dimensions, launcher or host names determine the ranks per node.
         pretrained: safetensors with every value, read as by `zero_core.load_pretrained`. The model
             may then be on the meta device, except for buffers that its state dict lacks.
         attach: called with the engine before values move to the engine's memory. For adapters.
-        extensions: objects that follow the training, in addition to the configuration's.
+        extensions: objects whose methods the engine calls, besides those that ``config`` selects.
         is_training: False returns a `ShardedModel`, which can only evaluate.
 
     Raises:
@@ -225,7 +224,7 @@ def build(
 
 
 class _Joined(NamedTuple):
-    """Connections of this rank to the other ranks."""
+    """Result of `_join`: this rank's connections to the other ranks."""
 
     config: Config
     ranks: Ranks
@@ -251,7 +250,7 @@ def _join(
     control = ranks.connect(config.name_waits_within_s)
     control.place.enter("build()")
     drawn.check_ranks_agree(control, config, [one.describe() for one in extensions])
-    with on_all_ranks(control, ConfigError):  # one rank may lack the value of a parameter
+    with on_all_ranks(control, ConfigError):  # also if only one rank lacks a parameter's value
         initial.check(has_pretrained=is_given)
     per_node = count_per_node(control, ranks)
     arithmetic = arithmetic_of(config)
@@ -265,7 +264,7 @@ def _join(
 
 
 class _Held(NamedTuple):
-    """Memory of this rank, and the units and shards that use the memory."""
+    """Result of `_lay_out`: memory of this rank, and the units and shards in that memory."""
 
     communicator: Communicator
     memory: Memory
@@ -289,7 +288,7 @@ def _lay_out(
     communicator = Communicator(used, joined.control, layout.describe_segments())
     joined.arithmetic.check(config, communicator, ranks)
     exchanged = shared.zeros if shared is not None and communicator.reduces_in_place else None
-    with on_all_ranks(joined.control, CollectiveError):  # one device may have less memory
+    with on_all_ranks(joined.control, CollectiveError):  # also if only one device lacks memory
         memory = Memory(
             drawn.found,
             layout,
@@ -310,7 +309,7 @@ def _lay_out(
         params=tuple(sorted(flats, key=lambda flat: flat.segment.index)),
         tier=tier,
         control=joined.control,
-        # Without broadcast, each rank keeps its own buffers.
+        # Without broadcast_buffers, the ranks' buffers may diverge during training.
         common_buffers=CommonBuffers(drawn.module if config.broadcast_buffers else nn.Identity()),
         pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
         optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
@@ -328,7 +327,7 @@ def _lay_out(
 def _begin(
     joined: _Joined, held: _Held, engine: ShardedModel, units: UnitSet, followers: Extensions
 ) -> None:
-    """Allocate memory that backward needs, and publish the initial parameter values."""
+    """Allocate what backward needs on an accelerator, start extensions, and publish the values."""
     tier, memory = held.state.tier, held.memory
     if joined.ranks.device.type != "cpu":
         with on_all_ranks(joined.control, CollectiveError):
@@ -374,14 +373,15 @@ def _make_engine(
     edits = Edits(state, facts)
     followers: list[Extension] = [edits]
     site = Site(config, state, train, facts, ranks, meter.links.ranks_per_node)
-    if is_training:  # attached before the hooks of the passes, which run around extensions' hooks
+    if is_training:  # before the engine's hooks, which run around those of extensions
         attach_extensions(given, state, held.ownership)
         followers += make_extensions(site, given)
         followers.append(patches := PatchWriter(state))
     extensions = Extensions(followers)
     gradient = StepGradient(state, communicator, train, config, facts, extensions, arithmetic)
     unit_set = UnitSet(held.units, communicator, has_sharded_params=memory.has_sharded_params)
-    # On a CPU, waiting for lengths costs nothing. Other tiers update shards after the step's end.
+    # Agree on message lengths after a step, unless waiting for them in the gather costs nothing (on
+    # a CPU), or the shards are updated later (by other tiers).
     if (
         communicator.announcing
         and ranks.device.type != "cpu"

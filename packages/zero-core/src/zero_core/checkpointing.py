@@ -47,8 +47,8 @@ class ModelCheckpoints(GatheredCalls):
     ) -> dict[str, Tensor]:
         """Return the whole model's state dict on the CPU, on every rank or on ``rank`` alone.
 
-        Values are read from the parameter shards. A parameter whose dtype differs from ``dtype`` is
-        cast from its master weights. Tied names share a tensor. Every rank must call it.
+        Values are read from the parameter shards, or, if ``dtype`` differs from that of a trained
+        parameter, cast from its master weights. Tied names share a tensor. Every rank must call it.
         """
         self._device_states.check_states("full_state_dict()")
         with self.place.during("full_state_dict()"):
@@ -81,8 +81,8 @@ class ModelCheckpoints(GatheredCalls):
         """Write the training state. It can be loaded at another stage, world size or state tier.
 
         Every rank must call it, between two steps. The previous checkpoint stays complete until the
-        new one is complete. An engine built for evaluation writes only parameters and buffers. Load
-        them ``without=("optimizer", "lr_scheduler", "progress")``.
+        new one is complete. An engine built for evaluation has no optimizer states: load its
+        checkpoint ``without=("optimizer", "lr_scheduler", "progress")``.
 
         Args:
             directory: folder of all checkpoints: a path, or an fsspec URL such as
@@ -92,8 +92,8 @@ class ModelCheckpoints(GatheredCalls):
             has_frozen: whether the values of frozen parameters are written.
             is_latest: whether a load without a tag takes this checkpoint.
             drops_partial: allow a save in the middle of a step, without that step's gradients.
-            keep_last: remove all but the last ``keep_last`` checkpoints whose tags end with their
-                step.
+            keep_last: if ``tag`` ends with the step, keep only the last ``keep_last`` checkpoints
+                of its prefix.
             keep_every: also keep checkpoints whose step is a multiple of ``keep_every``.
 
         Raises:
@@ -174,13 +174,13 @@ class TrainingCheckpoints(ModelCheckpoints):
         The call waits for pending updates and returns before anything is written. A part of a state
         is copied only if a step changes it before the thread has written it. The copies take host
         memory of at most the size of this rank's states (``async_save_bytes`` of `plan`). The call
-        itself copies the states of extensions and of optimizers that update whole parameters. Until
-        the save has ended, the program must not change values in place without the engine.
+        itself copies states of extensions, of optimizers that update whole parameters, and of tiers
+        other than `SnapshotTier`. Until the save has ended, change values only through the engine.
 
         Loads, `close`, the end of the interpreter, and any write of values outside of a step wait
         for the save. If the save fails, its files are removed and the training goes on. The error
         is logged, and raised on all ranks by ``result()`` of the returned future, or else by the
-        next save or by `close`. If the process is killed first, there is no checkpoint of this tag.
+        next save or by `close`. If the process is killed first, this save leaves no checkpoint.
 
         Args:
             directory: as in `save_checkpoint`, like all arguments that are not listed here.
@@ -217,8 +217,8 @@ class TrainingCheckpoints(ModelCheckpoints):
         named in ``without`` stay as they are; see `zero_core.checkpoint.load.PARTS`.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it belongs to another model.
-            CheckpointCorruptError: bytes of the checkpoint have changed since they were written.
+            CheckpointError: there is no checkpoint, or it does not fit the engine.
+            CheckpointCorruptError: the checkpoint is damaged or incomplete.
         """
         if "optimizer" in without:
             self.place.check_finished(f"load_checkpoint(without={sorted(without)})")
@@ -234,10 +234,9 @@ class TrainingCheckpoints(ModelCheckpoints):
         """Load the newest checkpoint in ``directory``, or change nothing if there is none.
 
         For programs that restart with the same command line, with any number of ranks. Every rank
-        must call it. With ``memory_checkpoint``, the ranks' memory has copies of the last two
-        steps. They are preferred if they are at least as new as the newest checkpoint on disk.
-        ``last_step`` excludes copies of later steps. Returns the client state given to the save, or
-        to `step` for a copy, and None if nothing was loaded.
+        must call it. With ``memory_checkpoint``, a snapshot in memory is preferred if it is at
+        least as new as the newest checkpoint on disk, and not after ``last_step``. Returns the
+        client state given to the save, or to `step` for a snapshot. None if nothing was loaded.
 
         Raises:
             CheckpointError: as `load_checkpoint`; also if only some ranks find a checkpoint.
@@ -300,7 +299,7 @@ def load_pretrained(
     Parameters and buffers are cast to their dtype. The file may name a tied weight by any of its
     names. Names match with and without Hugging Face's ``base_model_prefix``. Names in the model's
     ``_keys_to_ignore_on_load_missing`` and ``_keys_to_ignore_on_load_unexpected`` are ignored. All
-    names, shapes and files are checked before anything is changed. Gradients of a backward without
+    names, shapes and dtypes are checked before anything is changed. Gradients of a backward without
     a step are dropped.
 
     Args:
@@ -310,9 +309,10 @@ def load_pretrained(
         strict: whether the files must have every parameter and persistent buffer, and nothing else.
 
     Raises:
-        CheckpointError: names or shapes do not fit, the engine has run a step, or a rank failed. If
-            a read failed after the checks, the values are undefined: build the engine again.
-        CheckpointCorruptError: a file is incomplete.
+        CheckpointError: names, shapes or dtypes do not fit, the engine has finished a micro-step or
+            loaded a checkpoint's progress, or a rank failed. If a read failed after the checks, the
+            values are undefined: build the engine again.
+        CheckpointCorruptError: a file is damaged or incomplete.
     """
     if num_steps := engine._train.accumulation.micro_steps:
         raise CheckpointError(

@@ -76,7 +76,7 @@ def read_latest(directory: Location) -> str | None:
 
 
 def find(directory: Location, tag: str | None) -> Location:
-    """Return the folder of checkpoint ``tag``, by default of the newest one."""
+    """Return the folder of checkpoint ``tag``, by default of the one that ``latest`` names."""
     tag = read_latest(directory) if tag is None else tag
     if tag is None:
         raise CheckpointError(
@@ -84,7 +84,7 @@ def find(directory: Location, tag: str | None) -> Location:
             "resuming out to start from scratch"
         )
     check_tag(tag)
-    # A save that replaces a checkpoint first renames it to .TAG.old. The save may then be killed.
+    # A save that is replacing a checkpoint first renames the old one, and may then be killed.
     for place in (directory / tag, directory / f".{tag}.old"):
         if (place / MANIFEST).exists():
             return place
@@ -96,7 +96,7 @@ def holds_checkpoint(directory: Location) -> bool:
 
 
 def newest_step(directory: Location) -> int:
-    """Return the step of the newest checkpoint in ``directory``, or -1 if none can be read."""
+    """Return the step of the newest checkpoint in ``directory``, or -1 if it cannot be read."""
     try:
         return read_manifest(find(directory, None)).progress_step()
     except CheckpointError:
@@ -146,7 +146,7 @@ def prune(
     prefix, reached = split_tag(newest or latest or "")
     if reached is None or prefix not in prefixes:
         reached = max((step for _, step in saved), default=0)
-    # Sort by step, because copies of folders have new times. Steps > ``reached`` come first.
+    # Sort by step, because copies of folders have new times. Remove steps > ``reached`` first.
     saved.sort(key=lambda one: (one[1] <= reached, one[1]))
     removed = []
     for tag, step in saved[: max(len(saved) - keep_last, 0)]:
@@ -182,11 +182,11 @@ def prune_checkpoints(
         keep_last: number of checkpoints to keep, counted back from the newest. Checkpoints of
             higher steps are removed first, because training has restarted from an earlier step.
         keep_every: also keep checkpoints whose step is a multiple of ``keep_every``.
-        prefixes: prefixes of the tags to remove. The default has this project's prefixes.
+        prefixes: prefixes of the tags to remove.
         is_trial: return the tags, and remove nothing.
 
     Raises:
-        CheckpointError: a number is below 1, or the folder does not exist.
+        CheckpointError: a number is below 1, or the folder or ``latest`` in it cannot be read.
     """
     check_kept(keep_last, keep_every)
     return prune(location_of(directory), keep_last, keep_every, prefixes, is_trial=is_trial)
@@ -217,8 +217,8 @@ class Weight:
 class Reader:
     """Reader of a checkpoint. Finds any range of a state in the files of the ranks that wrote it.
 
-    Each chunk of a file is compared with its checksum before its first use. Missing or changed
-    files raise CheckpointCorruptError.
+    Values are read only from chunks that agree with their checksums, or that other ranks have
+    checked (`trust`). Missing or changed files raise CheckpointCorruptError.
     """
 
     def __init__(self, place: Location, manifest: Manifest | None = None) -> None:
@@ -277,7 +277,7 @@ class Reader:
         self._checked.update(self.chunks())
 
     def tensors(self, name: str) -> Mapping[str, StoredTensor]:
-        """Return the index of the tensors in file ``name``. Checks the file's header first."""
+        """Return the tensors of file ``name`` by name, without values. Checks the file's header."""
         if name not in self._headers:
             if name not in self.manifest.files:
                 raise CheckpointCorruptError(
@@ -308,7 +308,7 @@ class Reader:
         return self.read_parts([stored])
 
     def read_random_state(self, rank: int, kind: str = "torch") -> Tensor:
-        """Return the saved state of a rank's random generator, "torch" (CPU) or "cuda"."""
+        """Return the saved state of a rank's random generator: "torch" (of the CPU) or "cuda"."""
         saved = self.read_tensor(file_name(RNG, rank), kind)
         try:
             torch.Generator("cpu" if kind == "torch" else kind).set_state(saved)
@@ -351,7 +351,7 @@ class Reader:
             )
 
     def parts(self, state: str, param: str, start: int, stop: int) -> list[StoredTensor]:
-        """Find elements ``[start, stop)`` of a state in the files. Reads no values."""
+        """Return where the files have elements ``[start, stop)`` of a parameter's ``state``."""
         segment, slot_start, slot_stop, numel = self._slots[param]
         low, high = slot_start + start, slot_start + stop
         if not slot_start <= low <= high <= slot_stop:
@@ -387,7 +387,7 @@ class Reader:
         _, slot_start, _, numel = self._slots[param]
         low, high = slot_start + start, slot_start + stop
         if low >= high:
-            return range(1)  # the dtype of an empty parameter is read from a file
+            return range(1)  # rank 0's file has the dtype of an empty parameter
         return range(low // numel, (high - 1) // numel + 1)
 
     def slot_numel(self, param: str) -> int:
@@ -405,7 +405,7 @@ class Reader:
         return self.manifest.scalars[param]
 
     def is_quantized(self, param: Param) -> bool:
-        """Whether a frozen parameter was stored as bytes, because it is quantized or integer."""
+        """Whether a frozen parameter was stored as bytes, as quantized parameters are."""
         num_bytes = param.numel * param.torch_dtype.itemsize
         return not param.is_trainable and self.slot_numel(param.name) == num_bytes > 0
 
@@ -422,7 +422,7 @@ def read_weights(directory: Path | str, tag: str | None = None) -> Iterator[Weig
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        CheckpointCorruptError: bytes of the checkpoint have changed since they were written.
+        CheckpointCorruptError: the checkpoint is damaged or incomplete.
     """
     yield from Reader(find(location_of(directory), tag)).weights()
 
@@ -443,13 +443,13 @@ def verify_checkpoint(
 ) -> int:
     """Check every byte of checkpoint ``tag``, by default the newest, and that nothing is missing.
 
-    Makes all checks of a load that need no engine: of weights, optimizer states and scalars, random
-    generators, counters and hyperparameters. Calls ``progress`` with the bytes checked so far and
-    the total number of bytes. Returns the total.
+    Also checks the form of weights, optimizer states and scalars, random generators, counters and
+    hyperparameters, as far as this needs no engine. Calls ``progress`` with the bytes checked so
+    far and the total number of bytes. Returns the total, which excludes the manifest.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it was removed or replaced while read.
-        CheckpointCorruptError: bytes of the checkpoint have changed since they were written.
+        CheckpointCorruptError: the checkpoint is damaged or incomplete.
     """
     reader = Reader(find(location_of(directory), tag))
     manifest = reader.manifest
@@ -487,7 +487,7 @@ def verify_checkpoint(
 
 @contextmanager
 def _staying(reader: Reader) -> Iterator[None]:
-    """Raise a clearer error if the checkpoint was removed or replaced within this context."""
+    """Replace a CheckpointError by a clearer one if the checkpoint was removed or replaced."""
     try:
         yield
     except CheckpointError as error:
@@ -503,11 +503,11 @@ def _staying(reader: Reader) -> Iterator[None]:
 
 
 def inspect_checkpoint(directory: str | Path, tag: str | None = None) -> dict[str, Any]:
-    """Describe checkpoint ``tag``, by default the newest, as JSON. Reads its manifest only.
+    """Describe checkpoint ``tag``, by default the newest, as JSON. Reads no files of tensors.
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        CheckpointCorruptError: its manifest has changed since it was written.
+        CheckpointCorruptError: its manifest, or the file ``latest``, is damaged.
     """
     folder = location_of(directory)
     latest = read_latest(folder)
@@ -551,12 +551,12 @@ def export_checkpoint(
         directory: the folder of all checkpoints.
         output: a folder, which is created.
         tag: tag of the checkpoint. None is the newest.
-        dtype: dtype of floating-point values. None keeps each parameter's own.
+        dtype: dtype of floating-point parameters. None: their compute dtypes.
         progress: called with the number of parameters written so far, and the total.
 
     Raises:
         CheckpointError: there is no such checkpoint, it lacks frozen values, or the disk is full.
-        CheckpointCorruptError: bytes of the checkpoint have changed since they were written.
+        CheckpointCorruptError: the checkpoint is damaged or incomplete.
     """
     reader = Reader(find(location_of(directory), tag))
     manifest = reader.manifest

@@ -1,10 +1,10 @@
 """JSON forms of a checkpoint's values that are not slices of parameters. Nothing is pickled.
 
 - Client and scheduler states (`encode`): numbers, strings, lists, mappings and small tensors.
-- Whole optimizer states (`flatten`): any values that an optimizer keeps for a parameter. The
-  structure is stored in the manifest, and the tensors in a file. A tensor subclass (for example
-  torchao's quantized states) is stored as its inner tensors, by ``__tensor_flatten__``. It is
-  restored only if torch.load would accept its class (`torch.serialization.add_safe_globals`).
+- Whole optimizer states (`flatten`): also dtypes, and tensors of any size. The structure is stored
+  in the manifest, and the tensors in a file. A tensor subclass (for example torchao's quantized
+  states) is stored as its inner tensors, by ``__tensor_flatten__``. It is restored only if its
+  class is among torch's safe globals (`torch.serialization.add_safe_globals`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TENSOR, _TUPLE = "__tensor__", "__tuple__"
 
 
 def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
-    """Return ``value`` as JSON. `decode` returns mappings as dicts, and tensors on the CPU."""
+    """Return ``value`` as JSON. `decode` returns mappings as dict or Counter, and CPU tensors."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -125,7 +125,7 @@ def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _is_key(value: Any) -> bool:
-    """Whether `restore` would return a hashable value, which can be a key of a dict."""
+    """Whether `restore` makes a scalar or a tuple of scalars of ``value``, which can be a key."""
     if isinstance(value, dict):
         rows = value.get(_TUPLE)
         return len(value) == 1 and isinstance(rows, list) and all(map(_is_key, rows))
@@ -133,7 +133,7 @@ def _is_key(value: Any) -> bool:
 
 
 def restore(value: Any, read: Callable[[str], object], classes: set[str] | None = None) -> Any:
-    """Restore a value from the result of `flatten`. Raise if `flatten` cannot have returned it.
+    """Restore a value from the result of `flatten`. Raise CheckpointCorruptError for other forms.
 
     ``read`` returns a tensor by its name. If ``classes`` is given, tensor subclasses are not
     instantiated, and their class paths are added to ``classes`` instead.

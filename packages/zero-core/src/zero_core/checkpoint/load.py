@@ -28,7 +28,7 @@ from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, 
 _log = logging.getLogger(__name__)
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 """Parts of a checkpoint that a load may leave out. "frozen": values of parameters that were frozen.
-"optimizer": optimizer states and hyperparameters. Without these, the optimizer may be another one.
+"optimizer": optimizer states and hyperparameters. Without these, another optimizer may be used.
 "progress": counters, the loss scale and the states of random generators."""
 _Read = Callable[[], Tensor]
 _HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'
@@ -58,7 +58,7 @@ def load_checkpoint(
         return reader
 
     reader = control.together("checkpoint: find", look)
-    # ``own`` identifies the file that this rank sees.
+    # ``own`` identifies the manifest that this rank sees, and so the files beside it.
     own: list[Any] = [str(reader.folder), reader.manifest.sha256]
     if isinstance(reader.folder, Path):
         found = (reader.folder / MANIFEST).stat()
@@ -71,7 +71,7 @@ def load_checkpoint(
             f"rank 0 and others on ranks {[r for r, d in enumerate(digests) if d != digests[0]]}: "
             "give every rank the same files"
         )
-    # Ranks that see the same files share the check. Other ranks see copies on other disks.
+    # Ranks that see the same files check different chunks. Others see copies on other disks.
     peers = [rank for rank, row in enumerate(rows) if row == own]
     share = reader.chunks()[peers.index(control.rank) :: len(peers)]
     control.together("checkpoint: verify", lambda: reader.check(share))
@@ -133,7 +133,7 @@ def check_fits(
 def restore_from(
     reader: Reader, state: ShardedState, progress: TrainState, without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Restore the checkpoint of ``reader``, whose files were checked. Return the client state.
+    """Restore a checkpoint whose files the ranks have checked. Return the client state.
 
     A parameter that is trained now but was frozen starts from its saved value, which had the
     compute dtype, and from initial optimizer states. A parameter that is frozen now but was trained
@@ -162,15 +162,15 @@ def read_client_state(directory: Path | str, tag: str | None = None) -> dict[str
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        CheckpointCorruptError: bytes of the checkpoint have changed since they were written.
+        CheckpointCorruptError: the manifest, or the file ``latest``, is damaged.
     """
     return Reader(find(location_of(directory), tag)).read_progress()[1]
 
 
 def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> Callable[[], None]:
-    """Check that all data for this rank can be restored. Return a function that restores it.
+    """Check that all tensors for this rank can be restored. Return a function that restores them.
 
-    Changes no state and reads no parameters or optimizer states.
+    The check reads no parameters or optimizer states.
     """
     reader.trust()  # every chunk was checked by one of the ranks
     manifest, tier = reader.manifest, state.tier
@@ -187,9 +187,9 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
         is_extensions = name.startswith(PREFIX)
         for piece in state.pieces:
             spec = state.layout.params[piece.param]
-            if is_extensions:  # parameters that were frozen keep the state of `Extension.reset`
+            if is_extensions:  # for parameters that were frozen, `Extension.reset` sets the states
                 is_read = sources[spec.name] == MASTER
-            else:  # parameters that were never updated have no optimizer states
+            else:  # parameters that were never updated have no saved states
                 is_sliced = _is_sliced(tier, piece.param)
                 is_read = is_sliced and reader.scalars(spec.name)["num_steps"] > 0
             if is_read:
@@ -199,7 +199,7 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
                 (extension_parts if is_extensions else parts).append((write, read))
                 if not is_extensions:
                     in_slices.add(name)
-    numbers: list[Mapping[str, float]] = []  # scalars of each piece
+    numbers: list[Mapping[str, float]] = []  # scalars of each piece in ``state.pieces``
     if "optimizer" not in without:
         numbers = [reader.scalars(state.layout.params[piece.param].name) for piece in state.pieces]
         _check_optimizer(state, reader, in_slices, numbers)
@@ -214,7 +214,7 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
     def write_all() -> None:
         for store, read in parts:
             store(read())
-        for extension in state.extensions:  # extensions may read the restored weights
+        for extension in state.extensions:  # after the weights, which reset() may read
             extension.reset()
         for store, read in extension_parts:
             store(read())
@@ -247,7 +247,7 @@ def _find(reader: Reader, state: str, spec: ParamSpec, low: int, high: int) -> _
     """Return a function that reads elements ``[low, high)`` of a parameter's ``state``."""
     if reader.has_order_of(spec):
         return partial(reader.read_parts, reader.parts(state, spec.name, low, high))
-    # The saved memory order differs, so all elements are read and rearranged.
+    # In another memory order, the range is scattered, so all elements are read and rearranged.
     whole = reader.parts(state, spec.name, 0, spec.numel)
     order = reader.manifest.by_name[spec.name].memory_order or ()
 

@@ -33,11 +33,11 @@ FORMAT = "zero-checkpoint"
 VERSION = 2
 MANIFEST = storage.MANIFEST
 BUFFERS = "buffers.safetensors"
-VALUE = "value"  # files of frozen parameters' values, which have no master weight
-WHOLE = "whole"  # files of whole optimizer states
-RNG = "rng"  # files of random generators' states
+VALUE = "value"  # prefix of files of frozen parameters' values
+WHOLE = "whole"  # prefix of files of whole optimizer states
+RNG = "rng"  # prefix of files of random generators' states
 CHUNK_BYTES = 16 << 20  # bytes under one CRC-32, in new checkpoints
-_MAX_BYTES = 128 << 20  # limit of a manifest's size: about 300,000 parameter tensors
+_MAX_BYTES = 128 << 20  # limit of a manifest, enough for about 300,000 parameters
 _MAX_RANKS = 1 << 20
 _MAX_NUMEL = 1 << 60
 _TAIL = re.compile(rb', "sha256": "([0-9a-f]{64})"}\Z')
@@ -55,7 +55,7 @@ def file_name(state: str, rank: int) -> str:
 
 
 def slice_key(param: str) -> str:
-    """Return the key of a parameter's slice in a file of a state that some parameters lack."""
+    """Return the tensor name of a parameter's slice, for a state that some parameters lack."""
     return f"/{param}"
 
 
@@ -69,7 +69,7 @@ class Param(_Strict):
     name: str
     aliases: tuple[str, ...]  # other names of a tied parameter
     shape: Annotated[tuple[_Numel, ...], Field(max_length=64)]  # shape of the whole parameter
-    dtype: str  # compute dtype, as in ``torch.float32``
+    dtype: str  # name of the compute dtype, for example "bfloat16"
     is_trainable: bool
     # Dimensions in memory order, slowest first, if that is not the order of the shape. Also set for
     # a component of a quantized parameter, which is saved as bytes.
@@ -109,19 +109,19 @@ class WholeState(_Strict):
 
 
 class Manifest(_Strict):
-    """Content of a manifest. The constructor makes all checks that need no other file."""
+    """Content of a manifest. The constructor checks that it is consistent."""
 
     format: Literal["zero-checkpoint"]
     version: Literal[2]
-    world_size: Annotated[int, Field(ge=1, le=_MAX_RANKS)]  # number of ranks that wrote it
+    world_size: Annotated[int, Field(ge=1, le=_MAX_RANKS)]
     optimizer: str  # class and number of groups, as text
-    states: tuple[str, ...]  # names of states with one file per rank
+    states: tuple[str, ...]  # states of trained parameters, each with one file per rank
     params: tuple[Param, ...]
-    segments: tuple[SavedSegment, ...]  # position of each parameter in the flat buffers
+    segments: tuple[SavedSegment, ...]
     scalars: dict[str, dict[str, _Number]]  # scalars in the optimizer's state, by parameter
-    whole_states: dict[str, WholeState] = {}  # states of whole parameters, by parameter
+    whole_states: dict[str, WholeState] = {}  # optimizer states of whole parameters
     python_rng: tuple[tuple[int, tuple[int, ...], float | None], ...]
-    files: dict[str, FileFacts]  # size and checksums of each file
+    files: dict[str, FileFacts]
     chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 40)]  # bytes under one checksum
     progress: dict[str, Any]  # `zero_core.optim.train_state.TrainState.state_dict`, encoded
     client_state: dict[str, Any]  # the user's values, encoded
@@ -184,7 +184,7 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _check_layout(manifest: Manifest) -> None:
-    """Check that each parameter has one slot of its length in a segment, and that none overlap."""
+    """Check that each parameter has one slot, and that only equal slots of frozen ones overlap."""
     by_name, seen = manifest.by_name, set()
     for segment in manifest.segments:
         end = segment.shard_numel * manifest.world_size
@@ -203,7 +203,7 @@ def _check_layout(manifest: Manifest) -> None:
                 raise ValueError(f"{name}, {param.shape}, has the slot {start} to {stop} of {end}")
             if start < stop:
                 spans.append((start, stop))
-        if not segment.is_trainable:  # components of quantized parameters may share a slot
+        if not segment.is_trainable:  # components of quantized parameters may share memory
             spans = list(set(spans))
         for (_, before), (start, stop) in pairwise(sorted(spans)):
             if start < before:
@@ -213,7 +213,7 @@ def _check_layout(manifest: Manifest) -> None:
 
 
 def _check_files(manifest: Manifest) -> None:
-    if len(manifest.python_rng) != manifest.world_size:  # checked before per-rank allocations
+    if len(manifest.python_rng) != manifest.world_size:  # bounds the loops over ranks below
         raise ValueError(f"python_rng has {len(manifest.python_rng)} ranks")
     for version, numbers, gauss in manifest.python_rng:
         try:
@@ -237,7 +237,7 @@ def _check_files(manifest: Manifest) -> None:
 
 
 def is_plain(name: str) -> bool:
-    """Whether ``name`` is a visible file name of at most 200 bytes, without separators."""
+    """Whether ``name`` is printable, of at most 200 bytes, without separators or a leading dot."""
     return (
         0 < len(name.encode("utf-8", "surrogatepass")) <= 200
         and not name.startswith(".")
@@ -309,7 +309,7 @@ def _check_size(size: int, where: object) -> None:
 
 
 def fill(frame: Mapping[str, Any], rows: Iterable[Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return a manifest's content. ``rows``: files, scalars, generator, whole states by rank."""
+    """Return a manifest's content. ``rows``: each rank's files, scalars, RNG and whole states."""
     files, scalars, rng, wholes = zip(*rows, strict=True)
     return {
         **frame,

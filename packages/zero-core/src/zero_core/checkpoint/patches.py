@@ -1,4 +1,4 @@
-"""Patches of weights: all ranks of a training write them, and receivers elsewhere apply them.
+"""Patches of weights, which a training's ranks write together and receivers elsewhere apply.
 
 [Note: the file]
 A patch is a safetensors file. Its metadata has two strings: ``zero_patch``, a `Document` as JSON,
@@ -124,7 +124,7 @@ class Document(_Part):
 
 
 class Version(_Part):
-    """Version of an engine's weights that a receiver has, as stored with its weights."""
+    """Version of a receiver's weights, as stored with these weights."""
 
     engine: str
     version: int
@@ -169,7 +169,7 @@ class PatchWriter(Extension):
 
     @property
     def version(self) -> int:
-        """The version of the last patch, or 0."""
+        """Version of the newest patch. 0 before the first one, and without a log of changes."""
         return 0 if self._state.changes is None else self._state.changes.version
 
     def begun(self) -> None:
@@ -178,7 +178,7 @@ class PatchWriter(Extension):
             self._buffers.update(self._changed_buffers(self.version))
 
     def write(self, since: int | None, path: Path | None) -> WeightPatch:
-        """Write the changes since ``since`` to ``path``. See `zero_core.Engine.weight_patch`."""
+        """Write a patch. See `zero_core.Engine.weight_patch`."""
         control, changes = self._state.control, self._state.changes
         for flat in self._state.params:
             flat.source.wait_update()
@@ -334,7 +334,7 @@ class PatchWriter(Extension):
     def _own_pieces(
         self, segment: Segment, since: int | None
     ) -> tuple[list[tuple[int | str, ...]], list[Tensor]]:
-        """Return the changed pieces of this rank's shard, and their bytes.
+        """Return this rank's changed pieces, and two tensors of each: positions and values.
 
         A piece is the index of its slot, followed by the fields of `Piece` except the number.
         """
@@ -386,9 +386,9 @@ def apply_patch(
     """Apply a patch that `zero_core.Engine.weight_patch` wrote.
 
     The target is a model in memory, on any devices, or a folder of safetensors files as written by
-    transformers. Afterwards the tensors in the patch are bit-identical to those of the engine. All
-    checks precede the first change. A reader of the folder gets either the old or the new model.
-    The version is recorded in an attribute of the model, or in the folder's metadata.
+    transformers. Afterwards the tensors in the patch are bit-identical to those of the engine at
+    the patch's version. All checks precede the first change of the model or of its files. The
+    version is recorded in an attribute of the model, or in the folder's metadata.
 
     Args:
         target: a model that no engine owns, or a folder.
@@ -422,7 +422,7 @@ def apply_patch(
 
 
 class _ReceivedPatch:
-    """An open patch whose content was checked. ``version`` is the receiver's version afterwards."""
+    """An open patch whose content was checked. Applying it gives a receiver its ``version``."""
 
     def __init__(self, file: IO[bytes], name: str) -> None:
         self._name = name  # for error messages
@@ -448,7 +448,7 @@ class _ReceivedPatch:
                 self._content(tensor, piece)
 
     def apply(self, tensor: PatchedTensor, values: Tensor, *, is_trial: bool = False) -> None:
-        """Write the changes of ``tensor`` to 1-D ``values``. ``is_trial``: only check them."""
+        """Check the changes of ``tensor``, and unless ``is_trial`` write them to 1-D ``values``."""
         for piece in tensor.pieces:
             index, new = self._content(tensor, piece)
             part = values[piece.start : piece.start + piece.numel]
@@ -465,7 +465,7 @@ class _ReceivedPatch:
                 part[place] = new.to(values.device)
 
     def check_version(self, known: Version | None, given: int | None, what: str) -> None:
-        """Raise if the patch does not apply to a receiver's version, ``given`` or ``known``."""
+        """Raise if the patch does not apply to version ``given``, by default to ``known``."""
         document = self._document
         if document.since is None:
             return
@@ -497,7 +497,7 @@ class _ReceivedPatch:
     def match(
         self, there: Sequence[tuple[str, _Value]], required: Mapping[str, _Value], what: str
     ) -> list[tuple[str, PatchedTensor, _Value]]:
-        """Match patched tensors with the receiver's. A full patch must contain ``required``."""
+        """Return name, `PatchedTensor` and value of each tensor in ``there`` that is patched."""
         by_name = {name: tensor for tensor in self._document.tensors for name in tensor.names}
         found = [(name, by_name[name], value) for name, value in there if name in by_name]
         known = {tensor.names for _, tensor, _ in found}

@@ -47,11 +47,11 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_FILE_BYTES = 5 * 1000**3  # largest file that `ModelFiles` writes
+MAX_FILE_BYTES = 5 * 1000**3  # limit of the tensors in a file; a larger tensor has its own file
 _COPIED_BYTES = 16 * 1024**2  # bytes copied at a time
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _MAX_INDEX_BYTES = 100_000_000
-_MAX_DIMS = 64  # largest number of dimensions in torch
+_MAX_DIMS = 64  # limit of torch's operators
 
 _Count = Annotated[int, Field(ge=0)]
 
@@ -77,7 +77,7 @@ class _Header(BaseModel):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Position of a contiguous tensor in a file. ``start`` is its first byte."""
+    """Position of a contiguous tensor in a file. ``start`` is the offset of its first byte."""
 
     path: Location
     dtype: torch.dtype
@@ -220,7 +220,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def make_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str]
 ) -> bytes:
-    """Return the header of a file that has ``tensors`` in this order, padded to 8 bytes."""
+    """Return the header of a file with ``tensors`` in this order. Its length is a multiple of 8."""
     facts: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     stop = 0
     for name, dtype, shape in tensors:
@@ -238,7 +238,7 @@ def make_header(
 def arrange(
     tensors: Mapping[str, Tensor | StateBlocks | Sequence[Tensor]],
 ) -> tuple[bytes, int, Iterator[Tensor]]:
-    """Return a file's header, data size, and tensors in order. A sequence is one 1-D tensor."""
+    """Return a file's header, data size in bytes, and data. A sequence becomes one 1-D tensor."""
     found: list[tuple[str, torch.dtype, Sequence[int], Iterable[Tensor]]] = []
     for key, values in tensors.items():
         if isinstance(values, StateBlocks):
@@ -255,14 +255,13 @@ def arrange(
 
 
 class TensorBuffer:
-    """Tensors of a future safetensors file, collected in a temporary file.
+    """Tensors of a future safetensors file, collected in another file.
 
-    A file begins with its header, which is known only after the last tensor. Only one tensor is in
-    memory at a time.
+    A safetensors file begins with its header, which is known only after the last tensor.
     """
 
     def __init__(self, raw: IO[bytes]) -> None:
-        self.raw = raw  # temporary file without a header
+        self.raw = raw  # the tensors without a header
         self.nbytes = 0  # bytes written so far
         self._written: list[tuple[str, torch.dtype, tuple[int, ...], int, int]] = []
 
@@ -274,8 +273,8 @@ class TensorBuffer:
         self.nbytes += value.nbytes
 
     def write_to(self, file: IO[bytes], metadata: dict[str, str]) -> dict[str, int]:
-        """Write the safetensors file to ``file``. Return the bytes of each tensor by name."""
-        # The order must be that of `arrange`.
+        """Write the safetensors file to ``file``. Return the tensors' sizes in bytes by name."""
+        # Larger dtypes first, as in `arrange`, so that every tensor is aligned.
         ordered = sorted(self._written, key=lambda written: (-written[1].itemsize, written[0]))
         file.write(make_header((written[:3] for written in ordered), metadata))
         for name, _, _, start, left in ordered:
@@ -290,7 +289,7 @@ class TensorBuffer:
 
 
 class ModelFiles:
-    """Writer of ``model.safetensors``, or of several files of up to `MAX_FILE_BYTES` and an index.
+    """Writer of ``model.safetensors``, or of several files (see `MAX_FILE_BYTES`) and an index.
 
     Call `add` for each tensor and then `finish`, or `discard` after an error. Until `finish`, files
     have the names ``part-NUMBER.tmp``, because the final names contain the number of files.
@@ -316,7 +315,7 @@ class ModelFiles:
             self._open_part().add(name, value)
 
     def finish(self) -> None:
-        """Close the last file, rename all files, and write an index if there are several."""
+        """Replace an earlier export by the new files, with an index if there are several."""
         if self._pending is not None or not self._parts:
             self._close_part()
         # Remove an earlier export, because readers might prefer its files.

@@ -4,19 +4,19 @@ A checkpoint is a folder. Each rank writes, per state (``master_weight``, ``exp_
 safetensors file with its slice of every segment. ``manifest.json`` has the position of every
 parameter and all data other than tensors. A reader finds elements by parameter name, so stage,
 world size, offload ratio and state tier may differ from the writer's. States of whole parameters
-are in the file ``whole`` of the rank that owns the parameter. Nothing is pickled.
+are in the file ``whole-RANK`` of the rank that owns the parameter. Nothing is pickled.
 
-If a file would equal that of the last save, a hard link is made instead: for states without a step
+If a local file would equal that of the last save, it becomes a hard link: for states without a step
 since then, and for frozen values and buffers with equal checksums. Ranks may have separate folders
 on disks of their machines. Each folder then has the files of its ranks and the manifest of all
 ranks. The checkpoint is the union of these folders.
 
 [Note: a save beside training]
-``async_save`` copies small tensors and makes a snapshot of the states, which copies nothing
-(`zero_core.sharded.snapshot`). A thread writes the files. The threads of the ranks communicate by
-torch's store (`zero_core.comm.groups.StoreExchange`), never by the training's collectives. The
-thread reads frozen values and parameters in host memory in place. `ShardedState.quiesce` waits for
-the thread before such values are written outside of a step.
+``async_save`` copies small tensors and makes a snapshot of the states, which copies a part when a
+step is about to change it (`zero_core.sharded.snapshot`). A thread writes the files. The ranks'
+threads communicate by torch's store (`zero_core.comm.groups.StoreExchange`). The thread reads
+frozen values and parameters in host memory in place. `ShardedState.quiesce` waits for the thread
+before such values are written outside of a step.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class _KnownFile(NamedTuple):
     path: str
     inode: tuple[int, ...]  # result of `inode_of` after the write
     facts: dict[str, Any]  # size and checksums
-    version: int | None  # version of the states in the file
+    version: int | None  # `StateWatch.num_changes` at the save; None: not compared
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,9 @@ class _Taken:
 
     request: SaveRequest
     state_names: list[str]
-    words: dict[str, Any]  # members of the manifest
+    words: dict[str, Any]  # progress, client_state and has_frozen of the `Manifest`
     row: list[Any]  # this rank's scalars, Python generator state and whole states
-    # For each file, a function that returns its tensors, and the version of its states.
+    # For each file, a function that returns its tensors, and `_KnownFile.version`.
     reads: dict[str, tuple[Callable[[], _Tensors], int | None]]
 
 
@@ -162,7 +162,7 @@ class Saver:
         self._known: Mapping[str, _KnownFile] = {}  # this rank's files of the last save, by name
 
     def save(self, request: SaveRequest) -> Location:
-        """Write a checkpoint before returning. Every rank must call it."""
+        """Write a checkpoint in the calling thread. Every rank must call it."""
         self._settle("wait")
         taken = self._take(request, Snapshot(self._state, None), is_beside=False)
         self._write(taken, self._state.control)
@@ -171,7 +171,7 @@ class Saver:
     def start(
         self, request: SaveRequest, *, on_pending: OnPending, max_bytes: int | None
     ) -> PendingSave:
-        """Start to write a checkpoint in a thread, on all ranks: see `Engine.async_save`."""
+        """Start to write a checkpoint in a thread. Every rank must call it: `Engine.async_save`."""
         self._settle(on_pending)
         snapshot = Snapshot(self._state, self._watch, max_bytes)
         try:
@@ -204,7 +204,7 @@ class Saver:
         return pending
 
     def _settle(self, on_pending: OnPending) -> None:
-        """End the pending save. Raise its error on all ranks, unless all have retrieved it."""
+        """Wait for the pending save, or refuse. Raise its error unless all ranks retrieved it."""
 
         def settle() -> None:
             pending = self._pending
@@ -236,8 +236,8 @@ class Saver:
     def _take(self, request: SaveRequest, snapshot: Snapshot, *, is_beside: bool) -> _Taken:
         """Collect the data of a save. Every rank must call it.
 
-        ``snapshot`` has the states of the trainable segments. ``is_beside``: read the other tensors
-        at once, because a step may change them before a thread writes them.
+        ``is_beside``: read tensors that ``snapshot`` lacks at once, because a step may change them
+        before a thread writes them.
         """
         state, tier, rank = self._state, self._state.tier, self._state.control.rank
         version = None if self._watch is None else self._watch.num_changes
@@ -362,7 +362,7 @@ def own_slices(state: ShardedState, name: str) -> dict[str, Tensor]:
 
 
 def small_files(state: ShardedState) -> _Files:
-    """Return the random generators' states and, on rank 0, the buffers, by file. All are copies."""
+    """Return states of torch's generators and, on rank 0, the buffers, by file. All are copies."""
     random_states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         random_states["cuda"] = torch.cuda.get_rng_state()
@@ -419,7 +419,7 @@ def whole_states(state: ShardedState) -> tuple[dict[str, Any], _Files]:
 
 
 def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
-    """Return the scalars of parameters whose first element is on this rank, by parameter name."""
+    """Return the optimizer's scalars by name of parameters whose first element is on this rank."""
     return {
         state.layout.params[piece.param].name: dict(state.tier.read_scalars(index))
         for index, piece in enumerate(state.pieces)
@@ -428,7 +428,7 @@ def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
 
 
 def write_file(folder: Location, name: str, tensors: _Tensors) -> dict[str, dict[str, Any]]:
-    """Write a safetensors file and flush it to the disk. Return {name: size and checksums}."""
+    """Write a safetensors file (see `writing`). Return {name: size and checksums}."""
     path = folder / name
     with storing(path, ADVICE), writing(path) as file:
         return {name: _write_summed(tensors, file)}

@@ -1,7 +1,7 @@
 """Storage of checkpoints: local folders, and any file system that fsspec supports.
 
-One operation commits a checkpoint: the rename of its folder (`Aside`), or the write of its manifest
-where the file system has no renames (`Upload`). Readers ignore a checkpoint until then.
+One operation commits a checkpoint: for a local folder its rename (`Aside`), for another file system
+the write of its manifest (`Upload`). Readers ignore a checkpoint until then.
 
 Hidden names in a folder of checkpoints: ``.TAG.saving`` is a pending checkpoint, ``.TAG.old`` a
 checkpoint that is being replaced, and ``.latest.*.saving`` the pending file ``latest``. Ranks write
@@ -39,7 +39,7 @@ MANIFEST = "manifest.json"  # describes a checkpoint, with checksums of its othe
 LATEST = "latest"  # file with the tag of the newest checkpoint of a folder
 SUBFOLDER = re.compile(r"data-[0-9a-f]{32}")  # folder of a checkpoint's files: see `Upload`
 ADVICE = "save to another place; checkpoints that were there before are whole"
-_NO_SAVE_S = 24 * 3600  # without locks, older files are taken as left over from a killed save
+_NO_SAVE_S = 24 * 3600  # age at which files without locks count as those of a killed save
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|old)")
 _MARK = re.compile(r"\.[0-9a-f]{32}-[0-9]+")
 _TRIES = 200
@@ -169,7 +169,7 @@ class Aside:
         self._descriptor: int | None = None
 
     def make(self) -> None:
-        """Remove files of killed saves, and make and lock the folder. Called by one rank only."""
+        """Remove files of killed saves, and make and lock the folder. One rank must call it."""
         remove_stale(self.folder.parent)
         for attempt in range(_TRIES):
             try:
@@ -198,7 +198,7 @@ class Aside:
             sync_folder(self.folder)
 
     def commit(self, *, is_latest: bool) -> None:
-        """Rename the folder to its tag. An earlier checkpoint of the tag stays until then."""
+        """Rename the folder to its tag, and replace an earlier checkpoint of the tag."""
         place = self._place
         directory, old = place.parent, place.with_name(f".{place.name}.old")
         mark = directory / f".{LATEST}.{uuid.uuid4().hex}.saving"
@@ -258,7 +258,7 @@ class Upload:
             self._is_own = False
             if is_latest:
                 (self._place.parent / LATEST).write_bytes(self._place.name.encode())
-        try:  # the save is committed, so that an error here must not fail it
+        try:  # the save is committed, so an error here must not fail it
             for old in [p for p in self._place.iterdir() if SUBFOLDER.fullmatch(p.name)]:
                 is_replaced = replaced is not None and old.name == replaced[1].decode()
                 if old.name != self.folder.name and (is_replaced or old.is_past()):
@@ -299,7 +299,7 @@ def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
             "(s3, gs, abfs, ...) or a folder that is mounted here"
         )
     try:
-        from fsspec.core import url_to_fs  # torch depends on fsspec
+        from fsspec.core import url_to_fs
     except ImportError:
         raise CheckpointError(
             f"{url}: checkpoints at URLs need fsspec: pip install 'zero-core[fsspec]'"
@@ -360,7 +360,7 @@ def size_of(file: IO[bytes]) -> int:
 
 @contextmanager
 def writing(place: Location) -> Iterator[IO[bytes]]:
-    """Create a file, and flush it to the disk at the end of the context."""
+    """Write a file. A local one must be new, and is flushed to the disk at the context's end."""
     if isinstance(place, RemotePath):
         with place.writing() as file:
             yield file
@@ -371,7 +371,7 @@ def writing(place: Location) -> Iterator[IO[bytes]]:
 
 
 def discard(place: Location) -> None:
-    """Remove a checkpoint's folder. If this is interrupted, no valid checkpoint remains."""
+    """Remove a checkpoint's folder. After an interruption, readers do not find the checkpoint."""
     if isinstance(place, RemotePath):
         (place / MANIFEST).unlink(missing_ok=True)
         place.remove_tree()
@@ -404,10 +404,10 @@ def _open_locked(folder: Path) -> tuple[int, bool | None]:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove files of killed saves in ``directory``, and undo an interrupted replacement.
+    """Remove files of killed saves in ``directory``, and end or undo an interrupted replacement.
 
-    The pending save of a live program is kept. If the file system has no locks, all files younger
-    than a day are kept. Marks are always kept for a day.
+    A live program's lock protects the folder of its pending save. On a file system without locks,
+    such folders are kept for a day. Marks are always kept for a day.
     """
     for path in sorted(directory.iterdir(), key=lambda path: (path.suffix != ".saving", path.name)):
         match = _HIDDEN.fullmatch(path.name)
@@ -440,7 +440,7 @@ def _is_past(path: Path) -> bool:
 
 
 def inode_of(path: Path) -> tuple[int, ...]:
-    """Return values that identify a file's content: they change when the file is rewritten."""
+    """Return numbers that a rewrite of the file changes: inode, size and time of modification."""
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 

@@ -145,7 +145,7 @@ def full_state_dict(
 
 
 def full_values(state: ShardedState, *, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return all values by name, with the components of quantized parameters as separate values."""
+    """Return whole parameters, and components of quantized ones. Every rank must call it."""
     return {spec.name: _cast(t, spec, dtype) for spec, t in state.full_params(dtype=dtype)}
 
 

@@ -1,6 +1,6 @@
 """All-gathers and reduce-scatters of an engine, with errors that name the unit and the rank.
 
-Each collective is also a profiler range. `zero_core.watch` reports collectives that hang.
+A profiler range covers the start of each. `zero_core.watch` reports collectives that hang.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Communicator:
         self.control = control
         self.place = control.place
         self.watch = control.watch
-        # Log of the collectives that the device waits for. None if the host waits for them.
+        # Log of collectives that the device waits for. None if the host waits, or without a watch.
         self.device_waits = None if self.watch is None else self.watch.device_waits
         self.rank = control.rank
         self.world_size = control.world_size
@@ -132,7 +132,7 @@ class Communicator:
                     out, shard, unit=segment, version=version, backward=backward
                 )
         except RuntimeError as error:
-            # A peer has exited. Raise only in `wait`, because prefetched values may be unused.
+            # Raise the error only in `wait`, because prefetched values may be unused.
             outcome: Future[None] = Future()
             outcome.set_exception(error)
             work = Pending(outcome.result)
@@ -143,7 +143,7 @@ class Communicator:
     def reduce_scatter(
         self, out: Tensor, full: Tensor, segment: int, *, is_added: bool = False
     ) -> NamedReduction:
-        """Start a segment's reduce-scatter. ``is_added``: add the slices to ``out`` instead."""
+        """Start a segment's reduce-scatter. ``is_added``: add to ``out`` instead of overwriting."""
         name = self.name_of("reduce_scatter", segment)
         if self.place.clock is not None:
             self.place.clock.launch(name)
@@ -175,7 +175,7 @@ class Communicator:
             self.control.sum(values)
 
     def refuse_damaged(self, outcome: str) -> NoReturn:
-        """Raise a CollectiveError that lists all damaged messages. Every rank must call it."""
+        """Raise a CollectiveError about all ranks' damaged messages. Every rank must call it."""
         found = [] if self.checks is None else self.checks.take()
         own = join_few([f"{self._names[unit]}: {why}" for unit, why in found])
         rows = enumerate(self.control.gather_bytes(own.encode()))

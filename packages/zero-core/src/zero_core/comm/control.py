@@ -39,7 +39,7 @@ from zero_core.watch.watch import OTHER_BLOCKS, Watch, count_ranks, join_few
 PIECE_BYTES = 64 << 20
 """Maximum bytes of a piece in `ControlGroup.gather_in_pieces`, with the values of all ranks."""
 _KINDS = (CheckpointCorruptError, CheckpointError, CheckpointFailedError)
-"""Errors that `Exchange.together` raises. If ranks have different ones, the first one applies."""
+"""Errors that `Exchange.together` raises. If ranks' errors differ, the first in this tuple wins."""
 _T = TypeVar("_T")
 
 
@@ -112,7 +112,7 @@ class Exchange(Protocol):
         """Return every rank's ``data``, in rank order, on every rank."""
 
     def leave(self) -> None:
-        """End a sequence of `gather_bytes` calls. May wait until other ranks have read the last."""
+        """End a sequence of `gather_bytes` calls. May wait until other ranks have read the data."""
         return
 
     def together(self, what: str, act: Callable[[], _T]) -> _T:
@@ -176,7 +176,7 @@ class ControlGroup(Exchange):
                 self._library.broadcast(tensor, source=source).wait()
 
     def gather_on_device(self, tensor: Tensor) -> Tensor:
-        """Gather every rank's 1-D ``tensor`` of equal length, in rank order, on the device."""
+        """Gather equally long 1-D tensors in rank order, on the device. One rank: ``tensor``."""
         if self.world_size == 1:
             return tensor
         local = tensor.to(self._device)
@@ -186,7 +186,7 @@ class ControlGroup(Exchange):
         return out
 
     def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Exchange slices as in `ControlLibrary.exchange`, and return the received slices."""
+        """Exchange slices as in `ControlLibrary.exchange`. Return those sent to this rank."""
         if self.world_size == 1:
             return parts
         out = torch.empty(sum(received), dtype=parts.dtype, device=self._device)
@@ -233,7 +233,7 @@ class ControlGroup(Exchange):
         return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
 
     def differences(self, facts: Mapping[str, str]) -> str:
-        """Describe the first few ``facts`` that differ between ranks. The text is equal on all."""
+        """Describe the first few ``facts`` that differ between ranks. Every rank must call it."""
         rows = [json.loads(row) for row in self.gather_bytes(json.dumps(dict(facts)).encode())]
         said = []
         for name in dict.fromkeys(name for row in rows for name in row):
@@ -246,7 +246,7 @@ class ControlGroup(Exchange):
         return join_few(said)
 
     def equalize(self, tensor: Tensor) -> None:
-        """Broadcast ``tensor`` from rank 0, unless every rank already has the same values."""
+        """Broadcast ``tensor`` from rank 0. Skip this for CPU tensors with equal checksums."""
         if self.world_size > 1 and tensor.is_cpu:  # a checksum is cheaper than a broadcast
             content = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
             sums = self.gather(torch.tensor([zlib.crc32(content)]))
@@ -276,7 +276,7 @@ class ControlGroup(Exchange):
 
     @contextmanager
     def _named(self, verb: str, tensor: Tensor) -> Iterator[None]:
-        """Report the context to the watch as a wait. Raise its RuntimeErrors as CollectiveError."""
+        """Report a wait to the watch in this context, and convert RuntimeErrors: see `error`."""
         what = f"control exchange ({verb} of {tensor.nbytes} bytes) in {self.place.doing}"
         with self.place.waiting(what):
             try:

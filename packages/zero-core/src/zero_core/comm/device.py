@@ -17,8 +17,8 @@ With a codec (`zero_core.protocols.SliceCodec`), an exchange whose peers are all
 sends encoded slices or partial sums. All messages are padded to the longest one. The host must know
 this length to start the exchange, so a reduction has two jobs. The first job encodes and gathers
 the lengths. The second job exchanges, decodes and sums. It is launched when the reduction is waited
-for, one unit later. While the host waits for the lengths, the device computes that unit. (A fixed
-length would save nothing, because it must fit slices that cannot be compressed.) The first job
+for or the next one starts, so that the device computes while the host waits for the lengths. (A
+fixed length would save nothing, because it must fit incompressible slices.) The first job
 leaves its messages in a buffer. The second job sends a copy of them and receives into that buffer.
 """
 
@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 
 def share_memory(control: ControlGroup, ranks: Ranks, per_node: int) -> SharedMemory | None:
-    """Return memory shared by this node's CPU ranks, or None if they cannot share memory."""
+    """Return memory shared with other CPU ranks of the node, or None. Every rank must call it."""
     if ranks.device.type != "cpu" or ranks.size == 1 or not dist.is_initialized():
         return None  # without process groups, ranks are threads of one process
     timeout_s = ranks.timeout_s or timeout_of(ranks.group, ranks.device).total_seconds()
@@ -160,7 +160,7 @@ class DeviceCollectives(Transport):
         return self._gathers.all_gather(out, shard)
 
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
-        nodes = None if is_added else self._nodes  # reduce_add must add in rank order
+        nodes = None if is_added else self._nodes  # node sums would change reduce_add's rounding
         near, far = self._links.direct(out.numel() * full.itemsize)
         if nodes is not None:
             sum_nbytes = out.numel() * sum_dtype(full.dtype).itemsize
@@ -218,7 +218,7 @@ class DeviceCollectives(Transport):
         senders: Sequence[int],
         unit: int,
     ) -> Callable[[], int]:
-        """Encode slices. Return a function that exchanges them and returns the bytes sent."""
+        """Encode ``parts``. Return a function that exchanges them and returns the bytes sent."""
         size, own, device = library.world_size, library.rank, parts.device
         rows, into = parts.view(size, -1), out.view(size, -1)
         most = codec.max_nbytes(parts.dtype, rows.shape[1])

@@ -1,9 +1,9 @@
 """Operator ``zero_core::sum_slices``: sum all ranks' slices and compute statistics of the sum.
 
-Reductions on accelerators use this operator. In one pass over the slices it adds them in rank
-order, writes the sum, computes the sum's norm and finds the ranks whose slice has NaN or Inf. On
-CUDA, ROCm and XPU the operator launches two Triton kernels (`zero_core.comm.triton_sum`). On other
-devices, and where Triton is not installed, it uses torch operators.
+Reductions on accelerators use this operator. It adds the slices in rank order, writes the sum,
+computes the sum's norm and finds the ranks whose slice has NaN or Inf. On CUDA, ROCm and XPU,
+Triton kernels do so in one pass over the slices (`zero_core.comm.triton_sum`). On other devices,
+and where Triton is not installed, torch operators do so in several passes.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ aborts a group when the group's last user on that rank is closed. The rank does 
 ranks, and no collective may be pending on the group. Groups that end together are aborted in one
 call, because NCCL's aborts of several communicators may wait for each other (pytorch#119797).
 
-If a `ProcessLibrary` is dropped without `close`, its groups end when any other one requests a group
-or is closed. A finalizer would run at a different time on each rank, and on any thread.
+If a `ProcessLibrary` is dropped without `close`, its groups end when another `ProcessLibrary`
+requests a group or is closed. Finalizers would run at different times on the ranks.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Ranks:
         """Return the control group of these ranks.
 
         Between processes, a `Watch` lets errors name the rank that caused them, unless
-        ``named_within_s`` is None. If it is positive, a wait of that many seconds is logged with
+        ``named_within_s`` is None. A wait longer than a positive ``named_within_s`` is logged with
         the ranks that are waited for.
         """
         place, watch = Place(), None
@@ -231,7 +231,7 @@ class ProcessLibrary:
     def _make(
         self, parts: Sequence[tuple[int, ...]], own: tuple[int, ...], lane: Lane, number: int
     ) -> dist.ProcessGroup | None:
-        """Create a group per part, and return that of ``own``: [Note: groups that cannot hang]."""
+        """Create groups of ``parts``. Return that of ``own``: [Note: groups that cannot hang]."""
         members = dist.get_process_group_ranks(self._group)
         backend = backend_on(self._group, self._ranks.device)
         options: dict[str, Any] = {
@@ -302,17 +302,17 @@ def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
 
 
 class StoreExchange(Exchange):
-    """Exchange through the store of a process group, where no collective may run.
+    """Exchange through the store of a process group instead of by collectives.
 
-    This is the case before the first use of a backend, and on a thread that runs during training,
-    whose collectives would be launched in a different order on each rank.
+    Before the ranks' devices are checked, a collective of NCCL could fail. On a thread that runs
+    during training, collectives would be launched in a different order on each rank.
     """
 
     def __init__(self, ranks: Ranks, what: str, watch: Watch | None = None) -> None:
-        """Create an exchange. Every rank must create those of a process group in the same order.
+        """Create an exchange. All ranks must create a process group's exchanges in the same order.
 
         ``what`` names the purpose in error messages. A wait for a rank that ``watch`` finds dead
-        fails at once.
+        fails before the timeout.
         """
         self.rank = ranks.rank
         self.world_size = ranks.size
@@ -352,7 +352,7 @@ class StoreExchange(Exchange):
                         raise RuntimeError(dead or f"no answer of ranks {missing[:4]} in time")
                 time.sleep(min(max((now - began) / 4, 0.001), _LOOK_S))
             rows = [self._store.get(key) for key in keys]
-            if self._num_rounds > 1:  # all ranks have called again, so they have read the last keys
+            if self._num_rounds > 1:  # all ranks have set this round's keys, so all read ``before``
                 self._store.delete_key(before[self.rank])
         except RuntimeError as error:
             self._is_broken = True
@@ -442,7 +442,7 @@ def _end_unused() -> None:
 
 
 def _next_number() -> int:
-    """Return the lowest number above all numbers that this rank has used for groups."""
+    """Return a number above all that this rank has used for groups."""
     return max(count_groups(), _of_job().next_number)
 
 

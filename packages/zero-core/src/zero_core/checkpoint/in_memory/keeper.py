@@ -1,6 +1,6 @@
 """Program that removes a folder in memory when the launcher and all ranks have ended.
 
-It is run by its path and imports only the standard library, because torch takes 200 MB of memory.
+It imports only the standard library, because importing torch takes 200 MB of memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def status(pid: int) -> list[str]:
 
 
 def started_at(pid: int) -> str:
-    """Return a process's start time in ticks, or "". Ids of ended processes are reused."""
+    """Return a process's start time in ticks, or "". It distinguishes processes of one id."""
     return "".join(status(pid)[19:20])
 
 

@@ -2,7 +2,7 @@
 
 [Note: two slots]
 Each rank writes its slice of every state to files of a folder in memory, one file per state, as in
-a checkpoint. There are two slots, written alternately, so one is always complete. A rank's *marker*
+a checkpoint. Two slots are written alternately, so that one stays complete. A rank's *marker*
 has all data other than tensors, and a digest of itself. The marker is removed before the rank's
 files are overwritten, and renamed into place afterwards. All ranks exchange gradient statistics
 before an update, and a rank enters this exchange only after its last snapshot is complete. When a
@@ -11,17 +11,17 @@ its copies on other nodes.
 
 A thread makes the snapshot during the next forward and backward, which do not write states. The
 next update waits for the thread. The markers of all ranks form a manifest: files are restored like
-those on a disk, at any stage and number of ranks. A rank on a new node receives missing files from
-a rank that has them.
+those on a disk, at any stage and number of ranks. A rank that lacks files (on a new node) receives
+them from a rank that has them.
 
 [Note: whose memory]
 Without a configured path, the folder is in ``/dev/shm``, named after the launcher (torchrun) that
 restarts ranks. A separate process (`keeper`) removes the folder when the launcher and all ranks
-have ended, for any reason. If the keeper was killed, too, the user's next job on the machine
+have ended, for any reason. If the keeper was killed, too, the user's next such job on the machine
 removes the folder. A rank's copy on another node is in the folder of that node's ranks.
 
 Each folder of checkpoints has its own folder in memory, so engines with separate checkpoints do not
-mix. Data in memory has no checksums until a restart, because a CRC-32 takes longer than the copy.
+mix. Files in memory have no checksums until a restart, because a CRC-32 takes longer than the copy.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ class Place:
 
 def find_launcher() -> int:
     """Return the id of the process that restarts this rank."""
-    # The launcher is the nearest ancestor without the variables that it set for this rank. A shell
-    # may be in between. A nested launcher has the variables of the outer launcher.
+    # The launcher is the nearest ancestor without the values that it set for this rank. A shell may
+    # be in between. A nested launcher has the same variables with the outer launcher's values.
     own = {os.fsencode(f"{n}={os.environ[n]}") for n in (_MARK, _ERRORS) if n in os.environ}
     process = os.getppid()
     while own and process > 1:
@@ -215,7 +215,7 @@ def _has_lock(descriptor: int) -> bool:
 
 
 class Slot:
-    """A slot, to which this process writes. See [Note: two slots].
+    """A slot in ``folder``: see [Note: two slots].
 
     Files are written through mappings, which takes half the time of `write`. Their memory is
     reserved first, because a write to a page without memory would kill the process.
@@ -255,7 +255,7 @@ class Slot:
         self._marker(rank).unlink(missing_ok=True)
 
     def commit(self, rank: int, marker: bytes) -> None:
-        """Write a rank's marker, after all its files."""
+        """Write a rank's marker. Call it after all files of the rank are written."""
         aside = self.folder / f".{self._marker(rank).name}"
         aside.unlink(missing_ok=True)
         with storing(aside, _ADVICE), aside.open("xb", buffering=0) as file:
@@ -269,7 +269,7 @@ class Slot:
         """Return the intact markers, by rank, whose files exist and have the recorded sizes."""
         found = {}
         for path in sorted(self.folder.glob("rank-?????.json")):
-            with suppress(OSError):  # another rank is replacing the files
+            with suppress(OSError):  # another rank may be replacing the files
                 data = path.read_bytes()
                 if is_sealed(data):
                     marker = json.loads(data)
@@ -297,7 +297,7 @@ class Ring:
         self._channel = self._messages.next_channel()
 
     def swap(self, slot: Slot, files: Mapping[str, int], marker: bytes) -> None:
-        """Send files and marker to `target`, and store those of `source`, on every rank."""
+        """Send files and marker to `target`, store those of `source`. Every rank must call it."""
         said = json.dumps([files, marker.decode()]).encode()
         card = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         size = torch.empty(1, dtype=torch.int64)
@@ -344,7 +344,7 @@ class MemoryCheckpoints(Extension):
         ranks: Ranks,
         per_node: int,
     ) -> None:
-        """Create the extension. `newer_state` opens the folder. Every rank must call it."""
+        """Every rank must create the extension. `newer_state` opens the folder."""
         self._ring: Ring | None = None  # None without copies on other nodes
         if settings.copies and per_node < ranks.size:
             if ranks.has_own_device and backend_on(ranks.group, torch.device("cpu")) is None:
@@ -370,7 +370,7 @@ class MemoryCheckpoints(Extension):
     def _restart(self) -> None:
         self._num_made = 0
         self._attempt = ""  # identity of this run of the ranks, set at the first snapshot
-        self._is_continued = False  # whether a restored snapshot is still needed
+        self._is_continued = False  # whether the states were restored from a snapshot
         self._frozen_versions = [-1, -1]  # version of the frozen values in each slot
 
     def _drop_others(self) -> None:
@@ -442,7 +442,7 @@ class MemoryCheckpoints(Extension):
     ) -> None:
         """Write a snapshot, and send it to the next node if there is a `Ring`.
 
-        ``tensors`` are copies of tensors that the next forward changes, by file. ``done`` marks the
+        ``tensors`` are copies of tensors that a forward may change, by file. ``done`` marks the
         end of the update on the device. ``is_read`` is set after the reads or an error.
         """
         number, rank = facts["serial"] % 2, facts["rank"]
@@ -450,7 +450,7 @@ class MemoryCheckpoints(Extension):
         try:
             use_one_core()
             with stream_after(done, state.device):
-                # The first snapshot is complete on all ranks: files of earlier runs are obsolete.
+                # All ranks have a complete snapshot, so files of other nodes' ranks are obsolete.
                 if self._num_made == 2 and rank % self._per_node == 0:
                     kept = set(range(rank, rank + self._per_node))
                     if self._ring is not None:
@@ -483,7 +483,8 @@ class MemoryCheckpoints(Extension):
     ) -> Callable[[], dict[str, Any]] | None:
         """Open the folder for ``directory``. Return a function that restores its newest snapshot.
 
-        Returns None if no complete snapshot is at least as new as the checkpoints in ``directory``.
+        Returns None if no complete snapshot up to rank 0's ``last_step`` is at least as new as the
+        newest checkpoint in ``directory``. Every rank must call it.
         """
         self.remove()
         control, path = self._state.control, self._settings.path
@@ -508,7 +509,7 @@ class MemoryCheckpoints(Extension):
         holders: dict[tuple[int, str, int, int], dict[int, int]] = {}
         for holder, row in enumerate(rows):
             for serial, attempt, step, world_size, rank in row:
-                if lasts[0] is None or step <= lasts[0]:  # rank 0's ``last_step`` applies
+                if lasts[0] is None or step <= lasts[0]:
                     key = (serial, attempt, step, world_size)
                     holders.setdefault(key, {}).setdefault(rank, holder)
         whole = [key for key, found in holders.items() if found.keys() == set(range(key[-1]))]
@@ -594,8 +595,7 @@ class MemoryCheckpoints(Extension):
     def remove(self) -> None:
         """Stop on this rank only, and keep the snapshots for a restart.
 
-        Waits until a pending snapshot has read the states, which may change afterwards. Does not
-        wait for its transfer to another node, which may have failed.
+        Waits until a pending snapshot has read the states, but not for its transfer to other nodes.
         """
         self._is_read.wait()
         work, place = self._under_way, self._place
@@ -615,7 +615,7 @@ def _merged(rows: Iterable[bytes]) -> dict[int, Any]:
 def _measure(
     place: Path, rank: int, marker: Mapping[str, Any], names: list[str], frame: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return size and checksums of a rank's files. Writes zeros for states that the rank lacks."""
+    """Return size and checksums of a rank's files. Writes zeros for ``names`` that it lacks."""
     dtypes = {param["name"]: param["dtype"] for param in frame["params"]}
     slot = Slot(place)
     for name in [name for name in names if name not in marker["states"]]:
