@@ -3,7 +3,7 @@
 [Note: tiles]
 A module that acts on each token separately (the MLP of a transformer block) saves activations of
 all tokens for backward, several times as wide as its input. Here the module is computed on tiles of
-``tile_tokens`` tokens. Each tile saves only its input and is recomputed in backward, so the
+about ``tile_tokens`` tokens. Each tile saves only its input and is recomputed in backward, so the
 activations of one tile exist at a time. Parameter gradients are summed tile by tile, so their
 rounding differs. Only ``forward`` is replaced, on the module instance. Names, class and hooks stay.
 
@@ -186,7 +186,7 @@ def _apply(logits: Tensor, steps: Sequence[TileForward]) -> Tensor:
 
 
 def _leading_index(index: Any, num_dims: int) -> tuple[Any, ...] | None:
-    """Return ``index`` with one item per dimension. None if it is not plain or cuts the last."""
+    """Return an ``index`` that keeps the last dimension, with an item per dimension, or None."""
     items = list(index) if isinstance(index, tuple) else [index]
     are_plain = all(type(item) in (int, slice) or item is Ellipsis for item in items)
     if not are_plain or items.count(Ellipsis) > 1:
@@ -208,7 +208,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Compute `functional.cross_entropy` tile by tile. None for arguments not supported here."""
+    """Compute `functional.cross_entropy` tile by tile, or return None if that is not supported."""
     if not isinstance(input, TiledLogits) or isinstance(target, TiledLogits):
         return None
     is_legacy = (size_average, reduce) != (None, None)
@@ -313,7 +313,7 @@ class TiledForwards(ObjectMethods):
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             inputs = [*args, *kwargs.values()]
-            # Without gradients, compute all logits: a rank that reads them alone cannot gather.
+            # Without gradients, compute all logits now: one rank that reads them cannot gather.
             if len(inputs) != 1 or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             hidden: Tensor = inputs[0]

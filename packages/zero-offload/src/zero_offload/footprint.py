@@ -1,4 +1,4 @@
-"""Predicted memory of offloaded state and parameters, computed without allocating memory.
+"""Predicted memory of offloaded state and parameters, computed without allocating it.
 
 The entry points ``state_tier`` and ``param_tier`` of ``zero_core.footprints`` predict the memory of
 `zero_offload.create_tier` and `zero_offload.create_param_tier` for the same configuration.
@@ -62,7 +62,7 @@ class TierFootprint:
         params: ``(start, tensor)``: 1-D parameter shards on the meta device.
         grad_dtypes: gradient dtype of each of ``params``.
         num_added: number of gradients per element that the tier receives and adds up in a step.
-        resting: indices of the offloaded shards.
+        resting: indices in ``params`` of the offloaded shards.
         is_accelerated: whether the compute device is not the host's CPU.
         has_kernel: whether a host kernel computes the update.
         is_speculative: whether updates start before their step is confirmed, with an undo log.
@@ -214,7 +214,7 @@ class TierFootprint:
         return found
 
     def link_bytes(self, ratio: float) -> tuple[int, int]:
-        """Return the bytes copied per step to the host, and to the device without a codec."""
+        """Return bytes copied per step to the host, and to the device if values are sent whole."""
         part = self._clipped(*self._host_span(ratio))
         rest = self._clipped(*self.device_span(ratio))
         down = self._num_added * sum(span.numel * span.grad_dtype.itemsize for span in part)

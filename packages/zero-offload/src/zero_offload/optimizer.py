@@ -47,7 +47,7 @@ from zero_offload.transfers.mover import resolve_upload_codec
 class LocalPart:
     """The local part of one parameter, with its range ``[start, stop)`` in the flat space.
 
-    ``shard`` is a 1-D view of it, or see [Note: empty parts]. Gaps in memory raise ValueError.
+    ``shard`` is a 1-D view of it, or one zero if it is empty. Gaps in memory raise ValueError.
     """
 
     def __init__(self, param: Tensor, start: int) -> None:
@@ -202,11 +202,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         params: parameters, named parameters or groups, as for any torch optimizer. They must be
             dense and on one device.
         ratio: gives the host the last ``round(ratio * numel)`` of this process's elements, in the
-            order of the groups. "auto" measures which ratio that fits the device is fastest.
+            order of the groups. "auto" selects the fastest ratio that fits, by measuring steps.
         parameters: gives the host these parameters: tensors, or patterns of names (`fnmatch`) if
             ``params`` are named.
-        device_budget: gives the host the elements whose master weights, states and gradients exceed
-            this many bytes on the device.
+        device_budget: gives the host the elements whose master weights, states and gradients do not
+            fit in this many bytes on the device.
         host_share: ``"first"`` gives the host the first elements of a ratio or a budget instead.
         pin_memory: page-lock transfer buffers if the parameters are on an accelerator.
         pin_memory_bytes: maximum bytes to page-lock, None for no limit.
@@ -337,7 +337,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient. Later work on the stream sees new values.
+        """Update every parameter that has a gradient. Later work on the stream reads new values.
 
         If ``grad_scale`` and ``found_inf`` are set on this object, as by ``torch.amp.GradScaler``,
         gradients are divided by ``grad_scale``, and a nonzero ``found_inf`` skips the update.

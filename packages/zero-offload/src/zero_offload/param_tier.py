@@ -306,7 +306,7 @@ class FileShards:
         return copy
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Collect new values of a part of a shard. Write it when only its usual gaps are left."""
+        """Collect new values of a shard. Start its write once `_kept` has the values of gaps."""
         with self._lock:
             if self._collected is not None and self._collected.segment != segment:
                 self._send()

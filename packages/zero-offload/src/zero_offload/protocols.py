@@ -57,7 +57,7 @@ class UploadCodec(Protocol):
         """
 
     def decode(self, difference: Tensor, values: Tensor) -> None:
-        """Change ``values`` from `encode`'s ``old`` to its ``new``, on their current stream.
+        """Change ``values`` from `encode`'s ``old`` to ``new``, on their device's current stream.
 
         ``difference`` is uint8, exactly the bytes that `encode` wrote, at an even address.
         """
@@ -306,10 +306,10 @@ class StateTier(Protocol):
         """Update the pieces listed in ``active``, possibly in the background."""
 
     def wait_params(self, start: int, stop: int) -> None:
-        """Block, or make the current stream wait, for new parameters within ``[start, stop)``."""
+        """Wait for the new parameters within ``[start, stop)``, or make the current stream wait."""
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        """Return whether all new values have arrived, False after a failed update."""
+        """Return whether all new values in a range have arrived, False after a failed update."""
 
     def state_names(self) -> Sequence[str]:
         """Return the names of the elementwise states, ``master_weight`` first."""

@@ -25,7 +25,7 @@ BLOCK = 8
 
 
 class ScaleState:
-    """Metadata of packed codes: scales, an unused offset, and the levels in a nested object."""
+    """Metadata of packed codes: scales, an unused offset, and their table in a nested object."""
 
     def __init__(self, absmax: Tensor, table: Tensor, shape: torch.Size) -> None:
         self.absmax = absmax
@@ -73,7 +73,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Compute the gradient of ``x`` from the codes' current values, not repacked ones."""
+        """Compute the gradient of ``x`` from the codes' current values, if not repacked."""
         state = ctx.state
         weight = dequantize(ctx.codes, state.absmax, state.inner.values, state.shape)
         return grad @ weight, None, None
@@ -193,7 +193,7 @@ class _Block(nn.Module):
         down, up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
         self.adapter = nn.Sequential(OrderedDict(down=down, up=up))
         self.second = PlainLinear(width)
-        # The block's first layer in backward. Its node reads the codes itself.
+        # The block's backward starts with this layer, before any saved tensor is unpacked.
         self.last = AttachedLinear(_drawn(width))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ def _run_rank(
 class PeakMemory:
     """Context that measures how far this process's resident memory rises, on Linux."""
 
-    nbytes: int  # the rise, set at exit
+    nbytes: int  # set at exit
 
     def __enter__(self) -> PeakMemory:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak, VmHWM
@@ -199,7 +199,7 @@ class OwnPeakMemory:
     Samples it about every millisecond. File mappings do not count.
     """
 
-    nbytes: int  # the rise, set at exit
+    nbytes: int  # set at exit
 
     def __enter__(self) -> OwnPeakMemory:
         gc.collect()  # memory freed within the context would hide a rise

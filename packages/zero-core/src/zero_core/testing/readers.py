@@ -77,7 +77,7 @@ class _Block(nn.Module):
 
 
 class Watched(nn.Module):
-    """Model whose forward calls ``look`` with the name of the current moment."""
+    """Model whose forward calls a given function with the name of the current moment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def read_everywhere(engine: Engine, rank: int, steps: int) -> tuple[dict[Any, An
 
 
 def check_truth(found: dict[Any, Any], refusals: dict[str, str]) -> None:
-    """Check that results equal those of `BEFORE` or `AFTER`, or contain the moment's refusal."""
+    """Check that results equal those of `BEFORE` or `AFTER`, except for errors in ``refusals``."""
     for (moment, reader), value in found.items():
         if moment in refusals:
             assert isinstance(value, str), (moment, reader, value)

@@ -1,4 +1,4 @@
-"""Pytest hooks for a ``conftest.py``: the marker ``sampled``, and imports without collections."""
+"""Pytest hooks for a ``conftest.py``: sampled rows of long grids, and faster imports."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _choose(rows: Sequence[pytest.Function], least: int) -> list[pytest.Function
     missing = {value for value, count in counts.items() if count > 1}
     kept: list[pytest.Function] = []
     while missing or len(kept) < least:
-        # Of equally good rows, max() returns the first, by hash.
+        # Of equally good rows, max() returns the first in the order of hashes.
         best = max(left, key=lambda row: len(_values(row) & missing))
         left.remove(best)
         kept.append(best)

@@ -93,7 +93,7 @@ class Network:
         return SimulatedRanks(None, rank, size, device, per_node, carrier=carrier)
 
     def fail(self, rank: int) -> None:
-        """Record ``rank`` as failed, unless another was before, and wake all waiting ranks."""
+        """Record the first failed rank, and wake all waiting ranks."""
         for arrived in self._arrived:
             with arrived:
                 if self.failed is None:
@@ -245,7 +245,7 @@ def simulate(
                 cores = sorted(os.sched_getaffinity(0))
                 os.sched_setaffinity(0, {cores[turn % len(cores)]})
             results[rank] = program(network.ranks(rank, per_node), *args)
-        except BaseException as error:  # the caller's thread raises that of ``network.failed``
+        except BaseException as error:  # the caller's thread raises the first one
             errors[rank] = error
             network.fail(rank)
 

@@ -91,7 +91,7 @@ class MicroBatch:
     """One micro-batch, whose forward is a greenlet that pauses before each block."""
 
     loss: Tensor  # detached, set when the forward has ended
-    scaled_loss: Tensor | None = None  # set from the end of the forward to the begin of backward
+    scaled_loss: Tensor | None = None  # set from the end of the forward to the start of backward
     hooks: AbstractContextManager[Any]  # saved-tensor hooks, if parameters are sharded
 
     def __init__(
@@ -283,7 +283,7 @@ class VerticalSchedule(MicroBatches):
                 torch_state.exchange()
                 self._train.accumulation.enter_micro_step(0)
                 self._passes.drive_by_hooks()
-                self._forward.abandon()  # the next forward drops the passes' gradients
+                self._forward.abandon()  # the next forward drops this step's gradients
                 self._units.release_all()
             if interruptions and isinstance(error, Exception):
                 raise interruptions[0] from error

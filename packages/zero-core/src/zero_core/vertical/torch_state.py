@@ -36,5 +36,5 @@ class TorchState:
         return old
 
     def is_as_before(self) -> bool:
-        """Return False if contexts are active that `exchange` cannot leave. Call it after that."""
+        """Return False if contexts are active that `exchange` cannot leave. Call it afterwards."""
         return bool(dispatch_keys() == self._keys)

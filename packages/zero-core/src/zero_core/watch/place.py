@@ -33,7 +33,7 @@ class Place:
         self.doing = OUTSIDE  # such as "forward of unit 3 (blocks.2)"
         self.num_steps = 0  # number of ended steps
         self.waits_for = ""  # the collective that the host waits for, or ""
-        self.num_changes = 0  # increases when this rank makes progress
+        self.num_changes = 0  # increases when an activity or a wait starts or ends
         self.clock: StepClock | None = None  # records times, while steps are recorded
         self.unfinished = ""  # running or interrupted change of values, such as "step()"
 
@@ -164,7 +164,7 @@ class StepClock:
             self.under_way.append((what, started, perf_counter()))
 
     def launch(self, what: str) -> None:
-        """On a host, record the start of collective ``what``, if none of that name is pending."""
+        """Record the start of collective ``what``, on a host, if none of that name is pending."""
         if self._is_host:
             self._launched.setdefault(what, perf_counter())
 
@@ -186,7 +186,7 @@ class StepClock:
         return begin.elapsed_time(mark) / 1e3 if isinstance(begin, torch.Event) else mark - begin
 
     def spans(self) -> list[tuple[str, str, float, float]]:
-        """Return the intervals of a step. Call it after `end`. Waits for an accelerator.
+        """Return the intervals of a step. Call it after `end`. On an accelerator, waits for that.
 
         Each is (place, collective waited for or "", start, stop), in seconds since the first mark.
         """

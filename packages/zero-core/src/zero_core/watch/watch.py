@@ -8,7 +8,7 @@ publishes none, and neither does one whose interpreter is blocked. A rank that w
 beats of other ranks repeatedly and compares them. It measures times by its own clock, because
 clocks of hosts may differ.
 
-1. A rank that failed, ended, or publishes no beats is the cause, unless it waited in vain itself.
+1. A rank that failed, ended, or publishes no beats is the cause, unless it failed while waiting.
 2. Otherwise, if any rank has made progress meanwhile, nothing is reported: slow steps are healthy.
 3. Otherwise a rank that waits for no other rank is the cause. It is busy in one place, which may
    be healthy.
@@ -28,7 +28,7 @@ current call has taken. A store that does not answer also counts as a cause.
 All waiting ranks read beats from one store. So each reads its own beat and those of at most
 `_WINDOW` other ranks at a time, first of the ranks after it. A stopped rank is thus named in time
 by the ranks before it. When a log line is due, each further read uses the next window. The time
-between reads grows with the wait. Until all windows were read, only case 1 above is reported.
+between reads grows with the wait. Until all windows were read, cases 3 and 4 are not reported.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _MIN_SILENCE_S = 0.5
 _LONG = 6  # factor on ``within_s`` before a rank is named that compiles or uses a disk
 _LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkpoint:")
 _WINDOW = 64  # number of ranks whose beats are read at once
-_READ = 1 / 16  # time between two reads, as a share of a long wait
+_READ = 1 / 16  # minimum time between two reads, as a share of the wait so far
 _FLUSH_S = 1.0  # longest wait for a beat that reports a failure or end
 _MAX_TICK = 3  # maximum time that one tick adds to a wait, in intervals of beats
 _NUM_WATCHED = 1024  # maximum number of watched collectives of a device
@@ -163,7 +163,7 @@ class ThreadedBoard:
     def __init__(self, store: Any, host: str, keys: Sequence[str], rank: int) -> None:
         """``keys``: key of each rank's beat. ``host``: description of the store's host."""
         self.host = host
-        self.is_lost = False  # whether the connection has failed, which stops all use
+        self.is_lost = False  # whether the connection has failed, which ends the thread
         self._store = store
         self._keys = keys
         self._rank = rank
@@ -341,7 +341,7 @@ class Watch:
         within_s: float,
         device_waits: DeviceWaits | None = None,
     ) -> None:
-        """Publish the first beat. If ``within_s`` is 0, do not `start` the watch."""
+        """Publish the first beat. With ``within_s`` 0, do not `start` it: it has no interval."""
         self.interval_s = _BEAT * within_s
         self.device_waits = device_waits
         self._board = board
@@ -572,10 +572,10 @@ class Watch:
             return join_few([_failure(rank, seen, silence_s) for rank, seen in dead.items()])
 
     def leave(self) -> None:
-        """Publish the engine's end. With `DeviceWaits`, wait before for pending collectives.
+        """Publish the engine's end. With `DeviceWaits`, wait for collectives and other ranks.
 
-        Unless this rank has failed, then wait for the end of the other ranks' engines: NCCL may
-        still send data to them, which an abort would drop. Each wait has limit `_LAST_WAIT_S`.
+        Pending collectives must end before the beat. Unless this rank failed, the other engines
+        must end, too, because NCCL may still send them data. Each wait has limit `_LAST_WAIT_S`.
         """
         waits, others = self.device_waits, set[int]()
         if waits is not None:

@@ -19,7 +19,7 @@ _Terms = tuple[_Source, ...]
 
 
 class GradLedger:
-    """Gradients by range, recorded as views of other memory."""
+    """Record of gradients by range. It holds references to their memory, no copies."""
 
     def __init__(self) -> None:
         self._terms: SpanMap[_Terms] = SpanMap()
@@ -78,7 +78,7 @@ class GradLedger:
         return found
 
     def gather(self, start: int, stop: int, dtype: torch.dtype, grad_scale: float) -> Tensor:
-        """Return a range's scaled gradient in ``dtype``. It aliases an only term if unchanged."""
+        """Return a range's scaled gradient in ``dtype``, as a view if nothing has to change."""
         parts = self.segments(start, stop)
         first = parts[0][2]
         is_alone = len(parts) == len(first) == 1
@@ -101,7 +101,7 @@ class GradLedger:
 
 
 def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
-    """Add ``terms`` in order, in the dtype of ``out``, into ``out``, which may be ``terms[0]``."""
+    """Set ``out`` to the ordered sum of ``terms``, in its own dtype. It may be ``terms[0]``."""
     first, *others = terms
     if first.data_ptr() != out.data_ptr():
         out.copy_(first)

@@ -82,7 +82,7 @@ class HostMemory:
             try:
                 pinned = make(pin_memory=True)
             except RuntimeError as error:
-                self._should_pin = False  # Further attempts would fail too.
+                self._should_pin = False  # do not try again
                 self._warn(
                     f"could not pin {num_bytes} bytes of host memory ({error}): the machine, or "
                     f"its container, has no more to lock. Raise the locked-memory limit, set "

@@ -227,9 +227,9 @@ class Transfer:
 class BlockFile:
     """Blocks of fixed lengths in one preallocated file, read and written in the background.
 
-    The constructor allocates and unlinks the file. It raises if the disk is full, and warns if the
-    file system has no direct I/O (``is_direct``). A block that was never written reads as zeros.
-    Transfers of different blocks run in any order. A block has at most one pending transfer.
+    The constructor allocates and unlinks the file. It raises StorageError if the disk is full, and
+    warns if the file system has no direct I/O (``is_direct``). A block that was never written reads
+    as zeros. Transfers run in any order. Starting a second one of a block raises ValueError.
 
     Attributes:
         bytes_read, bytes_written: bytes of blocks so far, not rounded up to `ALIGNMENT`.
@@ -267,7 +267,7 @@ class BlockFile:
     def read(self, block: int, tensor: Tensor) -> Transfer:
         """Start to fill ``tensor`` (CPU, contiguous, as many bytes as the block) with a block.
 
-        With direct I/O, memory that is not from `aligned_empty` is filled through a bounce buffer.
+        With direct I/O, memory that is not aligned to `ALIGNMENT` needs a bounce buffer.
         """
         return self._start(self.read_block, block, tensor)
 
