@@ -14,7 +14,7 @@ master weight becomes the new master weight. All other master weights stay uncha
 
 [Note: DTensors]
 Under FSDP2's ``fully_shard`` the update reads and writes the local part of a DTensor in place,
-because FSDP2 never moves it. Gradients and loaded states are redistributed to the parameter's
+because FSDP2 keeps it in place. Gradients and loaded states are redistributed to the parameter's
 placements. Returned states are DTensors with the same placements.
 
 [Note: empty parts]

@@ -103,7 +103,7 @@ class Network:
 
 @dataclass(eq=False)
 class _Message:
-    """Handle of a message. `wait` receives it into ``into``, which is None for a sent message."""
+    """Handle of a message. `wait` receives it into ``into``, which is None if sent or received."""
 
     network: Network
     address: tuple[int, int, Any]  # sender, receiver and tag

@@ -163,7 +163,7 @@ class VerticalSchedule(MicroBatches):
         # In backward: the running micro-batch, and the unit whose gradients it computes. That is
         # the root for the code before the blocks, and the tail or None for the code behind them.
         self._turn: tuple[MicroBatch, Unit | None] | None = None
-        # Whether forwards of the model broadcast rank 0's buffers.
+        # Whether forwards of the model may broadcast rank 0's buffers (``broadcast_buffers``).
         self._has_common_buffers = state.control.world_size > 1 and bool(
             state.common_buffers.by_dtype()
         )

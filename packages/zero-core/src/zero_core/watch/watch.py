@@ -84,7 +84,7 @@ class Beat(NamedTuple):
     place: str  # `zero_core.watch.place.Place.doing`, with the step
     waits_for: str  # the collective that the rank waits for, with the step, or ""
     num_changes: int  # `Place.num_changes`
-    still_s: float  # time since the last change
+    still_s: float  # time since ``num_changes`` last changed
     cause: str  # the rank's own error that makes others wait in vain, or how it ended
     has_given_up: bool  # whether the rank failed while waiting for another rank
     pid: int
@@ -109,7 +109,7 @@ class Verdict(NamedTuple):
 
 @dataclass
 class _Seen:
-    """The last beat of a rank, when it was read, and when its number and num_changes changed."""
+    """A rank's last beat, when it was read, and when its number and num_changes last changed."""
 
     beat: Beat
     at: float

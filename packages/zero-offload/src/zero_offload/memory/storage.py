@@ -197,7 +197,7 @@ def _go_direct(fd: int, folder: str | Path, num_bytes: int) -> bool:
 
 _NUM_THREADS = 4
 _SPAN_BYTES = 4 << 20
-"""Maximum bytes per system call, so that checksum and copy share the CPU cache."""
+"""Maximum bytes per system call, few enough that the checksum finds them in the CPU cache."""
 
 
 class Transfer:
