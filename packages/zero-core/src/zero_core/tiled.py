@@ -1,22 +1,22 @@
-"""Modules and losses that are computed tile by tile, as the key ``tiled_compute`` asks.
+"""Tiled computation of modules and losses, configured by the key ``tiled_compute``.
 
 [Note: tiles]
 A module that acts on each token separately (the MLP of a transformer block) saves activations of
 all tokens for backward, several times as wide as its input. Here the module is computed on tiles of
-``tile_tokens`` tokens. Each tile saves only its input and is recomputed in backward, so the
+about ``tile_tokens`` tokens. Each tile saves only its input and is recomputed in backward, so the
 activations of one tile exist at a time. Parameter gradients are summed tile by tile, so their
 rounding differs. Only ``forward`` is replaced, on the module instance. Names, class and hooks stay.
 
 [Note: tiled logits]
 A language model's head maps ``[..., tokens, features]`` to ``[..., tokens, vocabulary]``, and the
 loss needs one tile of these logits at a time. `TiledLogits` represents the logits. It holds the
-head's input and the later operations that act on each token separately (views and slices of the
-leading dimensions, casts, scaling by numbers). ``torch.nn.functional.cross_entropy`` of a
+head's input and later operations that act on each token separately (views and slices of the leading
+dimensions, casts, tanh, scaling by numbers). ``torch.nn.functional.cross_entropy`` of 2-dimensional
 `TiledLogits` computes head and loss tile by tile, and again in backward, so that one tile of logits
 exists at a time. Any other function that reads the values gets the whole logits, computed once,
-with their gradients. After the head's backward such a read raises an error, because the head's
-weights may be released or changed, and one rank alone cannot gather them. A change in place always
-raises an error, because the tiles would not see the change.
+with their gradients. Computing them after the head's backward raises an error if the head's weights
+have been released or changed, because one rank alone cannot gather them. A change in place raises
+an error, because the tiles would not see the change.
 
 Both methods are those of Arctic Long Sequence Training (arXiv 2506.13996).
 """
@@ -49,7 +49,7 @@ from zero_core.object_methods import ObjectMethods
 
 
 class TileForward(Protocol):
-    """Forward of one tile, [..., tokens, features], to one row per token or to the tokens' loss."""
+    """Function from one tile, [..., tokens, features], to a row per token, or to a loss."""
 
     def __call__(self, tile: Tensor, /) -> Tensor: ...
 
@@ -57,7 +57,7 @@ class TileForward(Protocol):
 _FACTS = METADATA_READS | {Tensor.stride, Tensor.is_contiguous}
 """Functions that read only metadata, which the wrapper tensor has."""
 _SCALING = frozenset({Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__truediv__, Tensor.__rmul__})
-"""Functions that scale logits by a number."""
+"""Functions that scale logits if their other argument is a number."""
 _CHANGING = frozenset(
     {
         *("__setitem__", "__set__", "__delete__", "register_hook", "retain_grad"),
@@ -65,7 +65,7 @@ _CHANGING = frozenset(
         *(f"__i{name}__" for name in ("pow", "and", "or", "xor", "lshift", "rshift", "matmul")),
     }
 )
-"""Names of functions not ending in "_" that change a tensor, its gradient or its hooks."""
+"""Names of functions without torch's suffix "_" that change a tensor, its gradient or hooks."""
 _POINTWISE = frozenset({torch.tanh, Tensor.tanh, Tensor.float, Tensor.contiguous, Tensor.to})
 
 
@@ -96,7 +96,7 @@ class TiledLogits(Tensor):
         return logits
 
     def whole(self) -> Tensor:
-        """Return the logits as a plain tensor with gradients, computed once."""
+        """Return the logits as a plain tensor with an autograd graph. The first call computes."""
         if self._whole is None:
             with torch.enable_grad():
                 self._whole = _apply(self._head(self._hidden), self._steps)
@@ -148,7 +148,7 @@ class TiledLogits(Tensor):
         )
 
     def _follow(self, func: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Self | None:
-        """Return ``func``'s result as tiled logits, or None if ``func`` needs the values."""
+        """Return ``func``'s result as tiled logits, or None if it cannot be represented so."""
         is_number = len(rest) == 1 and isinstance(rest[0], int | float)
         if func in _POINTWISE or (func in _SCALING and is_number and not kwargs):
             if any(isinstance(value, Tensor) for value in (*rest, *kwargs.values())):
@@ -186,7 +186,7 @@ def _apply(logits: Tensor, steps: Sequence[TileForward]) -> Tensor:
 
 
 def _leading_index(index: Any, num_dims: int) -> tuple[Any, ...] | None:
-    """Return ``index`` for all dimensions if it keeps the last dimension whole, else None."""
+    """Return an ``index`` that keeps the last dimension, with an item per dimension, or None."""
     items = list(index) if isinstance(index, tuple) else [index]
     are_plain = all(type(item) in (int, slice) or item is Ellipsis for item in items)
     if not are_plain or items.count(Ellipsis) > 1:
@@ -208,15 +208,15 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Compute `functional.cross_entropy` tile by tile, or return None if it needs whole logits."""
+    """Compute `functional.cross_entropy` tile by tile, or return None if that is not supported."""
     if not isinstance(input, TiledLogits) or isinstance(target, TiledLogits):
         return None
     is_legacy = (size_average, reduce) != (None, None)
     is_fitting = input.dim() == 2 and target.shape[:1] == input.shape[:1]
     if is_legacy or not is_fitting or reduction not in ("mean", "sum", "none"):
-        return None  # torch then reports wrong arguments itself
+        return None  # torch computes it from the whole logits, or reports wrong arguments
     is_summed = reduction != "none"
-    # A sum of thousands of losses may overflow fp16.
+    # A sum of thousands of losses may overflow fp16, and loses precision in bf16.
     dtype = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
     own_dtype = input.dtype  # dtype of a loss: wider than the logits under autocast
 
@@ -243,14 +243,14 @@ def _cross_entropy(
     if reduction == "mean":
         if target.is_floating_point():
             total = total / target.shape[0]
-        else:  # divide by the number of counted rows, or by the sum of their weights
+        else:  # divide by the number of rows that are not ignored, or by the sum of their weights
             counted = target != ignore_index
             total = total / (counted.sum() if weight is None else weight[target[counted]].sum())
     return total.to(own_dtype)
 
 
 def run_tile(forward: TileForward, tile: Tensor) -> Tensor:
-    """Compute ``tile``. With gradients, save only the tile's input and recompute in backward."""
+    """Return ``forward(tile)``. With gradients, save only ``tile`` and recompute in backward."""
     if not torch.is_grad_enabled():
         return forward(tile)
     result: Tensor = checkpoint(forward, tile, use_reentrant=False)
@@ -258,10 +258,10 @@ def run_tile(forward: TileForward, tile: Tensor) -> Tensor:
 
 
 class TiledForwards(ObjectMethods):
-    """Replaces the forwards of the modules that the configuration names, until `remove`."""
+    """Replacement of the forwards of the configured modules, until `remove`."""
 
     def __init__(self, model: nn.Module, config: TiledComputeConfig, passes: Passes | None) -> None:
-        """Wrap the modules of ``model``. ``passes`` is None if no engine owns ``model``."""
+        """Wrap forwards that ``config`` selects. ``passes`` is None if no engine owns ``model``."""
         self._tile_tokens = config.tile_tokens
         self._passes = passes
         tiled = [(m, self._tiled(path, m)) for path, m in _selected(model, config.modules)]
@@ -290,7 +290,7 @@ class TiledForwards(ObjectMethods):
 
             def of_tile(tile: Tensor) -> Tensor:
                 if self._passes is not None and is_in_backward():
-                    _gather(self._passes, module)  # the module's own hooks gather only in forward
+                    _gather(self._passes, module)  # recomputation does not run the module's hooks
                 # Make tiles contiguous: a module may view its input, as the Conv1D of GPT-2 does.
                 its_args, its_kwargs = pytree.tree_unflatten(
                     [*leaves[:at], tile.contiguous(), *leaves[at + 1 :]], spec
@@ -313,14 +313,14 @@ class TiledForwards(ObjectMethods):
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             inputs = [*args, *kwargs.values()]
-            # Without gradients, compute all logits: one rank may read them, and cannot gather.
+            # Without gradients, compute all logits now: one rank that reads them cannot gather.
             if len(inputs) != 1 or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             hidden: Tensor = inputs[0]
             tokens = hidden.numel() // max(1, hidden.shape[-1])
             if hidden.dim() < 2 or tokens <= self._tile_tokens:
                 return forward(hidden)
-            # Tiles use the weights and the autocast state of this call.
+            # Tiles are computed later, but need this call's weights and autocast state.
             passes, device_type = self._passes, hidden.device.type
             version = 0 if passes is None else _version(passes, module)
             autocast: dict[str, Any] | None = None

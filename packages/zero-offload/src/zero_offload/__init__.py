@@ -1,6 +1,6 @@
-"""Optimizer state on the host: ZeRO-Offload and an element-exact Twin-Flow, for any torch loop.
+"""Optimizer state on the host (ZeRO-Offload), or divided between host and device (Twin-Flow).
 
-`OffloadedOptimizer` works by itself. An engine calls `create_tier` and `create_param_tier`.
+`OffloadedOptimizer` needs no engine. `create_tier` and `create_param_tier` are for engines.
 """
 
 from importlib.metadata import version as _version

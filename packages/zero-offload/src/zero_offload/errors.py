@@ -4,17 +4,17 @@
 class OffloadError(RuntimeError):
     """An optimizer step or a migration of optimizer state failed midway.
 
-    ``__cause__`` is the original exception. Master weights and states are then partly updated.
-    Every later call of the tier raises this error, so that a checkpoint never contains them.
+    ``__cause__`` is the original exception. Master weights and states may be partly updated, or
+    lost. Later steps, reads and writes of the tier raise this error, to protect checkpoints.
     """
 
 
 class StorageError(OSError):
-    """A block of the state file could not be read or written.
+    """A file of offloaded state or parameters could not be created, read or written.
 
     Attributes:
-        errno: error number of the failed system call.
-        path: path at which the file was created.
+        errno: number of the operating system's error, EIO if data are missing or damaged.
+        path: path of the file, which has been unlinked since its creation.
     """
 
     def __init__(self, code: int | None, message: str, path: str) -> None:

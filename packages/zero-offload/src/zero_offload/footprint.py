@@ -1,15 +1,15 @@
-"""Predicted memory of offloaded state and parameters, computed without allocating memory.
+"""Predicted memory of offloaded state and parameters, computed without allocating it.
 
 The entry points ``state_tier`` and ``param_tier`` of ``zero_core.footprints`` predict the memory of
 `zero_offload.create_tier` and `zero_offload.create_param_tier` for the same configuration.
 
 [Note: planned bytes]
-host part     elements at one end of the flat space. It has master weights and states in host memory
-              or on NVMe, copies of gradients, and buffers for copies of new parameters to the
-              device.
-device part   all other elements. On an accelerator the engine's tier holds and counts their state.
-              Only the copies of gradients are counted here.
-split master  fp32 master weight of a bf16 parameter, kept as the parameter and its lower half.
+host part     elements updated on the host, predicted as one end of the flat space. It has master
+              weights and states in host memory or on NVMe, copies of gradients, and buffers for
+              copies of new parameters to the device.
+device part   all other elements. On an accelerator the engine counts their master weights and
+              states, and this module the copies of their gradients.
+split master  fp32 master weight of a bf16 parameter, kept as the parameter and an int16 remainder.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class _Span:
 
 
 class TierFootprint:
-    """Bytes of the tier that `zero_offload.create_tier` makes on one rank, for any ratio.
+    """Bytes of the tier that `zero_offload.create_tier` creates on one rank, for any ratio.
 
     Args:
         numel, pieces, optimizer_class, groups, config: as for `create_tier`.
         params: ``(start, tensor)``: 1-D parameter shards on the meta device.
         grad_dtypes: gradient dtype of each of ``params``.
         num_added: number of gradients per element that the tier receives and adds up in a step.
-        resting: indices of the offloaded shards.
+        resting: indices in ``params`` of the offloaded shards.
         is_accelerated: whether the compute device is not the host's CPU.
         has_kernel: whether a host kernel computes the update.
         is_speculative: whether updates start before their step is confirmed, with an undo log.
@@ -151,7 +151,7 @@ class TierFootprint:
     def host_bytes(self, ratio: float) -> dict[str, int]:
         start, stop = self._host_span(ratio)
         part = self._clipped(start, stop)
-        # On a CPU, fp32 shards are their own master weights and need no copy.
+        # On a CPU, shards in the master dtype can be the master weights, without a copy.
         masters = self._masters(part, needs_copy=self._is_accelerated)
         kept = {"master weights": masters, "optimizer states": self._states(start, stop)}
         if self._settings.nvme_path is not None:
@@ -166,7 +166,7 @@ class TierFootprint:
         }
 
     def _nvme_buffer_bytes(self, ratio: float) -> int:
-        """Return the bytes of host buffers for states on NVMe. For fp32 this is an estimate."""
+        """Return the bytes of host buffers for state on NVMe, an estimate for fp32 moments."""
         start, stop = self._host_span(ratio)
         part, buffer_count = self._clipped(start, stop), self._settings.buffer_count
         if self._rule is not None and part:
@@ -198,7 +198,7 @@ class TierFootprint:
         return nbytes / capacity if capacity else 0.0
 
     def device_bytes(self, ratio: float) -> dict[str, int]:
-        """Return the bytes on the compute device by kind. See [Note: planned bytes]."""
+        """Return the bytes on the device by kind, without those that the engine counts."""
         start, stop = self.device_span(ratio)
         part = self._clipped(start, stop)
         grad_dtypes = {span.grad_dtype for span in part}
@@ -214,7 +214,7 @@ class TierFootprint:
         return found
 
     def link_bytes(self, ratio: float) -> tuple[int, int]:
-        """Return the bytes copied per step from device to host and from host to device."""
+        """Return bytes copied per step to the host, and to the device if values are sent whole."""
         part = self._clipped(*self._host_span(ratio))
         rest = self._clipped(*self.device_span(ratio))
         down = self._num_added * sum(span.numel * span.grad_dtype.itemsize for span in part)
@@ -229,7 +229,7 @@ class TierFootprint:
         return dict(found)
 
     def file_bytes(self, ratio: float) -> int:
-        """Return the bytes of master weights and states in files. A step reads and writes all."""
+        """Return the bytes of master weights and states in the file, 0 without one."""
         if self._settings.nvme_path is None:
             return 0
         start, stop = self._host_span(ratio)

@@ -14,7 +14,7 @@ master weight becomes the new master weight. All other master weights stay uncha
 
 [Note: DTensors]
 Under FSDP2's ``fully_shard`` the update reads and writes the local part of a DTensor in place,
-because FSDP2 never moves it. Gradients and loaded states are redistributed to the parameter's
+because FSDP2 keeps it in place. Gradients and loaded states are redistributed to the parameter's
 placements. Returned states are DTensors with the same placements.
 
 [Note: empty parts]
@@ -47,7 +47,7 @@ from zero_offload.transfers.mover import resolve_upload_codec
 class LocalPart:
     """The local part of one parameter, with its range ``[start, stop)`` in the flat space.
 
-    ``shard`` is a 1-D view of the parameter's memory, whose gaps, if any, raise ValueError.
+    ``shard`` is a 1-D view of it, or one zero if it is empty. Gaps in memory raise ValueError.
     """
 
     def __init__(self, param: Tensor, start: int) -> None:
@@ -73,8 +73,8 @@ class LocalPart:
     def flatten(self, values: Tensor) -> Tensor:
         """Return the local part of ``values`` as 1-D elements in the parameter's memory order.
 
-        ``values`` has the parameter's shape. The result shares memory with ``values`` unless they
-        are reordered. Values with other placements are redistributed, which is a collective.
+        ``values`` is a DTensor like the parameter, or has the local part's shape. The result may
+        share its memory. DTensors with other placements are redistributed, which is a collective.
         """
         if values.is_sparse:
             raise ValueError("sparse gradients cannot be offloaded")
@@ -120,7 +120,7 @@ class LocalPart:
 
 
 def lay_out(groups: Sequence[dict[str, Any]]) -> tuple[list[LocalPart], list[tuple[int, int, int]]]:
-    """Return the local parts of all nonempty parameters in order, and a piece for each."""
+    """Return the local parts of all nonempty parameters, and ``(start, stop, group)`` of each."""
     parts: list[LocalPart] = []
     pieces: list[tuple[int, int, int]] = []
     for g, group in enumerate(groups):
@@ -140,7 +140,7 @@ def common_device(parts: Sequence[LocalPart]) -> torch.device:
 
 
 def check_not_replicated(parts: Sequence[LocalPart]) -> None:
-    """Raise ValueError if several ranks hold the same elements. Each would choose its own ratio.
+    """Raise ValueError if ranks may hold the same elements. Each would choose its own ratio.
 
     The update kernels of host and accelerator agree only to a few ulps, so replicas would diverge.
     """
@@ -188,13 +188,13 @@ def _flat(tensor: Tensor) -> Tensor:
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Optimizer that keeps all or a part of its state in host memory.
 
-    Parameters stay on their device, in any floating dtype. The fp32 master weights and optimizer
-    state are on the host for some elements (by default all) and on the parameters' device for the
-    others. Host and device update at the same time (ZeRO-Offload, arXiv 2101.06840; Twin-Flow,
-    DeepSpeed ZeRO-Offload++). ``step`` returns with all parameters updated. Learning rate
-    schedulers may change ``param_groups``. Under FSDP2 each rank updates the local parts of its
-    DTensors. ``GradScaler`` leaves unscaling, and skipping after an overflow, to this class. At
-    most one of ``ratio``, ``parameters`` and ``device_budget`` selects the host's elements.
+    Parameters stay on their device, in any floating dtype. Master weights (fp32, or fp64 if a
+    parameter is) and optimizer state are on the host for some elements, by default all, and on the
+    device for the others. Host and device update at the same time (ZeRO-Offload, arXiv 2101.06840;
+    Twin-Flow, DeepSpeed ZeRO-Offload++). Learning rate schedulers may change ``param_groups``.
+    Under FSDP2 each rank updates the local parts of its DTensors. ``GradScaler`` leaves unscaling,
+    and skipping after an overflow, to this class. At most one of ``ratio``, ``parameters`` and
+    ``device_budget`` selects the host's elements.
 
     Args:
         optimizer_class: an elementwise torch optimizer, see `zero_offload.ELEMENTWISE`, or an
@@ -202,11 +202,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         params: parameters, named parameters or groups, as for any torch optimizer. They must be
             dense and on one device.
         ratio: gives the host the last ``round(ratio * numel)`` of this process's elements, in the
-            order of the groups. "auto" measures which ratio that fits is the fastest.
+            order of the groups. "auto" selects the fastest ratio that fits, by measuring steps.
         parameters: gives the host these parameters: tensors, or patterns of names (`fnmatch`) if
             ``params`` are named.
-        device_budget: gives the host the elements whose master weights, states and gradients exceed
-            this many bytes on the device.
+        device_budget: gives the host the elements whose master weights, states and gradients do not
+            fit in this many bytes on the device.
         host_share: ``"first"`` gives the host the first elements of a ratio or a budget instead.
         pin_memory: page-lock transfer buffers if the parameters are on an accelerator.
         pin_memory_bytes: maximum bytes to page-lock, None for no limit.
@@ -337,7 +337,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient. All new values are in place on return.
+        """Update every parameter that has a gradient. Later work on the stream reads new values.
 
         If ``grad_scale`` and ``found_inf`` are set on this object, as by ``torch.amp.GradScaler``,
         gradients are divided by ``grad_scale``, and a nonzero ``found_inf`` skips the update.
@@ -408,10 +408,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.tier.write_state(MASTER, part.start, part.shard.clone())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dictionary in torch's format, which does not depend on the ratio.
+        """Return a dictionary in torch's format, with the same entries at any ratio.
 
-        For each parameter ``state`` has CPU tensors in the parameter's shape, the fp32
-        ``master_weight`` and the moments, and scalars with ``num_steps``. States of a DTensor are
+        For each parameter ``state`` has CPU tensors in the parameter's shape, ``master_weight`` and
+        after an update the moments, and scalars with ``num_steps``. States of a DTensor are
         DTensors with its placements and CPU memory.
         """
         self._follow_params()
@@ -437,7 +437,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Load the result of `state_dict` at any ratio, or a plain ``optimizer_class`` state_dict.
 
         A plain state_dict has no master weights. The parameters' values replace them, so load the
-        model first. If it has no step counts, as for SGD, ``num_steps`` becomes 1.
+        model first. If a state has no step count, as for SGD, ``num_steps`` becomes 1.
 
         Raises:
             ValueError: the state_dict has other groups, or the state of another optimizer.

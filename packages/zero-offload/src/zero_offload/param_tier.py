@@ -1,8 +1,8 @@
 """Entry point ``host`` of ``zero_core.param_tiers``: memory of offloaded parameter shards.
 
-As in ZeRO-Infinity (arXiv 2104.07857, section 5.1) a parameter shard is on the device only while
-its unit is computed. The first ``max_in_cpu`` elements in order of use are in host memory, the
-others in a file.
+As in ZeRO-Infinity (arXiv 2104.07857), parameter shards are copied to the device when a unit needs
+them. With NVMe, the first shards in order of use, up to ``max_in_cpu`` elements, are in host memory
+and the others in a file. Otherwise all are in host memory.
 
 [Note: buffers of the file]
 read buffers   hold shards that are read ahead, and fetched shards. A fetched shard keeps its
@@ -11,7 +11,7 @@ read buffers   hold shards that are read ahead, and fetched shards. A fetched sh
 write buffers  collect new values, which arrive in ascending order. One of the two buffers is filled
                while the other is written to the file. An update skips padding and inactive
                parameters. The skipped values are kept in memory if they are few. Otherwise the
-               shard is read before each write.
+               shard is read before it is written.
 
 [Note: threads]
 The compute thread calls `FileShards.expect` and `FileShards.fetch`, the update thread
@@ -86,11 +86,11 @@ def create_param_tier(
 
     Args:
         shards: ``(segment, numel, dtype)`` of each shard, in order of use.
-        device: the compute device.
         config: the resolved ``zero_optimization`` block.
 
     Raises:
         ValueError: a setting is not supported. The message names it.
+        StorageError: the disk is full.
     """
     settings = ParamSettings.from_config(config)
     num_host = num_in_host_memory(shards, settings)
@@ -150,7 +150,7 @@ class OffloadedParams:
         return self.file.fetch(segment, out)
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Overwrite elements from ``start`` on. The caller may reuse ``values`` after the call."""
+        """Overwrite a shard from element ``start`` on. ``values`` may be reused after the call."""
         if segment in self._host:
             self._host[segment][start : start + values.numel()].copy_(values)
         else:
@@ -175,10 +175,10 @@ class OffloadedParams:
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """Host memory (uint8) with its pending copy to the device and transfer to the file."""
+    """Host memory (uint8) with its last copy to the device and last write to the file."""
 
     memory: Tensor
-    copy: Copy | None = None  # the last copy to the device
+    copy: Copy | None = None
     transfer: Transfer | None = None
 
     def free(self) -> Tensor:
@@ -229,12 +229,12 @@ class FileShards:
         # shards read ahead and not fetched yet
         self._read: dict[int, tuple[_Buffer, Transfer]] = {}
         self._fetched: dict[int, _Buffer] = {}  # fetched shards, most recent last
-        self._stale: set[int] = set()  # shards whose fetched copy is outdated
+        self._stale: set[int] = set()  # shards written since they were last read
         self._collected: _Collected | None = None
         self._idle = [
             _Buffer(self._pageable.buffer(self._largest)) for _ in range(NUM_WRITE_BUFFERS)
         ]
-        self._written: dict[int, Transfer] = {}  # pending writes
+        self._written: dict[int, Transfer] = {}  # writes that nobody has waited for
         self._kept: dict[int, _Kept] = {}
 
     @property
@@ -249,7 +249,7 @@ class FileShards:
         return self._block[segment]
 
     def expect(self, segments: Sequence[int]) -> None:
-        """Read these shards ahead, in order, until one has a pending write or no buffer is free."""
+        """Start to read shards in order, up to one with a pending write or without a buffer."""
         with self._lock:
             sooner: set[int] = set()
             for segment in segments:
@@ -306,7 +306,7 @@ class FileShards:
         return copy
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Collect new values of a part of a shard. Start its write when no more are expected."""
+        """Collect new values of a shard. Start its write once `_kept` has the values of gaps."""
         with self._lock:
             if self._collected is not None and self._collected.segment != segment:
                 self._send()

@@ -1,8 +1,8 @@
 """Structural protocols of the objects that this package receives and returns.
 
-They repeat the protocols of zero-core that this package uses, under the same names, so that neither
-package imports the other. The flat space is the 1-D concatenation of the parameter elements whose
-optimizer state this process owns. A shard is a range of it in one dtype.
+Those that zero-core defines too have the same names there: neither package imports the other. The
+flat space is the 1-D concatenation of the parameter elements whose optimizer state this process
+owns. A shard is a range of it in one dtype.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class UploadCodec(Protocol):
         """
 
     def decode(self, difference: Tensor, values: Tensor) -> None:
-        """Change ``values`` from ``old`` to ``new`` in place, on their device's current stream.
+        """Change ``values`` from `encode`'s ``old`` to ``new``, on their device's current stream.
 
         ``difference`` is uint8, exactly the bytes that `encode` wrote, at an even address.
         """
 
 
 class PassOptions(TypedDict, total=False):
-    """Keyword arguments that every kernel function accepts.
+    """Keyword arguments that every update function of a kernel accepts.
 
     The gradient is multiplied by ``grad_scale`` (default 1). ``out`` (fp32, bf16 or fp16, or None)
     receives the rounded weights. ``num_threads`` is None for the kernel's default.
@@ -76,7 +76,7 @@ class PassOptions(TypedDict, total=False):
 
 
 class AdamHyper(PassOptions):
-    """Keyword arguments of an Adam update. ``step`` starts at 1. The flags default to True."""
+    """Keyword arguments of an Adam update. ``step`` starts at 1. Booleans default to True."""
 
     step: int
     lr: float
@@ -117,7 +117,7 @@ class SummingKernel(Protocol):
     def grad_norm_sq(
         self, grad: Any, *, grad_scale: float = 1.0, num_threads: int | None = None
     ) -> tuple[float, bool]:
-        """Return the scaled gradient's sum of squares as a double, and whether it is finite."""
+        """Return the sum of squares of the scaled gradient, and whether all elements are finite."""
 
 
 @runtime_checkable
@@ -139,7 +139,7 @@ class CopyingKernel(Protocol):
         """Apply one Adam update in place, see `AdamKernel.adam_step`.
 
         ``copies`` are pairs of source and target, each as long as ``master``. The kernel copies
-        each element from source to target just before it updates that element.
+        each element from source to target before it updates this element.
         """
 
 
@@ -230,7 +230,7 @@ class SgdKernel(Protocol):
     ) -> None:
         """Apply one update of torch.optim.SGD in place. Tensors are as in `AdamKernel`.
 
-        ``momentum_buffer`` is None without momentum. At step 1 it is overwritten by the gradient.
+        ``momentum_buffer`` is None without momentum. Step 1 overwrites its values.
         """
 
 
@@ -255,7 +255,7 @@ class LionKernel(Protocol):
 
 @runtime_checkable
 class ElementwiseOptimizer(Protocol):
-    """Optimizer class that declares its update elementwise: see `check_elementwise`."""
+    """Optimizer class that declares whether its update is elementwise: see `check_elementwise`."""
 
     is_elementwise: bool
 
@@ -265,7 +265,7 @@ class RuledOptimizer(Protocol):
     """Optimizer class that declares its update rule.
 
     ``update_rule`` is "adam", "adagrad", "sgd" or "lion". The ``param_groups`` have the settings of
-    torch's optimizer of that name.
+    torch's optimizer of that name. Those of "lion" are ``lr``, ``betas`` and ``weight_decay``.
     """
 
     update_rule: str
@@ -306,10 +306,10 @@ class StateTier(Protocol):
         """Update the pieces listed in ``active``, possibly in the background."""
 
     def wait_params(self, start: int, stop: int) -> None:
-        """Return once the parameter shards within ``[start, stop)`` hold their new values."""
+        """Wait for the new parameters within ``[start, stop)``, or make the current stream wait."""
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        """Return whether `wait_params` would return at once, False after a failed update."""
+        """Return whether all new values in a range have arrived, False after a failed update."""
 
     def state_names(self) -> Sequence[str]:
         """Return the names of the elementwise states, ``master_weight`` first."""
@@ -334,7 +334,7 @@ class ChangeWatcher(Protocol):
     """Observer that reads states before they change."""
 
     def before_change(self, start: int, stop: int) -> None:
-        """Prepare for a change of states in ``[start, stop)``, in the thread that makes it."""
+        """Called before states of ``[start, stop)`` change, in the thread that will change them."""
 
 
 @runtime_checkable
@@ -345,12 +345,12 @@ class SnapshotTier(StateTier, Protocol):
         """Call ``watcher`` before every later change of states."""
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return what `read_state` does, without waiting. No thread may be changing the range."""
+        """Return what `read_state` does, without waiting for steps. The range must not change."""
 
 
 @runtime_checkable
 class ReservingTier(StateTier, Protocol):
-    """State tier that can allocate all of its memory before its first gradient."""
+    """State tier that can allocate memory for a step before its first gradient."""
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
         """Allocate the memory for gradients, for their conversion, and for copies of parameters.
@@ -365,7 +365,7 @@ class DeviceMemory(Protocol):
     """Tier that can list its device memory, which may be released between two steps."""
 
     def device_tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """Return all long-lived tensors on the device, by kind of engine state."""
+        """Return long-lived "master_weights", "optimizer_states", "gradients" and "buffers"."""
 
 
 class DeviceTierFactory(Protocol):

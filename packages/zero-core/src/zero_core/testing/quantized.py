@@ -1,11 +1,10 @@
 """Quantized model with adapters, for tests of the storage formats of quantization libraries.
 
-Weights are 4-bit codes, two per byte, in blocks of `BLOCK` values with one absolute maximum each,
-as in QLoRA (Dettmers et al., arXiv 2305.14314, section 3) but with equidistant levels. Each block
-of `Adapted` has three formats: a tensor subclass that wraps plain tensors (like torchao), a
-parameter with metadata in an attribute (like bitsandbytes), and plain parameters for codes and
-scales. The autograd node of the product keeps a view of the codes outside of saved tensors, where
-no autograd hook sees it.
+Each `_Block` of `Adapted` has a frozen weight in each of three formats: a tensor subclass that
+wraps plain tensors (like torchao), plain parameters for 8-bit floats and scales, and a parameter
+with metadata in an attribute (like bitsandbytes). `quantize` makes the 4-bit codes of the first and
+last format, two per byte, as in QLoRA (arXiv 2305.14314, section 3) but with equidistant levels.
+The autograd node of `Product` keeps these codes where no saved-tensor hook sees them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ BLOCK = 8
 
 
 class ScaleState:
-    """Metadata of packed codes: scales, a 0-dimensional offset, and a table in a nested object."""
+    """Metadata of packed codes: scales, an unused offset, and their table in a nested object."""
 
     def __init__(self, absmax: Tensor, table: Tensor, shape: torch.Size) -> None:
         self.absmax = absmax
@@ -46,7 +45,7 @@ def _table() -> Tensor:
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes (uint8 [numel / 2, 1]) and absolute maxima ([numel / BLOCK])."""
+    """Return codes (uint8 [numel / 2, 1]), and the absolute maximum of each `BLOCK` values."""
     blocks = weight.detach().reshape(-1, BLOCK)
     absmax = blocks.abs().amax(1)
     nearest = (blocks / absmax[:, None])[..., None].sub(_table()).abs().argmin(-1)
@@ -55,14 +54,14 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, absmax: Tensor, table: Tensor, shape: torch.Size) -> Tensor:
-    """Return the fp32 weight for codes and absolute maxima of `quantize`."""
+    """Return the weight that `quantize` encoded. ``table`` has the level of each code."""
     flat = codes.reshape(-1, 1)
     values = table[torch.cat((flat >> 4, flat & 15), 1).long()]
     return (values.view(-1, BLOCK) * absmax[:, None]).view(shape)
 
 
 class Product(torch.autograd.Function):
-    """``x @ weight.t()`` of a quantized weight. Keeps the codes outside of saved tensors."""
+    """Product ``x @ weight.t()`` of a quantized weight, with its codes kept in ``ctx``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, state: ScaleState) -> Tensor:
@@ -74,7 +73,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Compute the gradient of ``x`` from the codes' current values."""
+        """Compute the gradient of ``x`` from the codes' current values, if not repacked."""
         state = ctx.state
         weight = dequantize(ctx.codes, state.absmax, state.inner.values, state.shape)
         return grad @ weight, None, None
@@ -141,7 +140,7 @@ class WrappedCodes(Tensor):
 
 
 class AttachedLinear(nn.Module):
-    """Linear layer of a `PackedParam`, which is repacked at the first evaluation."""
+    """Linear layer of a `PackedParam`. The first forward in evaluation mode repacks its codes."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -172,7 +171,7 @@ class WrappedLinear(nn.Module):
 
 
 class PlainLinear(nn.Module):
-    """Linear layer of column-major 8-bit floats with a separate scale per row."""
+    """Linear layer whose weight is a column-major float8_e4m3fn times one scale per row."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -194,7 +193,7 @@ class _Block(nn.Module):
         down, up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
         self.adapter = nn.Sequential(OrderedDict(down=down, up=up))
         self.second = PlainLinear(width)
-        # The autograd node of this layer is the first one in the block's backward.
+        # The block's backward starts with this layer, before any saved tensor is unpacked.
         self.last = AttachedLinear(_drawn(width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -206,7 +205,7 @@ class _Block(nn.Module):
 
 
 class Adapted(nn.Module):
-    """Frozen quantized model with trainable adapters. ``width`` is a multiple of `BLOCK`."""
+    """Frozen quantized model with trainable adapters. ``width`` must be a multiple of `BLOCK`."""
 
     def __init__(self, width: int = 24, depth: int = 4) -> None:
         super().__init__()
@@ -216,7 +215,7 @@ class Adapted(nn.Module):
             self.outlet = WrappedLinear(_drawn(width))
 
     def forward(self, x: Tensor, *, is_reversed: bool = False) -> Tensor:
-        """Return a loss of ``x`` [batch, width]. ``is_reversed``: run the blocks in reverse."""
+        """Return a loss of ``x`` [batch, width]. ``is_reversed``: call the last block first."""
         x = self.inlet(x)
         for block in reversed(self.blocks) if is_reversed else self.blocks:
             x = block(x)

@@ -1,7 +1,4 @@
-"""Ranks on one machine: processes forked from a server that has imported torch once.
-
-`PeakMemory` and `OwnPeakMemory` measure the memory of a process as counted by Linux.
-"""
+"""Ranks on one machine: processes forked from a server that has imported torch once."""
 
 from __future__ import annotations
 
@@ -33,17 +30,17 @@ from zero_core._libc import release_free_pages
 from zero_core.comm.groups import Ranks
 from zero_core.comm.topology import find_ranks
 
-# Modules that ranks of tests import. The oracle imports most of them.
+# Modules that the fork server imports, so that forked processes have them.
 _PRELOADED = [__name__, "zero_core.testing.oracle", "pytest", "hypothesis"]
 _LIMIT = timedelta(minutes=5)
-"""Longest wait of one rank for another."""
+"""Timeout of the process group's collectives."""
 
 
 def preload(*modules: str) -> None:
     """Make the fork server import ``modules``, which saves each forked rank the import.
 
-    Call it before the first `spawn`. A module that the server cannot import is imported later by
-    the ranks that need it.
+    Call it before the first `spawn` or `run_alone`, which starts the server. The server skips a
+    module that it cannot import.
     """
     _PRELOADED.extend(modules)
 
@@ -57,10 +54,10 @@ def spawn(
 ) -> None:
     """Run ``worker(rank, world_size, *args)`` on ranks, and raise if a rank raises.
 
-    ``worker`` must be a module-level function. Ranks are forked from a server that has already
-    imported torch, and connect through a file store. ``ranks_per_node`` sets torchrun's environment
-    variables for nodes of that size. A ``backend`` such as "cpu:gloo,cuda:gloo" lets all ranks
-    share one accelerator. With "nccl" each rank has its own, and LOCAL_RANK is the rank.
+    ``worker`` must be a module-level function. Ranks are forked processes of one process group.
+    ``ranks_per_node`` sets LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun does for nodes of that size.
+    With the ``backend`` "cpu:gloo,cuda:gloo", ranks may share an accelerator. With "nccl",
+    LOCAL_RANK is the rank, so that each rank uses another accelerator.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
@@ -71,7 +68,7 @@ def spawn(
 def run_on_processes(
     program: Callable[..., object], world_size: int, *args: Any, ranks_per_node: int | None = None
 ) -> None:
-    """Run ``program(ranks, *args)`` as `simulate` does, but on gloo ranks."""
+    """Run ``program(ranks, *args)`` on gloo ranks, and raise if a rank raises."""
     spawn(_run_program, world_size, program, *args, ranks_per_node=ranks_per_node)
 
 
@@ -80,7 +77,7 @@ def _run_program(rank: int, world_size: int, program: Callable[..., object], *ar
 
 
 def run_alone(worker: Callable[..., None], *args: Any) -> None:
-    """Run ``worker(*args)`` in one process forked as by `spawn`, without a process group."""
+    """Run ``worker(*args)`` in a forked process without a process group. Raise if it raises."""
     _fork(_run_alone, (worker, args), 1)
 
 
@@ -94,9 +91,9 @@ def _fork(function: Callable[..., None], args: tuple[Any, ...], number: int) -> 
 def on_processes(
     world_size: int | None = None,
 ) -> Callable[[Callable[..., object]], Callable[..., None]]:
-    """Run a test on gloo ranks. Its first argument is the rank's `Ranks`.
+    """Make a test run on gloo ranks. Its first argument is the rank's `Ranks`.
 
-    ``world_size`` is as in `on_ranks`. The test's other arguments are pickled.
+    ``world_size`` is as in `of_size`. The test's other arguments are pickled.
     """
 
     def decorate(test: Callable[..., object]) -> Callable[..., None]:
@@ -109,7 +106,7 @@ def on_processes(
 
 
 def alone(test: Callable[..., object]) -> Callable[..., None]:
-    """Run a test in a separate process, as `run_alone` does. Its arguments are pickled."""
+    """Make a test run in a separate process, by `run_alone`. Its arguments are pickled."""
 
     @functools.wraps(test)
     def run(**arguments: Any) -> None:
@@ -121,9 +118,10 @@ def alone(test: Callable[..., object]) -> Callable[..., None]:
 def of_size(
     test: Callable[..., object], world_size: int | None, run: Callable[[int, dict[str, Any]], None]
 ) -> Callable[..., None]:
-    """Return ``test`` without its first parameter, as a function that calls ``run``.
+    """Return a test function that calls ``run(number of ranks, arguments)``.
 
-    ``world_size`` is the number of ranks. None: the test is parametrized by "world_size".
+    Its parameters are those of ``test`` but the first. If ``world_size`` is None, it also has the
+    parameter "world_size", for the number of ranks.
     """
     signature = inspect.signature(test)
     further = list(signature.parameters.values())[1:]
@@ -139,14 +137,14 @@ def of_size(
 
 
 def _run_test(ranks: Ranks | None, module: str, name: str, arguments: dict[str, Any]) -> None:
-    """Run the original of a decorated test, which a forked process finds by name."""
+    """Run the undecorated test ``name``, which is imported because it cannot be pickled."""
     test = vars(importlib.import_module(module))[name].__wrapped__
     test(*[ranks] * (ranks is not None), **arguments)
 
 
 def _prepare() -> None:
     faulthandler.enable()  # print a traceback if a signal kills the rank
-    gc.freeze()  # exempt the server's imports from collections, which saves 0.2 s each
+    gc.freeze()  # exempt the server's imports from garbage collection, to save time
     torch.set_num_threads(1)
 
 
@@ -182,9 +180,9 @@ def _run_rank(
 
 
 class PeakMemory:
-    """Context that measures how far this process's resident memory rises above its start."""
+    """Context that measures how far this process's resident memory rises, on Linux."""
 
-    nbytes: int  # the rise, set at exit from the context
+    nbytes: int  # set at exit
 
     def __enter__(self) -> PeakMemory:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak, VmHWM
@@ -196,15 +194,15 @@ class PeakMemory:
 
 
 class OwnPeakMemory:
-    """Context that measures the rise of this process's memory without file mappings.
+    """Context that measures how far this process's anonymous and shared memory rises, on Linux.
 
-    Samples anonymous and shared memory every millisecond.
+    Samples it about every millisecond. File mappings do not count.
     """
 
-    nbytes: int  # the rise, set at exit from the context
+    nbytes: int  # set at exit
 
     def __enter__(self) -> OwnPeakMemory:
-        gc.collect()  # memory freed later would hide a rise
+        gc.collect()  # memory freed within the context would hide a rise
         release_free_pages()
         self._before = self._highest = _read_own()
         self._has_ended = Event()

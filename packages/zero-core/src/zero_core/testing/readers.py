@@ -1,4 +1,4 @@
-"""Test programs that read a model's parameters at many moments of a training."""
+"""Model and functions for tests that read a parameter at many moments of training."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _Block(nn.Module):
 
 
 class Watched(nn.Module):
-    """Model whose forward calls a function with the name of the current moment."""
+    """Model whose forward calls a given function with the name of the current moment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def inputs(step: int, rank: int) -> Tensor:
 
 
 class Log:
-    """Result of every reader of one weight at every moment: a value or an error message."""
+    """Results of `READERS` for one parameter, by moment and reader: a value or error message."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self._param = param
@@ -127,11 +127,11 @@ class Log:
 
 
 BEFORE, AFTER = "gathered before the step", "gathered after the step"
-"""Moments at which every reader finds the right value."""
+"""Moments within ``engine.gathered()``, whose results are the expected ones."""
 
 
 def read_everywhere(engine: Engine, rank: int, steps: int) -> tuple[dict[Any, Any], list[float]]:
-    """Train a `Watched` model and return the readers' findings in the last step, and the losses."""
+    """Train a `Watched` model. Return the last step's `Log.found`, and this rank's losses."""
     model = engine.module
     assert isinstance(model, Watched)
     log, losses = Log(model.blocks[1].get_parameter("inner.weight")), []
@@ -161,7 +161,7 @@ def read_everywhere(engine: Engine, rank: int, steps: int) -> tuple[dict[Any, An
 
 
 def check_truth(found: dict[Any, Any], refusals: dict[str, str]) -> None:
-    """Check that each reader found the right value, or the error listed in ``refusals``."""
+    """Check that results equal those of `BEFORE` or `AFTER`, except for errors in ``refusals``."""
     for (moment, reader), value in found.items():
         if moment in refusals:
             assert isinstance(value, str), (moment, reader, value)

@@ -1,4 +1,4 @@
-"""Pytest hooks for a ``conftest.py``: the marker ``sampled`` for long grids, and fast imports."""
+"""Pytest hooks for a ``conftest.py``: sampled rows of long grids, and faster imports."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """Disable garbage collection while test files import libraries, which leave little garbage."""
+    """Disable garbage collection while test files are imported, which leaves little garbage."""
     gc.disable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Enable garbage collection, and exempt the objects that imports have created."""
+    """Enable garbage collection, and exempt all objects created so far."""
     gc.freeze()
     gc.enable()
 
@@ -27,9 +27,9 @@ def pytest_runtestloop() -> None:
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     """Keep one in ``n`` rows of each test marked ``sampled(n)``, and mark the others ``slow``.
 
-    Runs before ``-m`` deselects tests. More rows are kept if needed to cover every parameter value
-    that several rows share. The choice depends on a hash of the rows' names, so every process keeps
-    the same rows.
+    A row is one set of a test's parameters. Runs before ``-m`` deselects tests. More rows are kept
+    if needed to cover every parameter value that several rows share. Rows are ordered by a hash of
+    their names, so every process keeps the same ones.
     """
     rows_of: dict[tuple[str, int], list[pytest.Function]] = defaultdict(list)
     for item in items:
@@ -51,7 +51,7 @@ def _choose(rows: Sequence[pytest.Function], least: int) -> list[pytest.Function
     missing = {value for value, count in counts.items() if count > 1}
     kept: list[pytest.Function] = []
     while missing or len(kept) < least:
-        # Of equally good rows, max() returns the first.
+        # Of equally good rows, max() returns the first in the order of hashes.
         best = max(left, key=lambda row: len(_values(row) & missing))
         left.remove(best)
         kept.append(best)

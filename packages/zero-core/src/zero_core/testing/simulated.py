@@ -1,10 +1,9 @@
 """Simulated ranks for tests of partitioning: threads of one process instead of processes.
 
-Each rank is a thread that builds an engine over `SimulatedRanks`. The engine's transport, layout,
-runtime and optimizer are the real ones. Only two things are replaced: point-to-point messages
+Each rank is a thread. Its `SimulatedRanks` replace point-to-point messages
 (`zero_core.comm.p2p.Messages`) and an accelerator's library
-(`zero_core.comm.control.DeviceLibrary`). Shared memory, process groups and signals are not
-simulated: their tests start processes (`spawn`).
+(`zero_core.comm.control.DeviceLibrary`). An engine over them runs its usual code otherwise. Shared
+memory, process groups and signals are not simulated: their tests start processes (`spawn`).
 
 Threads share torch's global random generator, so only one thread at a time may initialize a model
 (`zero_core.testing.make_model` takes a lock).
@@ -43,12 +42,13 @@ _T = TypeVar("_T")
 _COLLECT_S = 0.5
 """Seconds between two checks for garbage."""
 _MOST_UNCOLLECTED = 50_000
-"""Objects created since the last collection that trigger another. Python's default is 700."""
+"""Minimum ``gc.get_count()[0]``, objects created minus objects deleted, for a collection."""
 
 TIMEOUT_S = 120.0
-"""Longest wait for another rank, unless `simulate` is given another."""
+"""Default of ``timeout_s``, the longest wait for a message."""
 
-# The start differs between processes, so that they use different cores.
+# Number of the next simulation, which selects its core. Counting from the process id makes it
+# likely that concurrent processes use different cores.
 _turns = itertools.count(os.getpid())
 
 
@@ -57,7 +57,7 @@ class Network:
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size = world_size
-        self.timeout_s = timeout_s  # longest wait of a rank for another rank
+        self.timeout_s = timeout_s
         self._arrived = [threading.Condition() for _ in range(world_size)]
         self._boxes: dict[tuple[int, int, Any], deque[Tensor]] = defaultdict(deque)
         self.failed: int | None = None  # the first rank that failed
@@ -87,13 +87,13 @@ class Network:
         )
 
     def ranks(self, rank: int, per_node: int) -> Ranks:
-        """Return the ranks as seen by ``rank``, with ``per_node`` ranks on each node."""
+        """Return the `SimulatedRanks` of ``rank``, with ``per_node`` ranks on each node."""
         size, device = self.world_size, torch.device("cpu")
         carrier = _SimulatedMessages(self, range(size), rank)
         return SimulatedRanks(None, rank, size, device, per_node, carrier=carrier)
 
     def fail(self, rank: int) -> None:
-        """Record that ``rank`` has failed, and wake all waiting ranks."""
+        """Record the first failed rank, and wake all waiting ranks."""
         for arrived in self._arrived:
             with arrived:
                 if self.failed is None:
@@ -103,7 +103,7 @@ class Network:
 
 @dataclass(eq=False)
 class _Message:
-    """A message to receive into ``into``, which is None if it was sent or already received."""
+    """Handle of a message. `wait` receives it into ``into``, which is None if sent or received."""
 
     network: Network
     address: tuple[int, int, Any]  # sender, receiver and tag
@@ -124,9 +124,9 @@ class _SimulatedMessages:
     """`zero_core.comm.p2p.Messages` of one simulated rank."""
 
     network: Network
-    members: Sequence[int]  # ranks of the network
-    rank: int  # this rank's number in the network
-    key: Any = None  # separates these messages from those with another key
+    members: Sequence[int]  # ranks in the network, indexed by ``target`` and ``source``
+    rank: int  # this rank in the network
+    key: Any = None  # added to each tag, so that groups do not receive each other's messages
     num_channels: int = 0
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
@@ -142,7 +142,7 @@ class _SimulatedMessages:
         return self.num_channels
 
     def among(self, members: Sequence[int], key: Any) -> _SimulatedMessages:
-        """Return separate messages among some ``members``."""
+        """Return messages among the ranks ``members``, separate from those with other keys."""
         chosen = [self.members[member] for member in members]
         return _SimulatedMessages(self.network, chosen, self.rank, (self.key, key))
 
@@ -170,7 +170,7 @@ class SimulatedLibrary(HostLibrary):
 
 @dataclass(frozen=True)
 class SimulatedRanks(Ranks):
-    """Ranks of a simulation, as seen by one of them, for ``build(..., process_group=ranks)``."""
+    """`Ranks` of one simulated rank, for ``build(..., process_group=ranks)``."""
 
     carrier: _SimulatedMessages = field(kw_only=True)
 
@@ -191,7 +191,7 @@ class SimulatedRanks(Ranks):
 
 
 def device_collectives(ranks: SimulatedRanks, meter: Meter | None = None) -> DeviceCollectives:
-    """Return an accelerator's collectives for simulated ranks. Every rank must call it.
+    """Return collectives that simulate an accelerator's. Every rank must call it.
 
     ``meter`` counts the bytes sent.
     """
@@ -227,8 +227,9 @@ def simulate(
 ) -> list[_T]:
     """Run ``program(ranks, *args)`` on simulated ranks and return the results in rank order.
 
-    ``ranks`` are `SimulatedRanks`, or what ``network.ranks`` returns. Ranks must not change
-    ``args``. If ranks fail, the first failed rank's exception is raised.
+    ``ranks`` are `SimulatedRanks`, or what ``network.ranks`` returns. ``timeout_s`` has no effect
+    with ``network``. Ranks share ``args``, and must not change them. If ranks fail, the first
+    failed rank's exception is raised.
     """
     per_node = ranks_per_node or world_size
     network = network or Network(world_size, timeout_s)
@@ -237,15 +238,14 @@ def simulate(
     turn = next(_turns)
 
     def run(rank: int) -> None:
-        torch.set_num_threads(1)  # as `spawn` does: the number of threads changes a sum's rounding
+        torch.set_num_threads(1)  # as in `spawn`: the number of threads may change a sum's rounding
         try:
             if sys.platform == "linux":
-                # Run all ranks on one core. Torch operations pass the GIL between ranks, which
-                # takes several times as long across cores.
+                # Run all ranks on one core, because passing the GIL between cores is slower.
                 cores = sorted(os.sched_getaffinity(0))
                 os.sched_setaffinity(0, {cores[turn % len(cores)]})
             results[rank] = program(network.ranks(rank, per_node), *args)
-        except BaseException as error:  # raised in the caller's thread
+        except BaseException as error:  # the caller's thread raises the first one
             errors[rank] = error
             network.fail(rank)
 
@@ -257,8 +257,8 @@ def simulate(
     renew_autograd_after_fork()
     # Only this thread may collect garbage, to avoid a deadlock. Torch holds its generator's lock
     # while it allocates a tensor for the generator's state. If this allocation triggers a
-    # collection, and a collected tensor releases the GIL, another rank can take the GIL and wait
-    # for the generator.
+    # collection, and a collected tensor releases the GIL, another rank can take the GIL and keep it
+    # while it waits for the generator's lock.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -284,10 +284,9 @@ def on_ranks(
     ranks_per_node: int | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test on simulated ranks. Its first argument is the rank's `SimulatedRanks`.
+    """Make a test run on simulated ranks. Its first argument is the rank's `SimulatedRanks`.
 
-    ``world_size`` is the number of ranks. None: the test is parametrized by "world_size". Other
-    arguments are those of `simulate`.
+    ``world_size`` is as in `of_size`, and the other arguments as in `simulate`.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:

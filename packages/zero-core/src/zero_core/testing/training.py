@@ -1,4 +1,4 @@
-"""Training loops for tests, which compare the engine with simulated DDP bit by bit."""
+"""Training loops for tests that compare the engine with simulated DDP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def loss_of(model: Callable[..., Any], inputs: Inputs) -> Tensor:
 
 
 def train(engine: zero_core.Engine, batches: Iterable[Inputs | None]) -> list[float]:
-    """Train one micro-step per batch, or an idle one for None, and return the losses."""
+    """Train one micro-step per batch, and return the losses. None: an idle step without a loss."""
     losses = []
     for inputs in batches:
         if inputs is None:
@@ -43,7 +43,7 @@ def train(engine: zero_core.Engine, batches: Iterable[Inputs | None]) -> list[fl
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Return fused AdamW with the settings of `Case`, over the trainable parameters."""
+    """Return fused AdamW over the trainable parameters, with the settings of `Case.config`."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
@@ -57,7 +57,7 @@ def train_ddp(
     """Train with `SimulatedDDP` and `adamw`, one micro-step per batch, and return the losses.
 
     ``accumulation`` is the number of micro-steps per step, or a list with one number per step.
-    Reduced gradients of a step's micro-steps are added. A batch is None if this rank has no data.
+    Averaged gradients of a step's micro-steps are added. A batch is None if this rank has no data.
     """
     ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
     counts = iter(accumulation) if isinstance(accumulation, Sequence) else repeat(accumulation)
@@ -94,10 +94,10 @@ def check_like_ddp(
     atol: float = 0.0,
     **build_kwargs: Any,
 ) -> None:
-    """Train ``make()`` with the engine and with DDP, and compare losses and values.
+    """Train ``make()`` with the engine and with `train_ddp`. Compare losses and state dicts.
 
-    ``draw`` returns the inputs of (micro-step, rank), or None for a rank without data. ``case``
-    must be fp32 without clipping. Up to two ranks, `SimulatedDDP` is bit-identical to torch's DDP.
+    ``draw(micro-step, rank)`` returns inputs, or None for a rank without data. ``case`` must be
+    fp32 without clipping. ``steps`` counts optimizer steps.
     """
     batches = [draw(number, ranks.rank) for number in range(steps * case.accumulation)]
     model = make()
@@ -117,7 +117,7 @@ def step_ddp(
 ) -> float:
     """Train one step with `SimulatedDDP` and ``optimizer``, and return the loss.
 
-    ``edit`` may change the module's averaged gradients.
+    ``edit`` may change the module's averaged gradients before the optimizer uses them.
     """
     loss = loss_of(ddp, inputs)
     optimizer.zero_grad()
@@ -129,10 +129,10 @@ def step_ddp(
 
 
 def train_steps(engine: zero_core.Engine, first: int, stop: int) -> list[float]:
-    """Train `Hard` for steps ``[first, stop)`` on this rank's batches."""
+    """Train `Hard` on this rank's batches of the steps ``[first, stop)``. Return the losses."""
     return train(engine, [batch(step, 0, engine.rank) for step in range(first, stop)])
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Compare tensors, or mappings or sequences of tensors, bit by bit."""
+    """Raise AssertionError unless tensors, or mappings or sequences of tensors, are equal."""
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)

@@ -1,9 +1,9 @@
 """The vertical schedule of a step's micro-batches.
 
 [Note: the vertical schedule]
-The horizontal schedule runs forward and backward of one micro-batch after another, and gathers each
-unit of a stage-3 model twice per micro-batch. The vertical schedule runs all micro-batches through
-one unit before the next unit, and so gathers each unit twice per step:
+The horizontal schedule runs forward and backward of one micro-batch after another, and may gather
+each block of a stage-3 model twice per micro-batch. The vertical schedule runs all micro-batches
+through one block before the next block, and so gathers a block at most twice per step:
 
 1. Forward: each micro-batch's forward runs up to the first block, in the order of micro-batches.
    Then all micro-batches run the first block, then the second, and so on. Each forward is a
@@ -15,20 +15,20 @@ one unit before the next unit, and so gathers each unit twice per step:
    and finally through the code before the blocks. `zero_core.vertical.segments` cuts the graph at
    the inputs and outputs of blocks.
 
-Gradients of a unit are reduced separately for each micro-batch, in the order of micro-batches, so
-sums are bit-identical to those of the horizontal schedule. For a tied weight of the root, the
-gradient from the head is kept until the embedding adds its part: one per micro-batch, in host
-memory if inputs of blocks are kept there.
+A unit's gradients are added separately for each micro-batch, in the order of micro-batches, so sums
+are bit-identical to those of the horizontal schedule. For a tied weight of the root, the gradient
+from the head is kept until that from the embedding is added: one per micro-batch, in host memory if
+inputs of blocks are kept there.
 
 The passes treat the micro-batches of a step as one forward and one backward. Hooks in each
 micro-batch call `ForwardPass.go_into` and `go_out_of` instead of ``enter`` and ``leave``. A block
-stays gathered until the first micro-batch enters the next block. In backward a unit is gathered
+stays gathered until the first micro-batch enters the next block. In backward a block is gathered
 once for all micro-batches.
 
-Each block must be called exactly once, in the order of the module tree. Otherwise an
-`AccumulationScheduleError` is raised. The same error is raised if a forward stores tensors in
-attributes of modules, because micro-batches would read each other's tensors. Only the first step
-checks for such tensors.
+Each forward must call each block exactly once, in the order of the module tree. Otherwise an
+`AccumulationScheduleError` is raised. The same error is raised if a forward stores new tensors in
+attributes of modules, because micro-batches would read each other's tensors. This is checked until
+the first step has ended.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def random_states(device: torch.device) -> tuple[Tensor, ...]:
 
 
 def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return tensors in attributes and containers of modules, except parameters and buffers."""
+    """Return tensors in modules' own attributes, also in lists, tuples and dicts, by attribute."""
     found = {}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
@@ -88,19 +88,19 @@ def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
 
 
 class MicroBatch:
-    """One micro-batch, whose forward is a greenlet that pauses at blocks."""
+    """One micro-batch, whose forward is a greenlet that pauses before each block."""
 
     loss: Tensor  # detached, set when the forward has ended
-    scaled_loss: Tensor | None = None  # None after backward has begun
-    hooks: AbstractContextManager[Any]  # on tensors that the model's forward saves
+    scaled_loss: Tensor | None = None  # set from the end of the forward to the start of backward
+    hooks: AbstractContextManager[Any]  # saved-tensor hooks, if parameters are sharded
 
     def __init__(
         self, number: int, batch: Any, loss_of: ScaledLoss, partial: PartialGrads, state: TorchState
     ) -> None:
         self.number = number  # number in the step, from 0 on
-        self.partial = partial  # incomplete gradients of all micro-batches
-        self.segments = Segments(partial, number)  # segments of this micro-batch's graph
-        self.states: tuple[Tensor, ...] | None = None  # generator states, while paused
+        self.partial = partial  # shared by the step's micro-batches
+        self.segments = Segments(partial, number)
+        self.states: tuple[Tensor, ...] | None = None  # `random_states` at the last pause
         self._state = state
         self.greenlet = greenlet(lambda: self._compute(batch, loss_of))
         self.greenlet.gr_context = copy_context()
@@ -136,7 +136,7 @@ class VerticalSchedule(MicroBatches):
         state: ShardedState,
         host_inputs: HostInputs | None,
     ) -> None:
-        """Hook ``modules``, the blocks. ``host_inputs`` moves inputs of blocks to the host."""
+        """Hook ``modules``, the blocks. Raise AccumulationScheduleError if there are none."""
         if not passes.units.blocks:
             raise AccumulationScheduleError(
                 "accumulation_schedule = 'vertical' needs a sequence of blocks (an nn.ModuleList "
@@ -157,13 +157,13 @@ class VerticalSchedule(MicroBatches):
             for position, param in enumerate(grads.params)
         }
         self._host_inputs = host_inputs
-        # Tensors in attributes of modules before a micro-batch runs. None after the first step.
+        # Tensors in modules' attributes when a forward last paused. None after the first step.
         self._in_attributes: dict[str, list[Tensor]] | None = {}
         self._running: MicroBatch | None = None  # the micro-batch whose forward is running
-        # In backward: the running micro-batch, and the unit whose gradients it computes. The unit
-        # is the root for the code before the blocks.
+        # In backward: the running micro-batch, and the unit whose gradients it computes. That is
+        # the root for the code before the blocks, and the tail or None for the code behind them.
         self._turn: tuple[MicroBatch, Unit | None] | None = None
-        # Whether ranks exchange buffers between micro-batches.
+        # Whether forwards of the model may broadcast rank 0's buffers (``broadcast_buffers``).
         self._has_common_buffers = state.control.world_size > 1 and bool(
             state.common_buffers.by_dtype()
         )
@@ -221,7 +221,7 @@ class VerticalSchedule(MicroBatches):
         self.handles.append(module.register_forward_hook(hooks[1]))
 
     def check_apart(self, call: str) -> None:
-        """Raise if ``call`` runs a single micro-batch of a step that has several."""
+        """Raise for ``call``, which runs a single micro-batch, if a step has several."""
         if self._train.accumulation.steps > 1:
             raise AccumulationScheduleError(
                 f"{call}: with accumulation_schedule = 'vertical' the micro-batches of a step are "
@@ -260,7 +260,7 @@ class VerticalSchedule(MicroBatches):
             # Compute each loss, and run backward from the loss to the last block's output.
             for one in micro_batches:
                 self._advance(one, seed)
-                self._check_graph(one)  # raise before backward updates any unit
+                self._check_graph(one)  # raise before this micro-batch's backward
                 if not self._backward.is_open:
                     self._backward.open({unit.index: 0 for unit in self._units.units}, is_new=True)
                 self._go_backward(one, len(self._blocks) + 1, self._units.tail)
@@ -283,7 +283,7 @@ class VerticalSchedule(MicroBatches):
                 torch_state.exchange()
                 self._train.accumulation.enter_micro_step(0)
                 self._passes.drive_by_hooks()
-                self._forward.abandon()  # the next forward drops the passes' gradients
+                self._forward.abandon()  # the next forward drops this step's gradients
                 self._units.release_all()
             if interruptions and isinstance(error, Exception):
                 raise interruptions[0] from error
@@ -367,7 +367,7 @@ class VerticalSchedule(MicroBatches):
         self._backward.is_open = False
 
     def _go_backward(self, one: MicroBatch, segment: int, unit: Unit | None) -> None:
-        """Run backward through one segment, and reduce the micro-batch's gradient of ``unit``."""
+        """Run backward through one segment. Start to reduce the gradient of ``unit`` if due."""
         self._train.accumulation.enter_micro_step(one.number)
         self._turn = one, unit
         for grads in () if unit is None else unit.grads:
@@ -409,7 +409,7 @@ class VerticalSchedule(MicroBatches):
         return repr(self._blocks[segment - 1])
 
     def _check_params(self, one: MicroBatch, segment: int) -> None:
-        """Raise if a segment uses parameters of other units, whose gradient would be incomplete."""
+        """Raise if a segment uses parameters of a unit that is neither its own nor the root."""
         own: Unit | None = self._root
         if segment:
             own = self._units.tail if segment > len(self._blocks) else self._blocks[segment - 1]
@@ -442,12 +442,12 @@ class VerticalSchedule(MicroBatches):
 
 
 class AutoSchedule(VerticalSchedule):
-    """Vertical schedule that switches to the horizontal one at the first refusal."""
+    """Vertical schedule until its first AccumulationScheduleError, then the horizontal one."""
 
     _is_vertical = True
 
     def check_apart(self, call: str) -> None:
-        """Permit ``call``, because the horizontal schedule gives the same bits."""
+        """Permit ``call``, because single micro-batches give bit-identical results."""
 
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
         if self._is_vertical:

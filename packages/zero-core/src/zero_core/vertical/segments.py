@@ -50,9 +50,9 @@ from zero_core.runtime.host_inputs import HostCopies, HostCopy
 class PartialGrads:
     """Gradients of parameters that several segments use, by micro-batch and id of the parameter.
 
-    A *turn* is the backward of one micro-batch through one segment. With ``copies``, gradients are
-    on the host between turns of their micro-batch. The device then holds the gradients of at most
-    two turns: the computing stream waits until those of the previous turn are on the host.
+    A *turn* is the backward of one micro-batch through one segment. With ``copies``, gradients on
+    the device are copied to the host at the end of each turn. The end of the next turn frees their
+    device memory.
     """
 
     def __init__(self, num_micro_batches: int, copies: HostCopies | None) -> None:
@@ -73,7 +73,7 @@ class PartialGrads:
         return found
 
     def take_all(self, number: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield all gradients with their parameter ids, and drop them."""
+        """Yield and drop the gradients of micro-batch ``number``, with their parameter ids."""
         for param in list(self._grads[number]):
             grad = self.get(number, param)
             assert grad is not None
@@ -87,7 +87,7 @@ class PartialGrads:
                 found.copies.fetch(found)
 
     def end_turn(self, number: int) -> None:
-        """Start to copy this micro-batch's gradients to the host."""
+        """With ``copies``, call `settle`, and start to copy the turn's gradients to the host."""
         if self._copies is None:
             return
         self.settle()
@@ -98,18 +98,18 @@ class PartialGrads:
                 grads[param] = grad if stored is None else stored
 
     def settle(self) -> None:
-        """Drop device gradients being copied to the host. The stream first waits for the copies."""
+        """Drop device gradients that are being copied to the host: see `HostCopies.free`."""
         for stored in chain.from_iterable(grads.values() for grads in self._grads):
             if isinstance(stored, HostCopy):
                 stored.copies.free(stored)
 
 
 class SegmentCrossing(Exception):
-    """Raised if a block uses an earlier segment's tensor that was not passed as its input."""
+    """Raised if a segment's graph leads to an earlier segment or to another micro-batch."""
 
     def __init__(self, segment: int | None) -> None:
         super().__init__(segment)
-        self.segment = segment  # the tensor's segment, None if of another micro-batch
+        self.segment = segment  # number of the earlier segment, None for another micro-batch
 
 
 @dataclass(eq=False, slots=True)
@@ -139,15 +139,15 @@ class _Border(torch.autograd.Function):
 _BORDER: Any = _Border._backward_cls
 """Class of the nodes of `_Border` in a graph."""
 _Entry = tuple[weakref.ref[Tensor], Tensor]
-"""A tensor, and its border."""
+"""A tensor by weak reference, and its border."""
 
 
 @dataclass(eq=False)
 class _Segment:
-    """Start of one segment's backward, and the leaves that receive gradients."""
+    """One segment: its outputs, where backward starts, and the leaves that receive gradients."""
 
-    start: int  # `sequence_number` of its first node
-    # The segment's outputs that were replaced by borders, without their memory.
+    start: int  # lower bound of its nodes' `sequence_number`
+    # Outputs that were replaced by borders, as edges, which do not keep the values' memory.
     sources: list[tuple[GradientEdge, _Gradient]] = field(default_factory=list)
     borders: dict[Any, _Gradient] = field(default_factory=dict)
     params: dict[int, Tensor] = field(default_factory=dict)  # parameters in its graph, by id
@@ -156,8 +156,8 @@ class _Segment:
 class Segments(TorchFunctionMode):
     """The segments of one micro-batch. The prologue is number 0, block n (0, 1, ...) is n + 1.
 
-    Between the blocks of a forward this object is an active `TorchFunctionMode`, which replaces
-    operands computed by earlier segments with borders.
+    Between and after the blocks of a forward this object is an active `TorchFunctionMode`, which
+    replaces operands computed by earlier segments with borders.
     """
 
     def __init__(self, partial: PartialGrads, micro_batch: int) -> None:
@@ -171,9 +171,9 @@ class Segments(TorchFunctionMode):
         self._entries: dict[tuple[Any, int], _Entry] = {}
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
         self._is_between = False
-        # By id of a parameter: node of its cast by autocast, which torch shares within a forward.
+        # By id of a parameter: first node of its cast. Autocast's cache shares it within a forward.
         self._casts: dict[int, Any] = {}
-        self._shares_casts = False  # whether a block was entered within an autocast context
+        self._shares_casts = False  # whether a block was entered with autocast's cache active
         self._pauses: list[int] = []  # `next_sequence_number` at the start of each block
 
     @property
@@ -190,7 +190,7 @@ class Segments(TorchFunctionMode):
         self._entries = {k: (ref, b) for k, (ref, b) in self._entries.items() if ref() is not None}
 
     def enter(self, inputs: Any) -> Any:
-        """Replace earlier segments' tensors in a block's nested ``inputs`` by borders."""
+        """Begin a block. Replace earlier segments' tensors in its nested ``inputs`` by borders."""
         self._shares_casts |= autocast_depth() > 0 and torch.is_autocast_cache_enabled()
         self._pauses.append(next_sequence_number())
         if self.number == 0:
@@ -202,7 +202,7 @@ class Segments(TorchFunctionMode):
         return self._replace(inputs, self._entries) if torch.is_grad_enabled() else inputs
 
     def leave(self, output: Any) -> Any:
-        """Return a block's nested ``output`` as borders, and begin the next segment."""
+        """End a block, and begin the next segment. Return the nested ``output`` as borders."""
         if torch.is_grad_enabled():
             self.close([t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)])
         self._begin()
@@ -225,7 +225,7 @@ class Segments(TorchFunctionMode):
         return func(*given[0], **given[1])
 
     def close(self, results: Iterable[Tensor]) -> None:
-        """Record borders and parameters in the current segment's graph, from ``results`` on."""
+        """Record borders and parameters that the current segment used for ``results``."""
         nodes = [t.grad_fn for t in results if t.grad_fn is not None]
         self._search(self.number, [n for n in nodes if not self._is_earlier(n, self.number)])
 
@@ -257,7 +257,7 @@ class Segments(TorchFunctionMode):
         return sequence_number(node) < self._segments[number].start
 
     def _search(self, number: int, nodes: list[Any]) -> None:
-        """Record borders and parameters in the graph of segment ``number``, from ``nodes`` on."""
+        """Record borders and parameters to which ``nodes`` lead, or raise SegmentCrossing."""
         segment = self._segments[number]
         seen, left = set(nodes), list(nodes)
         while left:
@@ -274,7 +274,7 @@ class Segments(TorchFunctionMode):
                 if self._shares_casts and (param := cast_param(node)) is not None:
                     first = self._casts.setdefault(id(param), node)
                     at = [bisect_right(self._pauses, sequence_number(n)) for n in (first, node)]
-                    if at[0] != at[1]:  # a pause came between, which ended the sharing
+                    if at[0] != at[1]:  # a pause in between has cleared autocast's cache
                         raise SegmentCrossing(self._number_of(first))
                 for following, _ in node.next_functions:
                     if following is not None and following not in seen:
@@ -285,7 +285,7 @@ class Segments(TorchFunctionMode):
         return self._segments[number].params
 
     def needs_backward(self, number: int) -> bool:
-        """Return whether an output of segment ``number`` has a gradient so far."""
+        """Return whether a border that replaced an output of segment ``number`` has a gradient."""
         return any(gradient.grad is not None for _, gradient in self._segments[number].sources)
 
     def prefetch(self, number: int) -> None:
@@ -293,7 +293,7 @@ class Segments(TorchFunctionMode):
         self._partial.prefetch(self._micro_batch, self._segments[number].params)
 
     def backward(self, number: int, loss: Tensor | None = None) -> None:
-        """Run backward through one segment, after all later ones. Frees its graph."""
+        """Run backward through a segment. Call it after all later segments. Frees the graph."""
         segment = self._segments[number]
         self._segments[number] = _Segment(segment.start)
         self._entries.clear()  # the forward has ended

@@ -3,7 +3,7 @@
 [Note: contexts of a paused forward]
 A forward may pause within contexts: autocast, ``no_grad``, a device, a choice of attention kernels,
 checkpointing around a block. torch keeps their state per thread or process, and micro-batches share
-a thread. So a pause exchanges the forward's state for the state before the step, and the next turn
+a thread. So a pause exchanges the forward's state for the state before the step, and its end
 exchanges it back. Contexts around the step apply to each micro-batch, and contexts in a forward
 only to that forward. Dispatch keys reveal contexts that cannot be exchanged.
 """
@@ -18,7 +18,7 @@ from zero_core._torch import context_settings, dispatch_keys
 
 
 class TorchState:
-    """Exchange of the state of torch's contexts for the state when this object was made."""
+    """State of torch's contexts when this object was created, and its exchange for others."""
 
     def __init__(self, device: torch.device) -> None:
         self._settings = context_settings(device)
@@ -26,8 +26,8 @@ class TorchState:
         self._keys = dispatch_keys()
 
     def exchange(self, new: list[Any] | None = None) -> list[Any]:
-        """Set ``new``, by default the state before the step. Return the previous state."""
-        # A later cast in another micro-batch would share the autograd node of a cached one.
+        """Set ``new``, by default the state at this object's creation. Return the previous one."""
+        # Otherwise autocast in another micro-batch would reuse a cached cast and its autograd node.
         torch.clear_autocast_cache()
         old = [get() for get, _ in self._settings]
         for (_, put), value, now in zip(self._settings, new or self._outside, old, strict=True):
@@ -36,5 +36,5 @@ class TorchState:
         return old
 
     def is_as_before(self) -> bool:
-        """Return whether `exchange` has restored all of the state before the step."""
+        """Return False if contexts are active that `exchange` cannot leave. Call it afterwards."""
         return bool(dispatch_keys() == self._keys)

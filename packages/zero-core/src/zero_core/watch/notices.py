@@ -37,9 +37,9 @@ def write_error_file(kind: str, message: str, trace: str = "") -> None:
 
 @contextmanager
 def under_way(what: str, *, rank: int) -> Iterator[None]:
-    """Show a progress line for ``what`` on stderr when it has taken a second.
+    """Show a progress line for ``what`` on stderr each second.
 
-    Only the first rank shows the line, and only on a terminal.
+    Only rank 0 shows it, and only on a terminal.
     """
     stream = sys.stderr
     is_first = rank == 0 and os.environ.get("RANK", "0") == "0"

@@ -25,7 +25,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Place:
-    """Current activity of this rank. The main thread writes it. The heartbeat thread reads it."""
+    """Current activity of this rank, which the heartbeat thread publishes."""
 
     __slots__ = ("clock", "doing", "num_changes", "num_steps", "unfinished", "waits_for")
 
@@ -33,7 +33,7 @@ class Place:
         self.doing = OUTSIDE  # such as "forward of unit 3 (blocks.2)"
         self.num_steps = 0  # number of ended steps
         self.waits_for = ""  # the collective that the host waits for, or ""
-        self.num_changes = 0  # increases with each change of the other attributes
+        self.num_changes = 0  # increases when an activity or a wait starts or ends
         self.clock: StepClock | None = None  # records times, while steps are recorded
         self.unfinished = ""  # running or interrupted change of values, such as "step()"
 
@@ -102,7 +102,7 @@ class MemoryMeter:
         return int(torch.accelerator.memory_allocated(self._device))
 
     def peak(self, held: int) -> int:
-        """Return the peak in bytes, or ``held`` if the system does not report a peak."""
+        """Return the peak in bytes. On a host, at least ``held``, the bytes held now."""
         if not self._is_host:
             return int(torch.accelerator.max_memory_allocated(self._device))
         with suppress(ImportError):
@@ -120,14 +120,14 @@ class MemoryMeter:
 
 
 class StepClock:
-    """Record of the changes of a `Place` in one step, used only by the thread of the place."""
+    """Record of the changes of a `Place` in one step, not thread-safe."""
 
     def __init__(
         self, device: torch.device, doing: str, launched: dict[str, float], begin: Mark | None
     ) -> None:
         """``begin``: the end of the previous step, or None for the current time.
 
-        ``launched``: on a host, start times of collectives that no step has waited for yet.
+        ``launched``: on a host, start times by name of collectives that are still to be waited for.
         """
         self._device = device
         self._is_host = device.type == "cpu"
@@ -136,7 +136,7 @@ class StepClock:
         self._marks: list[tuple[str, str, Mark]]
         self._marks = [(doing, "", self._now() if begin is None else begin)]
         self._launched = launched
-        self.under_way: list[tuple[str, Mark, Mark]] = []  # collectives, on a host
+        self.under_way: list[tuple[str, Mark, Mark]] = []  # on a host: collective, start and end
         # At each change of the place: seconds since the step began, bytes held, and place. Empty if
         # not recorded.
         self.trail: list[tuple[float, int, str]] = []
@@ -164,7 +164,7 @@ class StepClock:
             self.under_way.append((what, started, perf_counter()))
 
     def launch(self, what: str) -> None:
-        """Record the start of collective ``what``. Until a wait, only the first start counts."""
+        """Record the start of collective ``what``, on a host, if none of that name is pending."""
         if self._is_host:
             self._launched.setdefault(what, perf_counter())
 
@@ -186,9 +186,9 @@ class StepClock:
         return begin.elapsed_time(mark) / 1e3 if isinstance(begin, torch.Event) else mark - begin
 
     def spans(self) -> list[tuple[str, str, float, float]]:
-        """Return the parts of an ended step. On an accelerator, waits for the step's end.
+        """Return the intervals of a step. Call it after `end`. On an accelerator, waits for that.
 
-        Each part is (place, collective waited for or "", start, stop), with times in seconds.
+        Each is (place, collective waited for or "", start, stop), in seconds since the first mark.
         """
         *_, end = self._marks[-1]
         if isinstance(end, torch.Event):

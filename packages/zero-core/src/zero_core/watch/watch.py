@@ -1,22 +1,22 @@
 """Heartbeats of ranks. With them, log lines and errors name the rank that others wait for.
 
-One thread per process serves all engines. It never waits for the store that holds the heartbeats.
+One thread per process serves all engines. It does not call the store that holds the heartbeats.
 
 [Note: which rank the others wait for]
 A thread of each rank publishes a beat every tenth of the configured time. A stopped or dead process
-publishes none, and neither does one whose interpreter is blocked. A rank that waits for long
-compares two beats of each rank. It measures times by its own clock, because clocks of hosts may
-differ.
+publishes none, and neither does one whose interpreter is blocked. A rank that waits for long reads
+beats of other ranks repeatedly and compares them. It measures times by its own clock, because
+clocks of hosts may differ.
 
-1. A rank that failed, ended, or publishes no beats is the cause.
+1. A rank that failed, ended, or publishes no beats is the cause, unless it failed while waiting.
 2. Otherwise, if any rank has made progress meanwhile, nothing is reported: slow steps are healthy.
 3. Otherwise a rank that waits for no other rank is the cause. It is busy in one place, which may
    be healthy.
 4. Otherwise all ranks wait. If they wait for different collectives, they took different branches.
 
-gloo raises at the wait for a collective. NCCL's ``wait`` returns immediately, and a hanging rank is
-reported only by torch's watchdog, with a collective's number. For NCCL, `DeviceWaits` records which
-collective the device waits for. The heartbeat thread ends the process if such a wait is too long.
+gloo raises after its timeout in the wait for a collective. NCCL's ``wait`` returns immediately, and
+torch's watchdog reports only a collective's number. So `DeviceWaits` records which collective the
+device waits for. The heartbeat thread ends the process if such a wait is too long.
 
 [Note: stores that do not answer]
 A request to a store whose host is stopped blocks forever, whatever the store's timeout: torch
@@ -25,10 +25,10 @@ thread of a `ThreadedBoard` calls the store. Other threads read its last results
 current call has taken. A store that does not answer also counts as a cause.
 
 [Note: reads of many ranks]
-All waiting ranks read beats from one store. So each reads beats of at most `_WINDOW` ranks at a
-time, first of the ranks after it. A stopped rank is thus named in time by the ranks before it. When
-a log line is due, each further read uses the next window, and the time between reads grows with the
-wait. Until all windows were read, only verdicts about single ranks are reported.
+All waiting ranks read beats from one store. So each reads its own beat and those of at most
+`_WINDOW` other ranks at a time, first of the ranks after it. A stopped rank is thus named in time
+by the ranks before it. When a log line is due, each further read uses the next window. The time
+between reads grows with the wait. Until all windows were read, cases 3 and 4 are not reported.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ _MIN_SILENCE_S = 0.5
 _LONG = 6  # factor on ``within_s`` before a rank is named that compiles or uses a disk
 _LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkpoint:")
 _WINDOW = 64  # number of ranks whose beats are read at once
-_READ = 1 / 16  # time between two reads, as a share of a long wait
+_READ = 1 / 16  # minimum time between two reads, as a share of the wait so far
 _FLUSH_S = 1.0  # longest wait for a beat that reports a failure or end
-_MAX_TICK = 3  # largest part of a wait, in beats, that one tick counts
+_MAX_TICK = 3  # maximum time that one tick adds to a wait, in intervals of beats
 _NUM_WATCHED = 1024  # maximum number of watched collectives of a device
 _LAST_REPORT_S = 2.0  # wait for torch's report of a timeout, before this process ends
 _LAST_WAIT_S = 10.0  # longest wait for pending collectives when an engine ends
@@ -84,7 +84,7 @@ class Beat(NamedTuple):
     place: str  # `zero_core.watch.place.Place.doing`, with the step
     waits_for: str  # the collective that the rank waits for, with the step, or ""
     num_changes: int  # `Place.num_changes`
-    still_s: float  # time since the last change
+    still_s: float  # time since ``num_changes`` last changed
     cause: str  # the rank's own error that makes others wait in vain, or how it ended
     has_given_up: bool  # whether the rank failed while waiting for another rank
     pid: int
@@ -103,13 +103,13 @@ class Verdict(NamedTuple):
     """Explanation of why a rank waits."""
 
     text: str  # names ranks or the store
-    level: int  # of `logging`: ERROR if permanent, INFO if the text names no cause
+    level: int  # of `logging`: INFO if the text names no cause
     is_final: bool  # whether waiting longer would not change it
 
 
 @dataclass
 class _Seen:
-    """The last beat of a rank, when it was read, and when its number and place last changed."""
+    """A rank's last beat, when it was read, and when its number and num_changes last changed."""
 
     beat: Beat
     at: float
@@ -158,12 +158,12 @@ def _state_of(beat: Beat) -> str:
 
 
 class ThreadedBoard:
-    """Non-blocking access to beats in a store. A thread keeps this object alive until `close`."""
+    """Access to beats in a store, by a thread, so that a store that hangs blocks no caller."""
 
     def __init__(self, store: Any, host: str, keys: Sequence[str], rank: int) -> None:
         """``keys``: key of each rank's beat. ``host``: description of the store's host."""
         self.host = host
-        self.is_lost = False  # whether the connection has failed, which stops all use
+        self.is_lost = False  # whether the connection has failed, which ends the thread
         self._store = store
         self._keys = keys
         self._rank = rank
@@ -172,7 +172,7 @@ class ThreadedBoard:
         self._beat: str | None = None  # the newest beat if not yet published
         self._ranks: Sequence[int] | None = None  # ranks whose beats are requested
         self._found: dict[int, str] = {}  # beats read, by rank
-        self._busy_since: float | None = None  # start of the running call, or None
+        self._busy_since: float | None = None  # start of the running calls of the store
         self._is_closed = False
         # A daemon thread, so that an unresponsive store does not keep the process from ending.
         threading.Thread(target=self._serve, name="zero_core beats", daemon=True).start()
@@ -235,7 +235,7 @@ class ThreadedBoard:
                 beats = self._store.multi_get([self._keys[rank] for rank in there])
                 with self._changed:
                     self._found |= {r: b.decode() for r, b in zip(there, beats, strict=True)}
-        except RuntimeError:  # the store's host has ended
+        except RuntimeError:  # the store's host has ended, for example
             with self._changed:
                 self.is_lost = True
                 self._busy_since = None
@@ -266,7 +266,7 @@ def process_namespace() -> str:
 
 
 def process_state(pid: int) -> str:
-    """Return a process's state letter from ``/proc/PID/stat``: "T" stopped, "Z" ended."""
+    """Return the state letter in ``/proc/PID/stat``: "T" stopped, "Z" ended or without a file."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -308,7 +308,7 @@ class DeviceWaits:
             return self._waited[0] if self._waited else None
 
     def close(self) -> None:
-        """Wait, for a limited time, until all recorded collectives have ended."""
+        """Wait, for at most `_LAST_WAIT_S`, until all recorded collectives have ended."""
         deadline = time.monotonic() + _LAST_WAIT_S
         while time.monotonic() < deadline:
             with self._lock:
@@ -341,7 +341,7 @@ class Watch:
         within_s: float,
         device_waits: DeviceWaits | None = None,
     ) -> None:
-        """Publish the first beat. If ``within_s`` is 0, only failures follow, and no logs."""
+        """Publish the first beat. With ``within_s`` 0, do not `start` it: it has no interval."""
         self.interval_s = _BEAT * within_s
         self.device_waits = device_waits
         self._board = board
@@ -367,7 +367,7 @@ class Watch:
     # ----------------------------------------------------- called by the heartbeat thread
 
     def tick(self, now: float) -> None:
-        """Publish a beat at time ``now``. After a long wait, log which rank this one waits for."""
+        """Publish a beat. After a long wait, log its cause, or end the process (`DeviceWaits`)."""
         with self._lock:
             self._publish(now)
             identity, what = self._find_wait()
@@ -451,7 +451,7 @@ class Watch:
             write_error_file("CollectiveError", line)  # torch may end this process silently
 
     def _judge(self) -> Verdict | None:
-        """Return which rank, or the board's store, keeps this rank waiting."""
+        """Return which rank, or the board's store, keeps this rank waiting, or None."""
         verdict, board = self._judge_ranks(), self._board
         if verdict is not None and verdict.is_final:
             return verdict
@@ -466,8 +466,8 @@ class Watch:
     def _judge_ranks(self) -> Verdict | None:
         """Return the verdict of [Note: which rank the others wait for].
 
-        None if some rank made progress or was not read, or if all ranks wait for the same
-        collective.
+        None if no rank failed and some rank made progress or was not read, or if all ranks wait for
+        the same collective.
         """
         silence_s, found = _SILENCE * self._within_s or math.inf, sorted(self._wait.seen.items())
         others = {rank: seen for rank, seen in found if rank != self._rank}
@@ -536,7 +536,7 @@ class Watch:
             self._board.flush(_FLUSH_S)  # because this process may end now
 
     def explain(self) -> str:
-        """Return which rank made this rank's collective fail. May wait to detect silent ranks."""
+        """Return which rank made a collective fail here, or "". Waits to detect silent ranks."""
         pause_s = min(max(self.interval_s, 0.01), 0.1)
         deadline = time.monotonic() + self._silence_s + 2 * self.interval_s
         with self._lock:
@@ -552,14 +552,14 @@ class Watch:
             if now >= deadline or (verdict is not None and verdict.is_final):
                 break
             time.sleep(pause_s)
-        # Ranks that waited for each other give up together. An earlier log line names the cause.
+        # If all other ranks gave up before, `verdict` names no cause, but `logged` may.
         known = [found for found in (verdict, logged) if found is not None]
         return max(known, key=lambda found: found.level).text if known else ""
 
     # ----------------------------------------------------------- called by any thread
 
     def find_dead(self, ranks: Sequence[int]) -> str:
-        """Return which of ``ranks`` ended or were silent for long, by beats requested earlier."""
+        """Describe which of ``ranks`` ended or fell silent, by the beats read so far."""
         silence_s = _LONG * self._within_s or math.inf
         with self._lock:
             self._add_answers(time.monotonic())
@@ -572,10 +572,10 @@ class Watch:
             return join_few([_failure(rank, seen, silence_s) for rank, seen in dead.items()])
 
     def leave(self) -> None:
-        """Publish the engine's end. On a device, then wait for the end of all other ranks' engines.
+        """Publish the engine's end. With `DeviceWaits`, wait for collectives and other ranks.
 
-        NCCL may still send data of ended collectives to other ranks, and an abort would drop the
-        data. Both waits are limited. A rank that has failed skips the second one.
+        Pending collectives must end before the beat. Unless this rank failed, the other engines
+        must end, too, because NCCL may still send them data. Each wait has limit `_LAST_WAIT_S`.
         """
         waits, others = self.device_waits, set[int]()
         if waits is not None:
@@ -638,7 +638,7 @@ def _tick_all() -> None:
 
 
 def _end() -> None:
-    """End the thread before the interpreter exits, and publish how this process ends."""
+    """Stop the heartbeat thread, and publish how this process ends."""
     thread = _thread
     _is_exiting.set()
     if thread is not None:

@@ -5,8 +5,8 @@ flat space   elements ``[0, numel)`` whose optimizer state this process owns, pa
 piece        range of one parameter in the flat space. Pieces are sorted and disjoint.
 shard        1-D tensor in the parameters' dtype over ``[start, start + tensor.numel())``, to which
              new values are written. Each piece is inside one shard.
-run          contiguous pieces of one shard that a step updates and then publishes, that is, copies
-             to the shard, at once.
+run          contiguous elements of one shard that a step updates and then publishes, that is,
+             copies to the shard, at once.
 part         set of elements (`Intervals`) that one tier holds. Numbered without gaps, these
              elements form a flat space too, in which a piece or shard may become several.
 split point  element at which the host's elements begin or end.
@@ -43,7 +43,7 @@ class SpanMap(Generic[T]):
         return self._items[index] if index >= 0 else None
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, T]]:
-        """Yield ``(a, b, value)``: the parts of ``[start, stop)`` that spans cover, in order."""
+        """Yield ``(a, b, value)`` for each part of ``[start, stop)`` in a span, in order."""
         for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self._items)):
             low, high, value = self._items[index]
             if low >= stop:
@@ -53,7 +53,7 @@ class SpanMap(Generic[T]):
                 yield a, b, value
 
     def divide(self, start: int, stop: int) -> Iterator[tuple[int, int, T | None]]:
-        """Yield ``(a, b, value)`` parts that cover ``[start, stop)``, in order: None in a gap."""
+        """Yield ``(a, b, value)`` parts that cover ``[start, stop)``, in order. A gap has None."""
         for a, b, value in self.overlaps(start, stop):
             if start < a:
                 yield start, a, None
@@ -117,7 +117,7 @@ class Intervals:
         return f"Intervals({list(self.spans)})"
 
     def local(self, element: int) -> int:
-        """Return the number of set elements below ``element``: its offset without the gaps."""
+        """Return the number of the set's elements below ``element``: its offset in the set."""
         found = self._bases.last_from(element)
         if found is None:
             return 0
@@ -125,7 +125,7 @@ class Intervals:
         return base + min(element, stop) - start
 
     def element(self, local: int) -> int:
-        """Return the element at offset ``local``, the inverse of `local`."""
+        """Return the set's element at offset ``local``. Inverts the method `local`."""
         found = self._elements.last_from(local)
         assert found is not None, "an empty set has no elements"
         base, _, start = found
@@ -161,7 +161,7 @@ PUBLISHED_NUMEL = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements ``[start, stop)`` of one parameter, updated by ``param_groups[group]``."""
+    """Elements ``[start, stop)`` of one parameter in the group ``param_groups[group]``."""
 
     start: int
     stop: int
@@ -170,7 +170,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Elements ``[start, stop)``: adjacent active pieces of one shard with equal settings."""
+    """Elements ``[start, stop)`` of adjacent ``pieces`` (indices) with equal settings ``key``."""
 
     start: int
     stop: int
@@ -183,7 +183,7 @@ class Geometry:
 
     Args:
         pieces: ``(start, stop, group)``, sorted, disjoint, each inside one shard.
-        params: ``(start, tensor)``, sorted, disjoint, 1-D and contiguous.
+        params: ``(start, tensor)``, sorted, disjoint, 1-D, contiguous and floating point.
         master_dtype: dtype of the master weights, by default float64 if a shard is float64 and
             float32 otherwise. A part has the dtype of the whole, so that a split changes no bit.
         published_numel: maximum elements that are published at once, by default `PUBLISHED_NUMEL`.
@@ -240,7 +240,7 @@ class Geometry:
             raise ValueError(f"[{start}, {stop}) is not within the flat space [0, {self.numel})")
 
     def align(self, share: Intervals, alignment: int) -> Intervals:
-        """Move split points inside a piece down to a multiple of ``alignment`` from its start."""
+        """Return ``share`` with bounds in a piece moved down, to aligned offsets from its start."""
         return Intervals(
             (self._align_down(start, alignment), self._align_down(stop, alignment))
             for start, stop in share.spans
@@ -260,7 +260,7 @@ class Geometry:
             yield a, b, tensor[a - base : b - base]
 
     def shard_at(self, start: int) -> int:
-        """Return the index of the shard at element ``start``, or -1."""
+        """Return the index of the last shard that starts at or before ``start``, or -1."""
         found = self._shards.last_from(start)
         return -1 if found is None else found[2]
 
@@ -277,7 +277,7 @@ class Geometry:
         return Intervals((self.pieces[i].start, ends[i]) for i in indices)
 
     def part(self, share: Intervals) -> tuple[Geometry, dict[int, tuple[int, ...]]]:
-        """Return the geometry of ``share``, and the part's pieces by piece. Shards are views."""
+        """Return the geometry of ``share``, and the indices of its pieces by piece index here."""
         pieces: list[tuple[int, int, int]] = []
         local: dict[int, tuple[int, ...]] = {}
         for i, piece in enumerate(self.pieces):
@@ -303,7 +303,7 @@ class Geometry:
 
 
 def split_runs(runs: Sequence[Run], numel: int) -> list[Run]:
-    """Split runs into runs of at most ``numel`` elements, each with all pieces of its run."""
+    """Split runs into runs of at most ``numel`` elements, each with the whole run's ``pieces``."""
     return [
         Run(low, min(low + numel, run.stop), run.pieces, run.key)
         for run in runs
@@ -351,6 +351,6 @@ def _plain(value: Any) -> Any:
 
 
 def freeze_groups(groups: Groups) -> list[dict[str, Any]]:
-    """Return copies of groups that a scheduler cannot change, without parameters and tensors."""
+    """Copy groups without parameters, so that a scheduler's changes do not reach the copies."""
     left_out = ("params", "param_names")
     return [{k: _plain(v) for k, v in group.items() if k not in left_out} for group in groups]

@@ -1,10 +1,7 @@
 """Gradients offered for the next step, by range of the flat space.
 
-On the host all gradients of one dtype share one flat buffer, so adjacent gradients are contiguous
-memory. On the device each gradient is a separate tensor of the caller.
-
-The gradient of a range is the sum of its *terms*, one per micro-step. Terms are added in the order
-of the micro-steps, in the master weights' dtype (fp32 by default).
+The gradient of a range is the sum of its *terms*: gradients of micro-steps, or sums of several.
+Terms are added in the order of the micro-steps, in the master weights' dtype (fp32 by default).
 """
 
 from __future__ import annotations
@@ -22,13 +19,13 @@ _Terms = tuple[_Source, ...]
 
 
 class GradLedger:
-    """Gradients by range. A later gradient replaces an earlier one of the same elements."""
+    """Record of gradients by range. It holds references to their memory, no copies."""
 
     def __init__(self) -> None:
         self._terms: SpanMap[_Terms] = SpanMap()
 
     def add(self, start: int, stop: int, source: Tensor, base: int) -> None:
-        """Record ``source[start - base : stop - base]`` as the gradient of the range."""
+        """Record ``source[start - base : stop - base]`` as the only term of the range."""
         self._terms.put(start, stop, ((source, base),))
 
     def append(self, start: int, stop: int, source: Tensor, base: int) -> None:
@@ -44,7 +41,7 @@ class GradLedger:
         return [(a, b, terms or ()) for a, b, terms in self._terms.divide(start, stop)]
 
     def take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
-        """Move the gradients of ``spans`` to a new ledger and return it, or raise ValueError."""
+        """Move the gradients of ``spans`` to a new ledger. Raise ValueError if some are missing."""
         taken = self.copy(spans)
         for span in spans:
             self._terms.discard(*span)
@@ -58,14 +55,14 @@ class GradLedger:
         return found
 
     def segments(self, start: int, stop: int) -> list[tuple[int, int, list[Tensor]]]:
-        """Return ``(a, b, terms)`` parts that cover a range without a gap, or raise ValueError."""
+        """Return ``(a, b, terms)`` parts that cover a range. Raise ValueError for a gap."""
         parts = self._covering(start, stop)
         return [
             (a, b, [source[a - base : b - base] for source, base in terms]) for a, b, terms in parts
         ]
 
     def _covering(self, start: int, stop: int) -> list[tuple[int, int, _Terms]]:
-        """Return `terms`, with contiguous parts joined, or raise ValueError for a gap."""
+        """Return `terms`, with adjacent parts of equal sources joined, or raise ValueError."""
         found: list[tuple[int, int, _Terms]] = []
         for a, b, terms in self.terms(start, stop):
             if not terms:
@@ -81,7 +78,7 @@ class GradLedger:
         return found
 
     def gather(self, start: int, stop: int, dtype: torch.dtype, grad_scale: float) -> Tensor:
-        """Return the scaled gradient of a range. It is the offered memory itself if unchanged."""
+        """Return a range's scaled gradient in ``dtype``, as a view if nothing has to change."""
         parts = self.segments(start, stop)
         first = parts[0][2]
         is_alone = len(parts) == len(first) == 1
@@ -93,7 +90,7 @@ class GradLedger:
         return grad if grad_scale == 1.0 else grad.mul_(grad_scale)
 
     def joined(self, start: int, stop: int) -> list[Tensor]:
-        """Return a range's terms if all of it has the same, otherwise their sum as one tensor."""
+        """Return a range's terms if each covers all of it, otherwise their sum as one tensor."""
         parts = self.segments(start, stop)
         if len(parts) == 1:
             return parts[0][2]
@@ -104,7 +101,7 @@ class GradLedger:
 
 
 def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
-    """Write the ordered sum of ``terms`` to ``out``, in its dtype. ``out`` may be ``terms[0]``."""
+    """Set ``out`` to the ordered sum of ``terms``, in its own dtype. It may be ``terms[0]``."""
     first, *others = terms
     if first.data_ptr() != out.data_ptr():
         out.copy_(first)

@@ -16,9 +16,9 @@ from torch import Tensor
 from zero_offload.memory.storage import aligned_empty
 
 _NUM_PACKED = 8
-"""Capacity of a packed buffer, in tensors of the largest size."""
+"""Minimum capacity of a page-locked packed buffer, in tensors of the largest size."""
 SMALL_BYTES = 1 << 20
-"""Maximum bytes of a tensor whose size may be rounded up to a power of two."""
+"""Maximum bytes of a tensor whose size torch may round up to a power of two."""
 _ALIGNMENT = 64
 
 
@@ -37,7 +37,7 @@ class HostMemory:
         return self.pinned_bytes + self.pageable_bytes
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized 1-D CPU tensor. Warn once if it cannot be page-locked."""
+        """Return an uninitialized 1-D CPU tensor. Warn at the first failure to page-lock."""
         make = partial(torch.empty, numel, dtype=dtype, device="cpu")
         return self._allocate(numel * dtype.itemsize, make)
 
@@ -82,7 +82,7 @@ class HostMemory:
             try:
                 pinned = make(pin_memory=True)
             except RuntimeError as error:
-                self._should_pin = False  # Further attempts would fail too.
+                self._should_pin = False  # do not try again
                 self._warn(
                     f"could not pin {num_bytes} bytes of host memory ({error}): the machine, or "
                     f"its container, has no more to lock. Raise the locked-memory limit, set "
@@ -105,7 +105,7 @@ class HostMemory:
 
 
 def packed(sizes: Sequence[int], *, should_pin: bool) -> list[list[int]]:
-    """Return the aligned tensor sizes in each buffer of `HostMemory.tensors`."""
+    """Return the aligned tensor sizes, in bytes, in each buffer of `HostMemory.tensors`."""
     aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     largest = max(aligned, default=0)
     limit = 1 << (_NUM_PACKED * max(largest, 1) - 1).bit_length() if should_pin else sum(aligned)

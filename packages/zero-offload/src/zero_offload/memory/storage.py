@@ -1,7 +1,7 @@
-"""Blocks of memory in a scratch file, transferred asynchronously and checksummed.
+"""Blocks of a scratch file, which are read and written asynchronously and have checksums.
 
-`BlockFile` is like the infinity offload engine of ZeRO-Infinity (arXiv 2104.07857, section 6.1). It
-keeps optimizer states or parameter shards on NVMe and overlaps their transfers with other work.
+`BlockFile` keeps optimizer states or parameter shards on NVMe and overlaps their transfers with
+other work, as the infinity offload engine of ZeRO-Infinity does (arXiv 2104.07857).
 
 [Note: terms]
 block     range of the file with a fixed length, transferred as a whole.
@@ -10,8 +10,8 @@ checksum  XXH3 (64 bits) of each block, computed at a write and compared at a re
 
 [Note: direct I/O]
 O_DIRECT bypasses the page cache, which would use the host memory that offloading saves. It needs
-file offset, length and address in multiples of the device's block size, which `ALIGNMENT` is for
-all common devices. An unaligned tail, or unaligned memory, is copied through a bounce buffer.
+file offset, length and address in multiples of the device's block size. `ALIGNMENT` is a multiple
+of the usual ones. An unaligned tail, or unaligned memory, is copied through a bounce buffer.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Scratch:
     def _parts(
         self, view: memoryview, address: int
     ) -> Iterator[tuple[int, memoryview, memoryview | None]]:
-        """Yield parts of ``view``, each with its offset and its bounce buffer, None without one."""
+        """Yield parts of ``view``, each with its offset, and its bounce buffer or None."""
         direct = 0 if address % ALIGNMENT else len(view) - len(view) % ALIGNMENT
         direct = direct if self.is_direct else len(view)
         yield 0, view[:direct], None
@@ -197,7 +197,7 @@ def _go_direct(fd: int, folder: str | Path, num_bytes: int) -> bool:
 
 _NUM_THREADS = 4
 _SPAN_BYTES = 4 << 20
-"""Bytes per system call. The checksum then reads them from the CPU cache."""
+"""Maximum bytes per system call, few enough that the checksum finds them in the CPU cache."""
 
 
 class Transfer:
@@ -227,9 +227,9 @@ class Transfer:
 class BlockFile:
     """Blocks of fixed lengths in one preallocated file, read and written in the background.
 
-    The constructor allocates and unlinks the file. It raises if the disk is full, and warns if the
-    file system has no direct I/O (``is_direct``). A block that was never written reads as zeros.
-    Transfers of different blocks run in any order. A block has at most one pending transfer.
+    The constructor allocates and unlinks the file. It raises StorageError if the disk is full, and
+    warns if the file system has no direct I/O (``is_direct``). A block that was never written reads
+    as zeros. Transfers run in any order. Starting a second one of a block raises ValueError.
 
     Attributes:
         bytes_read, bytes_written: bytes of blocks so far, not rounded up to `ALIGNMENT`.
@@ -267,12 +267,12 @@ class BlockFile:
     def read(self, block: int, tensor: Tensor) -> Transfer:
         """Start to fill ``tensor`` (CPU, contiguous, as many bytes as the block) with a block.
 
-        With direct I/O, memory that is not from `aligned_empty` is filled through a bounce buffer.
+        With direct I/O, memory that is not aligned to `ALIGNMENT` needs a bounce buffer.
         """
         return self._start(self.read_block, block, tensor)
 
     def write(self, block: int, tensor: Tensor) -> Transfer:
-        """Start to write ``tensor`` to a block. If it fails, the block's reads raise the error."""
+        """Start to write ``tensor`` to a block. If it fails, reads of the block raise the error."""
         return self._start(self.write_block, block, tensor)
 
     @contextmanager

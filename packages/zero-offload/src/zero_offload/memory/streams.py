@@ -18,7 +18,7 @@ the step's first copy (`follow`), so that earlier steps' copies on up are not de
 6. The caller's stream waits for up (`arrive`): a parameter is read after its new value arrived.
 7. checksums waits for the caller's stream like up, and for earlier copies of the same parameters.
 
-If the compute device is the CPU, copies are synchronous. All streams are ``torch.accelerator``'s.
+If the compute device is the CPU, copies are synchronous, without streams.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class HostStreams:
     is_timing = False
 
     def take_copies(self) -> list[TimedCopy]:
-        """Return the copies that were timed since the last call, in order for each direction."""
+        """Return and clear the timed copies, in order for each direction. A CPU has none."""
         return []
 
     def to_host(self, target: Tensor, source: Tensor) -> torch.Event | None:
-        """Copy a gradient, or new values (`to_device`). Return an event if this is asynchronous."""
+        """Copy ``source`` to ``target``. Return the event of its end if this is asynchronous."""
         target.copy_(source)
         return None
 
@@ -111,7 +111,7 @@ class HostStreams:
     def difference_to_device(
         self, codec: UploadCodec, target: Tensor, difference: Tensor
     ) -> torch.Event | None:
-        """Change values by a difference in host memory. Return an event if this is asynchronous."""
+        """Apply a difference in host memory to ``target``. Return an event if asynchronous."""
         codec.decode(difference, target)
         return None
 
@@ -170,7 +170,7 @@ class AcceleratorStreams(HostStreams):
         return event
 
     def release(self, event: torch.Event) -> None:
-        """Make the caller's stream wait, so that it may overwrite the source of a `to_host`."""
+        """Make the current stream wait for a `to_host`, so that it may overwrite the source."""
         self.current().wait_event(event)  # Rule 3: overwrite the gradient after it was copied.
         # Copies on down are in order, so the stream waits for earlier ones too.
         if any(own is event for own, _ in self._reading):
@@ -181,7 +181,7 @@ class AcceleratorStreams(HostStreams):
         return self.current().record_event()
 
     def follow(self, event: torch.Event) -> None:
-        """Make later `to_device` calls wait for an event of `mark_readers`."""
+        """Make later copies to the device and checksums wait for an event of `mark_readers`."""
         for stream in self._followers:
             # Rules 4 and 7: overwrite parameters after the caller's kernels have read them.
             stream.wait_event(event)
@@ -227,7 +227,7 @@ class AcceleratorStreams(HostStreams):
         return self._written_on_up(target)
 
     def arrive(self, event: torch.Event) -> None:
-        """Make the caller's current stream wait for a `to_device`."""
+        """Make the current stream wait for an event of `to_device` or `difference_to_device`."""
         self.current().wait_event(event)  # Rule 6: read parameters after their new values arrived.
 
 
@@ -241,7 +241,7 @@ def open_streams(device: torch.device) -> HostStreams:
 
 
 class Copy:
-    """A copy enqueued on the stream that is current at construction. See `start_copy`."""
+    """Handle of a copy to ``out``, enqueued on the stream that is current at construction."""
 
     def __init__(self, out: Tensor) -> None:
         self._device = out.device
@@ -255,7 +255,7 @@ class Copy:
             torch.accelerator.current_stream(self._device).wait_event(self._event)
 
     def block(self) -> None:
-        """Block this thread until the source may be overwritten."""
+        """Block this thread until the copy is complete."""
         if self._event is not None:
             block_until(self._event)
 
