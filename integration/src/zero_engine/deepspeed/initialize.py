@@ -110,6 +110,7 @@ def initialize(
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the model.
+        ValueError: there is no configuration, or there are two.
         ModelMissingError: ``model`` is None.
         NotServedError: model parallelism or ``mesh_param`` is requested.
     """
@@ -228,7 +229,7 @@ def _option(args: Any, name: str) -> Any:
 
 
 def _check(config: dict[str, Any], given: torch.optim.Optimizer | None, *, world_size: int) -> None:
-    """Refuse what `zero_core.build` would refuse, while the earlier engine can still continue."""
+    """Refuse a bad configuration or optimizer while the earlier engine can still continue."""
     resolved = load_config(config, world_size=world_size)
     if given is not None:
         check_served(type(given))

@@ -98,7 +98,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Do not reduce gradients in this context, at stages 0 and 1."""
+        """Leave gradients unreduced in this context at stages 0 and 1. No effect at stages 2, 3."""
         engine = self._engine()
         if engine.config.zero_optimization.stage >= 2:
             yield
