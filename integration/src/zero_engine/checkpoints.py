@@ -106,8 +106,8 @@ def convert(
 ) -> Answer:
     """Convert a checkpoint of DeepSpeed, of any ZeRO stage or universal, to this engine's format.
 
-    The files are read without network if the system permits network namespaces. Pickles
-    are read as by torch.load(weights_only=True). No file is replaced.
+    The files are read without network if the system permits network namespaces. Pickles are read as
+    by torch.load(weights_only=True). No file is replaced.
     """
     from zero_engine.deepspeed_import.importing import import_checkpoint
 

@@ -52,7 +52,7 @@ class _ResumeCommand(TyperCommand):
 
 
 def _with_run_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option for each field of `RunSettings`, which ``command`` gets by ``**options``."""
+    """Add an option for each field of `RunSettings`, passed to ``command`` in ``**options``."""
     own = signature(command, eval_str=True)
     others = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     settings = []

@@ -143,7 +143,7 @@ def _of_device(name: str) -> Callable[..., Any]:
 
 
 class TorchAccelerator(DeepSpeedAccelerator):
-    """All devices of one kind of torch's accelerators (CUDA, XPU, MPS, ...)."""
+    """The devices of torch.accelerator, which have one type (CUDA, XPU, MPS, ...)."""
 
     Stream = torch.Stream
     Event = torch.Event
@@ -176,11 +176,11 @@ class TorchAccelerator(DeepSpeedAccelerator):
 
     def get_rng_state(self, device_index: int | None = None) -> Any:
         """Return the state of the device's generator, a uint8 tensor on the CPU."""
-        given = () if device_index is None else (device_index,)  # None is not torch's default
+        given = () if device_index is None else (device_index,)  # torch refuses None
         return self._module.get_rng_state(*given)
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
-        given = () if device_index is None else (device_index,)  # None is not torch's default
+        given = () if device_index is None else (device_index,)  # torch refuses None
         self._module.set_rng_state(new_state, *given)
 
     def default_generator(self, device_index: int) -> Any:

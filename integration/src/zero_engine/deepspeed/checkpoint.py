@@ -3,7 +3,7 @@
 [Note: stand-in files]
 Tools check whether a checkpoint has DeepSpeed's files (``mp_rank_00_model_states.pt``, ...).
 Checkpoints of this engine therefore have small JSON files of these names. They hold no tensor
-and name the manifest. They are written last, so an incomplete checkpoint has none.
+and name the manifest. They are written after it, so an incomplete checkpoint has none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``deepspeed.checkpointing``: activation checkpointing by torch.utils.checkpoint.
 
-As in DeepSpeed, a configuration's block ``activation_checkpointing`` has an effect only on calls of
-`checkpoint`, after `configure` has read it.
+As in DeepSpeed, DeepSpeed's keys of ``activation_checkpointing`` have an effect only on calls of
+`checkpoint`, after `configure` has read them.
 """
 
 from __future__ import annotations

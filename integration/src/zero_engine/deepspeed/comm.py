@@ -104,7 +104,7 @@ def all_gather_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Gather input ``i`` into output ``i``, which has as many times its elements as ranks."""
+    """Gather input ``i`` into output ``i``, whose size is the input's times the group's."""
     pairs = zip(output_tensors, input_tensors, strict=True)
     works = [_all_gather_single(whole, part, group, async_op) for whole, part in pairs]
     return _Works(works) if async_op else None

@@ -221,7 +221,7 @@ _SUBMODULES = {
 
 
 class RefusedModule(ModuleType):
-    """A module of DeepSpeed that is not served. Every name in it is an `Unserved`."""
+    """A module of DeepSpeed that is not served. Its names resolve to an `Unserved`."""
 
     def __init__(self, name: str, served_name: str, reason: str) -> None:
         super().__init__(name, f"deepspeed.{served_name} is not served: {reason}")

@@ -133,7 +133,7 @@ _MAX_TAG = 1024
 _SPARE_BYTES = 1 << 30
 """Allowance for buffers with several names, which are written several times."""
 _MAX_RATIO = 4
-"""Largest ratio of a file's size to its disk blocks that compression may cause, unlike holes."""
+"""Largest ratio of size to disk blocks that `size_of` takes for compression, not for holes."""
 
 
 def find_place(directory: Path, tag: str | None) -> Path:

@@ -3,7 +3,7 @@
     export_merged(trainer.model, "merged")
     AutoModelForCausalLM.from_pretrained("merged")
 
-Without quantization it equals ``model.merge_and_unload().save_pretrained(folder)``, unsharded.
+Values equal those of ``model.merge_and_unload().save_pretrained(folder)`` without sharding.
 Parameters are gathered one unit at a time. Each adapted layer is copied, merged by peft's ``merge``
 and written. The model itself is not changed. Files of a quantized base hold dequantized weights.
 The module needs peft.

@@ -143,7 +143,7 @@ class _Reader:
         return value
 
     def _long_string(self) -> str:
-        """Read a string in triple quotes, whose lines lose at most the opening quotes' indent."""
+        """Read a string in triple quotes. Later lines lose blanks up to the quotes' column."""
         begin = self._at
         indent = begin - (self._text.rfind("\n", 0, begin) + 1)
         end = self._text.find(_LONG_QUOTE, begin + 3)

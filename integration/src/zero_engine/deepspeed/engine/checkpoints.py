@@ -61,7 +61,7 @@ class Checkpoints(Facts):
         Raises:
             ValueError: ``save_dir`` is empty or None.
             CheckpointError: ``save_dir`` is a URL, a value of the client state cannot be saved, or
-                a part of the next update has run before its ``step``.
+                backward has already begun the next update, before its ``step``.
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint() needs a directory, found {save_dir!r}")
@@ -105,7 +105,7 @@ class Checkpoints(Facts):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Restore a checkpoint. Returns its folder and the client state.
 
-        Every rank must call it. Without a tag and a file ``latest`` it returns (None, None).
+        Every rank must call it. With ``tag`` None and no file ``latest``, returns (None, None).
 
         Args:
             load_dir: folder that `save_checkpoint` was given.
@@ -168,8 +168,7 @@ class Checkpoints(Facts):
 
         Every rank must call it. The file is in safetensors format if its name ends in
         ``.safetensors``, otherwise in that of torch.save. As in DeepSpeed, nothing is written at
-        stage 3 without ``stage3_gather_16bit_weights_on_model_save``: the method then
-        returns False.
+        stage 3 without ``stage3_gather_16bit_weights_on_model_save``: the method returns False.
         """
         path = local_path(save_dir, "a model of DeepSpeed's names") / save_filename
         is_sharded = self.zero_optimization_partition_weights()

@@ -65,7 +65,7 @@ _Outputs = TypeVar("_Outputs")
 
 
 class Watch:
-    """Observers of an engine's steps, in the order of DeepSpeed's output.
+    """Observers of an engine's steps that the configuration requests.
 
     ``monitor`` writes scalars, and ``tput_timer`` counts steps and epochs. Scripts read both as
     attributes of the engine.
@@ -138,7 +138,7 @@ class Watch:
 
 
 class DeepSpeedEngine(Checkpoints, nn.Module):
-    """A model under training, with DeepSpeed's interface. Made by `initialize`.
+    """A model with the interface of DeepSpeed's engine. Made by `initialize`.
 
     Attributes that it lacks are looked up in the model.
 
@@ -314,7 +314,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """Take part in one micro-step of the other ranks, without data.
 
         DeepSpeed has no such call. Its scripts compute a batch whose loss is multiplied by zero,
-        which works here too. See `zero_core.Engine.idle_step` for the average of the gradients.
+        which works here too. See `zero_core.Engine.idle_backward` for the average of gradients.
         """
         core = self._live_core("idle_step")
         self._num_backwards += 1
@@ -438,7 +438,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return self.core.get_global_grad_norm()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Do nothing: gradients are reduced as they become complete."""
+        """Do nothing: backward or, after `coalesce_grad_reduction`, `step` reduces gradients."""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the samples per step by changing the number of micro-steps, between two steps.

@@ -111,7 +111,7 @@ class Init:
                 ``dtype``, and its ``zero_optimization.enable_sanity_checks`` applies to the
                 parameters.
             enabled: False makes the context do nothing.
-            dtype: dtype of floating parameters. Without any, the engine casts them.
+            dtype: dtype of floating parameters. Default: ``config``'s, if it enables bf16 or fp16.
             sequence_data_parallel_group, param_swapper, tensor_overrides: refused with
                 NotServedError.
 
@@ -261,7 +261,7 @@ class GatheredParameters:
 
 @contextmanager
 def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Refuse edits of ``params`` in this context, which would be lost. Every rank must enter it."""
+    """Raise at the end if a rank has changed ``params`` in place. Every rank must enter it."""
     before = [(p.data_ptr(), p._version) for p in params]
     yield
     if not params:

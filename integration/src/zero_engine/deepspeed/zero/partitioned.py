@@ -272,7 +272,7 @@ def is_partitioned(tensor: object) -> TypeGuard[Partitioned]:
 
 
 def value_of(param: object) -> PartitionedValue | None:
-    """Return the value of ``param`` if it is partitioned or gathered and no engine owns it."""
+    """Return ``param``'s value, or None unless it is partitioned or gathered without an engine."""
     if not isinstance(param, nn.Parameter):
         return None
     found: PartitionedValue | None = vars(param).get(_VALUE)
