@@ -47,7 +47,7 @@ def import_checkpoint(
         output: folder for checkpoints, as `zero_core.Engine.load_checkpoint` takes it.
         tag: None is the tag in the file ``latest``, if ``directory`` has that file.
         optimizer: class of the optimizer, such as "AdamW". None is the saved configuration's.
-        frozen: names of parameters that were not trained, which a checkpoint of stage 0 lacks.
+        frozen: names of parameters that were not trained. Used at stage 0, whose files lack them.
 
     Raises:
         CheckpointError: there is no such checkpoint, a part of it cannot be imported, or the new

@@ -207,7 +207,7 @@ def _base_layer(adapted: nn.Module) -> nn.Module | None:
 def _values(
     part: _Part, names: dict[int, str], adapted: frozenset[int], adapter_names: Sequence[str] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and values of ``part``, after a merge. Its parameters must be gathered."""
+    """Yield names and values of ``part`` after a merge. Call it while the part is gathered."""
     if not part.is_adapted:
         is_quantized = any(_can_dequantize(p) for p in part.params)
         module = _dequantized(copy.deepcopy(part.module)) if is_quantized else part.module

@@ -1,8 +1,8 @@
 """Train a GPT-2 on plain text. Copy this file as the start of your own program.
 
-ZeRO needs `zero_core.deferred_init`, `zero_core.build`, and the engine's methods. ``train_batch``
-runs backward and the update, so that ``accumulation_schedule`` may choose the order of a step's
-work. The model is an ordinary transformers model.
+The program uses ZeRO by `zero_core.deferred_init`, `zero_core.build` and methods of the engine.
+``train_batch`` runs backward and the update, so that ``accumulation_schedule`` may choose the order
+of a step's work. The model is an ordinary transformers model.
 
 A `TrainingRun` manages ranks, folder, text and logs. A copy of this file imports it from
 `zero_engine`. ``zero-engine train`` runs this program under torchrun on every rank.

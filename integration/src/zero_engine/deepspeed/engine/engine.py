@@ -1,6 +1,6 @@
 """`DeepSpeedEngine`: a wrapper of `zero_core.Engine` with DeepSpeed's methods.
 
-Forward, backward and step are those of the core engine. This class adds DeepSpeed's counters,
+The core engine computes forward, backward and step. This class adds DeepSpeed's counters,
 observers of steps, and accumulation boundaries that the script sets.
 """
 

@@ -1,7 +1,7 @@
 """``deepspeed.ops.adam``, ``.adagrad`` and ``.lion``: optimizers with DeepSpeed's signatures.
 
-With ``offload_optimizer`` the host kernel computes the update of the ``CPU`` classes. ``Fused``
-classes update on any device. Common arguments:
+With ``offload_optimizer``, also for ``Fused`` classes, the host kernel computes the update. Common
+arguments:
 
     params, model_params    parameters, named parameters or groups
     betas                   decay of the first and second moment, in [0, 1)

@@ -188,8 +188,8 @@ class GatheredParameters:
     """A context in which sharded parameters hold their whole values, on every rank.
 
     `gathered_params` gathers parameters without an engine. `zero_core.Engine.gathered` gathers
-    those of an engine, and also copies changes to the master weights. Other objects (None, buffers,
-    ordinary parameters) are ignored.
+    an engine's parameters, and also copies changes to the master weights. Other objects (None,
+    buffers, ordinary parameters) are ignored.
 
     Every rank must enter it with the same parameters, at every stage: a rank that enters alone may
     wait until the process group's timeout. Code for one rank (``if rank == 0``) belongs inside the
@@ -305,7 +305,7 @@ def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[
 
 @contextmanager
 def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Set ``ds_status`` to AVAILABLE in this context for those of ``params`` without an engine."""
+    """Set ``ds_status`` of ``params`` without an engine to AVAILABLE in this context."""
     owned = described.ShardedParameter  # this class of engines' parameters computes ds_status
     marked = [p for p in params if "ds_status" in vars(p) and not isinstance(p, owned)]
     before = [vars(param)["ds_status"] for param in marked]

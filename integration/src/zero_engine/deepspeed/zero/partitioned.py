@@ -502,7 +502,7 @@ def partition_module(
     *,
     dtype: torch.dtype | None = None,
 ) -> list[nn.Parameter]:
-    """Partition the parameters of ``module``, which must have values. Returns those partitioned.
+    """Partition the parameters of ``module`` that `can_partition` allows, and return them.
 
     The values are rank 0's, floating ones cast to ``dtype``. Every rank must call it.
     """
