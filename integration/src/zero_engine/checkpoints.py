@@ -1,6 +1,6 @@
 """``zero-engine verify | inspect | export | prune | import``: checkpoints on the command line.
 
-Functions import torch when they are called, because the import takes seconds.
+torch is imported only when a command needs it, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zero_engine.command_options import Text, option
 from zero_engine.progress import working
 
 Answer = tuple[Mapping[str, object], str]
-"""A report as JSON and as text."""
+"""A command's report, as JSON values and as text."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _Folder = Annotated[str, typer.Argument(metavar="DIR", show_default=False)]
 _Output = Annotated[str, typer.Argument(metavar="OUT", show_default=False)]
@@ -106,8 +106,8 @@ def convert(
 ) -> Answer:
     """Convert a checkpoint of DeepSpeed, of any ZeRO stage or universal, to this engine's format.
 
-    The files are read without network if the system permits network namespaces. Of the functions
-    that the files name, only torch's constructors of tensors are called. No file is replaced.
+    The files are read without network if the system permits network namespaces. Pickles are read as
+    by torch.load(weights_only=True). No file is replaced.
     """
     from zero_engine.deepspeed_import.importing import import_checkpoint
 

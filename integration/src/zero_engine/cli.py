@@ -1,6 +1,6 @@
 """Commands of ``zero-engine``: train, run, plan, report, verify, import, doctor and others.
 
-The exit code is one of `zero_engine.terminal`, or that of the program that the command runs.
+The exit code is 0, one of `zero_engine.terminal`, or that of a program that the command starts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _ResumeCommand(TyperCommand):
 
 
 def _with_run_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option for each field of `RunSettings`, which ``command`` gets by ``**options``."""
+    """Add an option for each field of `RunSettings`, passed to ``command`` in ``**options``."""
     own = signature(command, eval_str=True)
     others = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     settings = []
@@ -395,7 +395,7 @@ def version(as_json: Json = False) -> None:
 
 
 def main() -> None:
-    # Commands do not download from a model hub. Only the script of `run` may.
+    # By default, only the script of `run` may download from the Hugging Face hub.
     if sys.argv[1:2] != ["run"]:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     app(prog_name="zero-engine")  # shell completion depends on this name

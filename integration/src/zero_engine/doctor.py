@@ -1,4 +1,4 @@
-"""Report of installed packages, of the machine, and of cures for missing parts."""
+"""Report of installed packages and of the machine, with advice on missing parts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _RELEASES = Path(__file__).with_name("torch_releases.json")
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report, with the cure for a missing part as ``advice``."""
+    """A line of the report. ``advice`` is what to do about a missing part."""
 
     topic: str
     name: str

@@ -19,7 +19,7 @@ from zero_core.errors import ConfigError
 
 
 def parse_bytes(text: str, name: str) -> int:
-    """Return the bytes of "24GB" (decimal), "24GiB" (binary) or a plain number."""
+    """Return the bytes of "24GB" (decimal), "24GiB" (binary) or a number, or raise ConfigError."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?)b?", text.strip().lower())
     if match is not None:
         number, unit, binary = match.groups()
@@ -31,13 +31,13 @@ def parse_bytes(text: str, name: str) -> int:
 
 
 def locked_memory_limit_bytes() -> int | None:
-    """Return the limit of ``mlock`` in bytes, or None. It does not apply to CUDA's pinning."""
+    """Return the limit of ``mlock`` in bytes, None if unlimited. CUDA's pinning ignores it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def used_bytes(device: torch.device) -> int:
-    """Return the bytes that this rank holds: allocated on its GPU, or resident in host memory."""
+    """Return the bytes that torch has allocated on a CUDA ``device``, else the resident set."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     resident = read_text(Path("/proc/self/statm")).split()

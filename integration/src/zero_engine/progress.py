@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 def working(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show on stderr that ``what`` is in progress. Yields a function that shows how much is done.
 
-    ``show(3, 8)`` means three of eight. Shows nothing without a terminal, or on ranks above 0.
+    ``show(3, 8)`` means three of eight. Shows nothing on ranks above 0 or without a terminal.
     """
     console = Console(stderr=True)
     is_shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
@@ -30,7 +30,7 @@ def working(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress warnings and log messages of imported libraries."""
+    """Suppress Python's warnings, and log messages up to the level WARNING."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,7 +1,7 @@
 """DeepSpeed's interface, served by this engine.
 
 ``zero-engine run`` serves this package under the name ``deepspeed``, with submodules at DeepSpeed's
-paths. The first use of a part that is not served raises `NotServedError`.
+paths. Use of a name that is not served raises `NotServedError`.
 """
 
 from __future__ import annotations

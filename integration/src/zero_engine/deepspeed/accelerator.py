@@ -1,4 +1,4 @@
-"""``deepspeed.accelerator``, implemented by torch.accelerator. Memory is in bytes."""
+"""``deepspeed.accelerator``: torch.accelerator, or the CPU. Memory is in bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def _call(function: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a method that ignores its device index and calls ``function`` without arguments."""
+    """Return a method that ignores its arguments and calls ``function`` without any."""
 
     def method(self: DeepSpeedAccelerator, *_device_index: int | None, **_named: Any) -> Any:
         return function()
@@ -28,12 +28,12 @@ def _call(function: Callable[[], Any]) -> Callable[..., Any]:
 
 
 def _answer(value: Any) -> Callable[..., Any]:
-    """Return a method that returns ``value`` for every device."""
+    """Return a method that returns ``value`` whatever its arguments."""
     return _call(lambda: value)
 
 
 class DeepSpeedAccelerator:
-    """Functions of one kind of device, which torch calls ``device_type``."""
+    """Base class of the accelerators. ``device_type`` is torch's name, such as "cpu" or "cuda"."""
 
     def __init__(self, device_type: str, backend: str) -> None:
         self.device_type = self._name = device_type
@@ -74,7 +74,7 @@ class DeepSpeedAccelerator:
         return self.device_type in ("cuda", "xpu")
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """Return a page-locked copy of ``tensor``, or ``tensor`` itself on the CPU."""
+        """Return ``tensor`` in page-locked memory. `CpuAccelerator` returns ``tensor`` itself."""
         return tensor if self.device_type == "cpu" else tensor.pin_memory()
 
     def range_push(self, msg: str, domain: object = None, category: object = None) -> None:
@@ -92,7 +92,7 @@ class DeepSpeedAccelerator:
 
 
 class CpuAccelerator(DeepSpeedAccelerator):
-    """The CPU as one device. Memory is the resident set of the process."""
+    """The CPU, with a device index per local rank. Used memory is the process's resident set."""
 
     Stream = None
     Event = None
@@ -104,7 +104,7 @@ class CpuAccelerator(DeepSpeedAccelerator):
     device = _answer(CPU)
     is_available = _answer(True)
     set_device = synchronize = current_stream = default_stream = empty_cache = _answer(None)
-    # The system measures the peak of the whole process, which cannot be reset.
+    # `peak_bytes` reads getrusage, whose peak cannot be reset.
     reset_peak_memory_stats = _answer(None)
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
     default_generator = _answer(torch.default_generator)
@@ -143,7 +143,7 @@ def _of_device(name: str) -> Callable[..., Any]:
 
 
 class TorchAccelerator(DeepSpeedAccelerator):
-    """All devices of one kind of torch's accelerators (CUDA, XPU, MPS, ...)."""
+    """The devices of torch.accelerator, which have one type (CUDA, XPU, MPS, ...)."""
 
     Stream = torch.Stream
     Event = torch.Event
@@ -176,11 +176,11 @@ class TorchAccelerator(DeepSpeedAccelerator):
 
     def get_rng_state(self, device_index: int | None = None) -> Any:
         """Return the state of the device's generator, a uint8 tensor on the CPU."""
-        given = () if device_index is None else (device_index,)  # torch's default is not None
+        given = () if device_index is None else (device_index,)  # torch refuses None
         return self._module.get_rng_state(*given)
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
-        given = () if device_index is None else (device_index,)  # torch's default is not None
+        given = () if device_index is None else (device_index,)  # torch refuses None
         self._module.set_rng_state(new_state, *given)
 
     def default_generator(self, device_index: int) -> Any:

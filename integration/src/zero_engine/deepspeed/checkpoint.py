@@ -1,9 +1,9 @@
-"""``deepspeed.checkpoint``: copies of states for ``torch.save``, and DeepSpeed's file names.
+"""``deepspeed.checkpoint``: copies of tensors to save, and files under DeepSpeed's names.
 
 [Note: stand-in files]
 Tools check whether a checkpoint has DeepSpeed's files (``mp_rank_00_model_states.pt``, ...).
-Checkpoints of this engine therefore have small JSON files of these names. They hold no tensor and
-name the file with the values. They are written last, so an incomplete checkpoint has none.
+Checkpoints of this engine therefore have small JSON files of these names. They hold no tensor
+and name the manifest. They are written after it, so an incomplete checkpoint has none.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _FILES = "*mp_rank_*_states.pt"
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -> Any:
-    """Copy ``item`` to ``device``, with all tensors in its lists, tuples and dicts.
+    """Return ``item`` with the tensors in its lists, tuples and dicts copied to ``device``.
 
-    A parameter is a slice of a large buffer, and torch.save would write the whole buffer.
+    A parameter may be a view of a large buffer, and torch.save would write the whole buffer.
     """
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True)
@@ -66,7 +66,7 @@ def write_stand_ins(place: Path, *, rank: int, stage: int, is_bf16: bool) -> Non
 
 
 def refuse_foreign(directory: str | Path, tag: object = None) -> None:
-    """Refuse a checkpoint that DeepSpeed wrote. A ``tag`` of None means the newest checkpoint."""
+    """Raise CheckpointError if DeepSpeed wrote the checkpoint. A ``tag`` of None is the newest."""
     folder = local_path(directory, "a checkpoint of DeepSpeed's names")
     if tag is None:
         tag = read_latest(folder)

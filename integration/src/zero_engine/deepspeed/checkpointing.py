@@ -1,7 +1,7 @@
 """``deepspeed.checkpointing``: activation checkpointing by torch.utils.checkpoint.
 
-As in DeepSpeed, the configuration's block ``activation_checkpointing`` only sets how `checkpoint`
-works. Functions that the script does not call through `checkpoint` are not recomputed.
+As in DeepSpeed, DeepSpeed's keys of ``activation_checkpointing`` have an effect only on calls of
+`checkpoint`, after `configure` has read them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def configure(
     """Set whether `checkpoint` keeps its inputs in host memory until backward.
 
     ``checkpoint_in_cpu`` has precedence over ``cpu_checkpointing`` of ``deepspeed_config``.
-    ``profile`` raises NotServedError. The remaining arguments have no effect: there are no
-    model-parallel ranks, and each call of `checkpoint` is one checkpoint.
+    A true ``profile`` raises NotServedError. The remaining arguments have no effect.
     """
     global _is_configured, _is_on_cpu
     without_effect = {
@@ -64,11 +63,11 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Do nothing: there is no state between steps."""
+    """Do nothing: calls of `checkpoint` share no state."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``, and recompute it in backward (Chen et al., arXiv 1604.06174)."""
+    """Call ``function``, and call it again in backward (Chen et al., arXiv 1604.06174)."""
     is_pinned = torch.accelerator.is_available()
     with save_on_cpu(is_pinned) if _is_on_cpu else nullcontext():
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)

@@ -27,11 +27,11 @@ _ALIKE = """
     broadcast_object_list destroy_process_group gather get_rank get_world_size irecv is_available
     is_initialized isend monitored_barrier new_group recv reduce reduce_scatter scatter send
 """
-"""Functions whose parameters have torch's names."""
+"""Functions whose parameters have the same names in torch and in DeepSpeed."""
 
 
 def _as_torch(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """Wrap torch's ``function``, whose first parameters get DeepSpeed's ``names``."""
+    """Wrap torch's ``function``. ``names`` are DeepSpeed's names of its first parameters."""
     renamed = dict(zip(names, inspect.signature(function).parameters, strict=False))
 
     @functools.wraps(function)
@@ -93,7 +93,7 @@ def all_reduce_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Reduce each of ``tensors`` over the ranks, in place."""
+    """Reduce each of ``tensors`` over the ranks of ``group``, in place."""
     works = [dist.all_reduce(tensor, op, group, async_op) for tensor in tensors]
     return _Works(works) if async_op else None
 
@@ -104,7 +104,7 @@ def all_gather_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Gather each of ``input_tensors`` into its output, which is world size times as large."""
+    """Gather input ``i`` into output ``i``, whose size is the input's times the group's."""
     pairs = zip(output_tensors, input_tensors, strict=True)
     works = [_all_gather_single(whole, part, group, async_op) for whole, part in pairs]
     return _Works(works) if async_op else None
@@ -118,7 +118,7 @@ has_reduce_scatter_tensor = has_all_reduce_coalesced = has_all_gather_into_tenso
 
 
 def has_coalescing_manager() -> bool:
-    """Return False: a coalesced call makes one call per tensor."""
+    """Return False: ``all_reduce_coalesced`` and ``all_gather_coalesced`` loop over tensors."""
     return False
 
 

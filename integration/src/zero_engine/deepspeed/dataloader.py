@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 
 class DeepSpeedDataLoader(DataLoader[Any]):
-    """DataLoader of micro-batches from this rank's part of a dataset.
+    """DataLoader of a rank's micro-batches, on which ``next`` can be called.
 
-    As in DeepSpeed, every pass has the same order unless ``sampler.set_epoch`` is called, and
-    ``next`` can be called on the loader itself. An iterable dataset has no default sampler.
+    With the default sampler, a `DistributedSampler`, every pass has the same order unless
+    ``sampler.set_epoch`` is called, as in DeepSpeed.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class DeepSpeedDataLoader(DataLoader[Any]):
         num_workers: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        """Load rank ``rank``'s part of ``dataset``. An iterable dataset must split itself."""
+        """Load the samples of ``rank``. An iterable ``dataset`` must itself yield only these."""
         if data_sampler is None and not isinstance(dataset, IterableDataset):
             data_sampler = DistributedSampler(
                 dataset, num_replicas=world_size, rank=rank, shuffle=is_shuffled

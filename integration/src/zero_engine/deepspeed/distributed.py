@@ -1,4 +1,4 @@
-"""The process group of the ranks, from the launcher's environment."""
+"""Start of torch.distributed from the variables of the launcher."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def init_distributed(
 ) -> None:
     """Start torch.distributed if necessary. Without a launcher there is one rank.
 
-    It also makes the rank's accelerator the current one (`choose_device`), and ends the rank when
-    torchrun ends.
+    It also calls `choose_device` and `end_with_launcher`.
 
     Args:
         timeout: timeout of collectives. Default: DEEPSPEED_TIMEOUT, in minutes, or torch's.
-        auto_mpi_discovery: read ranks from the variables of mpirun and srun if RANK is not set.
+        auto_mpi_discovery: read ranks from the variables of mpirun and srun if neither RANK nor
+            ``rank`` is set.
         distributed_port: port of rank 0 if MASTER_PORT is not set. Under srun the default is
             replaced by a port that depends on the job.
 
@@ -76,7 +76,7 @@ def init_distributed(
 
 
 def choose_device(index: int | None = None) -> None:
-    """Make accelerator ``index`` the current one, by default the launcher's choice."""
+    """Make accelerator ``index`` the current one, by default that of LOCAL_RANK, if it is set."""
     if not torch.accelerator.is_available():
         return
     if index is None:

@@ -10,7 +10,7 @@ _DATA = (str, bytes, int, float, list, tuple, dict, set, frozenset)
 
 
 class NotServedError(ZeroError, AttributeError):
-    """Use of a part of DeepSpeed that is not served. ``hasattr`` returns False for such a part."""
+    """Use of a part of DeepSpeed that is not served. An AttributeError too, for ``hasattr``."""
 
     def __init__(self, what: str, instead: str = "") -> None:
         hint = instead or "remove the call, or run the script with DeepSpeed itself"
@@ -34,7 +34,7 @@ class NotScalarError(ZeroError, ValueError, AssertionError):
 
 
 class Unserved:
-    """Stand-in for a class, function or constant that is not served. Any use raises.
+    """Stand-in for a class, function or constant that is not served. Most uses raise.
 
     A script may import such a name, compare it with None, and use it in an annotation.
     """
@@ -42,8 +42,8 @@ class Unserved:
     def __init__(self, name: str, instead: str = "", *, could_be_ours: bool = False) -> None:
         """Keep the dotted ``name``, without "deepspeed.", and the advice ``instead``.
 
-        ``could_be_ours`` marks a class of which DeepSpeed's own engine has objects. For such a
-        class ``isinstance`` raises. For other classes it returns False.
+        ``could_be_ours`` marks a class of which DeepSpeed's engine makes objects. ``isinstance``
+        raises for such a class, because False could be wrong, and returns False for others.
         """
         self.__dict__.update(_name=name, _instead=instead, _could_be_ours=could_be_ours)
 

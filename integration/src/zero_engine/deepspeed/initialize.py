@@ -110,7 +110,7 @@ def initialize(
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the model.
-        ModelMissingError: ``model`` is None.
+        ValueError: there is no model (ModelMissingError), no configuration, or there are two.
         NotServedError: model parallelism or ``mesh_param`` is requested.
     """
     if model is None:
@@ -228,7 +228,7 @@ def _option(args: Any, name: str) -> Any:
 
 
 def _check(config: dict[str, Any], given: torch.optim.Optimizer | None, *, world_size: int) -> None:
-    """Refuse what `zero_core.build` would refuse, while the earlier engine can still continue."""
+    """Refuse a bad configuration or optimizer while the earlier engine can still continue."""
     resolved = load_config(config, world_size=world_size)
     if given is not None:
         check_served(type(given))
@@ -266,7 +266,7 @@ def _make_optimizer(
 
 
 def _find_untrained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return trainable parameters that are in no group of ``optimizer``, with a warning."""
+    """Return trainable parameters in no group of ``optimizer``. Logs a warning about them."""
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in covered}
     if left:

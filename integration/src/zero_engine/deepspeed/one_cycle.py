@@ -1,7 +1,7 @@
 """The 1cycle policy, and the range test that finds its bounds, with DeepSpeed's values.
 
-Smith, 2018 (arXiv 1803.09820): sections 3 and 4. The formulas below use the position ``b = k + 1``,
-where ``k`` is the count of `zero_core.schedules`.
+Smith, 2018 (arXiv 1803.09820): sections 3 and 4. In the formulas below, ``b`` is
+``last_batch_iteration + 1``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class OneCycle(IterationSchedule):
     step uses ``min_lr`` and ``min_mom``.
 
     ``A`` is ``cycle_first_step_size`` and ``B`` is ``cycle_second_step_size``, by default ``A``.
-    The second number of stairs is by default equal to the first. 0 means no stairs. A
+    The second number of stairs is by default equal to the first. 0 or less means no stairs. A
     ``decay_step_size`` of 0 means no decay. Rates and momenta are one value for all groups or a
     list. Without betas in the optimizer, ``cycle_momentum`` has no effect except a warning.
     """

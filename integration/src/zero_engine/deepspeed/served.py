@@ -2,8 +2,8 @@
 
 A served module has DeepSpeed's own path (`_OWN`), or takes its names from modules with other paths
 (`ALIASES`). Its other public names are `Unserved`. The remaining modules of DeepSpeed are refused:
-they can be imported, and all their names are `Unserved`. The first use of such a name (a call, a
-subclass, an attribute, a comparison) raises an error with advice.
+they can be imported, and all their names are `Unserved`. A call, a subclass or an attribute of an
+`Unserved` raises `NotServedError` with advice.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _OWN = (
     "accelerator checkpoint checkpointing comm launcher monitor ops ops.op_builder utils "
     "utils.groups utils.logging utils.tensor_fragment utils.z3_leaf_module zero"
 )
-"""Modules at DeepSpeed's own path. ``utils.zero_to_fp32`` is another, which serves itself."""
+"""Modules at DeepSpeed's own path, except ``utils.zero_to_fp32``, which serves itself."""
 
 _PATHS_BY_SOURCE = {
     "dataloader utils.logging utils.tensor_fragment utils.usage utils.z3_leaf_module": "utils",
@@ -108,7 +108,7 @@ _PATHS_BY_SOURCE = {
 ALIASES: Mapping[str, str] = {
     path: sources for sources, paths in _PATHS_BY_SOURCE.items() for path in paths.split()
 }
-"""DeepSpeed's path, and the modules here that have the path's names. Rows may use rows above."""
+"""DeepSpeed's paths, and the modules here that each gets its names from. ``zero`` is both."""
 
 _NAMES_BY_PATHS = {
     "accelerator": "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported",
@@ -221,7 +221,7 @@ _SUBMODULES = {
 
 
 class RefusedModule(ModuleType):
-    """A module of DeepSpeed that is not served. Every name in it is an `Unserved`."""
+    """A module of DeepSpeed that is not served. Its names resolve to an `Unserved`."""
 
     def __init__(self, name: str, served_name: str, reason: str) -> None:
         super().__init__(name, f"deepspeed.{served_name} is not served: {reason}")
@@ -285,7 +285,7 @@ def _unserved(name: str, reason: str) -> Unserved:
 
 
 def serve() -> None:
-    """Make the modules of `ALIASES`, and refuse the other modules and names of DeepSpeed."""
+    """Make the modules of `ALIASES`, and resolve other names of DeepSpeed to an `Unserved`."""
     sys.meta_path.append(_Refused())
     for path, sources in ALIASES.items():
         module = _module(path)

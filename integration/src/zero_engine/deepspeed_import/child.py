@@ -1,8 +1,8 @@
 """Process that reads a checkpoint of DeepSpeed: ``python -m ...child``.
 
 It reads a JSON request from stdin. It prints progress on stderr and one JSON object on stdout,
-which is empty or has the error. Its memory and time are bounded, it has no network if the system
-permits that, and it ends with its parent.
+which is empty or has the error. Its memory and processor time are bounded, it has no network
+if the system permits that, and it ends with its parent.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _SPARE_BYTES = 4 << 30
-"""Memory besides the mapped files: one parameter at a time, Python and torch."""
+"""Allowance for memory besides the mapped files: a parameter, Python and torch."""
 _SPARE_SECONDS = 120
 _SECONDS_PER_GB = 60
-"""Limit of processor time. Two checksums and a copy take a few seconds per GB."""
+"""Allowance for processor time. Two checksums and a copy take a few seconds per GB."""
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def limit(read_bytes: int, spare_s: int = _SPARE_SECONDS) -> None:
-    """Bound this process's memory and processor time, generously, for mapping ``read_bytes``.
+    """Bound this process's memory and processor time so that it can map and copy ``read_bytes``.
 
     More memory causes a MemoryError, and more time SIGXCPU. A pickle of a few bytes can take
     forever: for instance a dict key of nested tuples, whose hash visits every path. No core is

@@ -45,9 +45,9 @@ def import_checkpoint(
         directory: folder that DeepSpeed's ``save_checkpoint`` was given, or one checkpoint's
             folder.
         output: folder for checkpoints, as `zero_core.Engine.load_checkpoint` takes it.
-        tag: None is the tag in the file ``latest``.
+        tag: None is the tag in the file ``latest``, if ``directory`` has that file.
         optimizer: class of the optimizer, such as "AdamW". None is the saved configuration's.
-        frozen: names of parameters that were not trained, which a checkpoint of stage 0 lacks.
+        frozen: names of parameters that were not trained. Used at stage 0, whose files lack them.
 
     Raises:
         CheckpointError: there is no such checkpoint, a part of it cannot be imported, or the new
@@ -133,7 +133,7 @@ _MAX_TAG = 1024
 _SPARE_BYTES = 1 << 30
 """Allowance for buffers with several names, which are written several times."""
 _MAX_RATIO = 4
-"""Largest ratio of a file's size to its disk blocks, by compression. A larger one means holes."""
+"""Largest ratio of size to disk blocks that `size_of` takes for compression, not for holes."""
 
 
 def find_place(directory: Path, tag: str | None) -> Path:

@@ -3,7 +3,7 @@
 [Note: what a file may hold]
 A file of ``torch.save`` may hold what ``torch.load(weights_only=True)`` accepts: tensors, numbers,
 strings and plain containers. Objects of DeepSpeed's classes (loss scalers, addresses of fragments)
-become `Record`s. A file that names any other class or function is refused before it is read.
+become `Record`s. A file that names any other class or function is not unpickled.
 Tensors are mapped: their bytes are read on use.
 """
 
@@ -30,7 +30,7 @@ MASTER = "master_weight"
 OWN_STATE = "zero_engine.deepspeed"
 """Client state key of the DeepSpeed engine's own counters."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-"""Adam's states. Others are refused, because packages differ in their meaning."""
+"""Adam's states. Other states are refused, because their meaning differs by package."""
 _NOT_HYPERPARAMETERS = {
     *("params", "param_names", "step"),
     *("foreach", "fused", "capturable", "differentiable"),  # these change no result
@@ -172,7 +172,7 @@ class Source:
     client_state: Mapping[str, Any]
 
     def check_extent(self, limit_bytes: int) -> None:
-        """Refuse a checkpoint that lists the same elements several times, to fill a disk."""
+        """Refuse tensors that overlap or exceed ``limit_bytes``, which could fill a disk."""
         params = [
             fragment
             for param in self.params

@@ -3,7 +3,7 @@
     export_merged(trainer.model, "merged")
     AutoModelForCausalLM.from_pretrained("merged")
 
-The export equals ``model.merge_and_unload().save_pretrained(folder)`` of an unsharded model.
+Values equal those of ``model.merge_and_unload().save_pretrained(folder)`` without sharding.
 Parameters are gathered one unit at a time. Each adapted layer is copied, merged by peft's ``merge``
 and written. The model itself is not changed. Files of a quantized base hold dequantized weights.
 The module needs peft.
@@ -198,7 +198,7 @@ def _names(parts: Sequence[_Part]) -> tuple[dict[int, str], frozenset[int]]:
 
 
 def _base_layer(adapted: nn.Module) -> nn.Module | None:
-    """Return the base model's module that ``adapted`` wraps, or None if ``adapted`` replaces it."""
+    """Return the base model's layer that ``adapted`` wraps, or None if peft trains a copy of it."""
     if isinstance(adapted, TrainableTokensWrapper):
         adapted = adapted.token_adapter
     return adapted.get_base_layer() if isinstance(adapted, BaseTunerLayer) else None
@@ -207,7 +207,7 @@ def _base_layer(adapted: nn.Module) -> nn.Module | None:
 def _values(
     part: _Part, names: dict[int, str], adapted: frozenset[int], adapter_names: Sequence[str] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and values of the merged parameters and buffers of ``part``, a gathered one."""
+    """Yield names and values of ``part`` after a merge. Call it while the part is gathered."""
     if not part.is_adapted:
         is_quantized = any(_can_dequantize(p) for p in part.params)
         module = _dequantized(copy.deepcopy(part.module)) if is_quantized else part.module

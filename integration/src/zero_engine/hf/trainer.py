@@ -88,8 +88,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     ) -> float | None:
         """Clip to ``max_norm``, and return the gradient's norm.
 
-        Returns None, without clipping here, if the 2-norm's ``max_norm`` is infinite, or is the
-        configuration's, to which the engine clips itself.
+        For the 2-norm, returns None without clipping if ``max_norm`` is infinite, or equals the
+        configuration's, to which the engine's ``step`` clips.
         """
         engine = self._engine()
         if norm_type == 2 and max_norm in (math.inf, engine.config.gradient_clipping):
@@ -98,7 +98,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Do not reduce gradients in this context, at stages 0 and 1."""
+        """Leave gradients unreduced in this context at stages 0 and 1. No effect at stages 2, 3."""
         engine = self._engine()
         if engine.config.zero_optimization.stage >= 2:
             yield

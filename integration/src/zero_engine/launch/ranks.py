@@ -194,7 +194,7 @@ class StopRequest:
 
 
 def _let_first_rank_speak() -> None:
-    """Wait for the launcher to end this rank, as it does when rank 0 has failed."""
+    """Wait 3 s for the launcher to end this rank, as it does when rank 0 has failed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(3)
 

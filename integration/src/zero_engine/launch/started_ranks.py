@@ -10,7 +10,7 @@
 
 The script of a batch job has SLURM's variables, too, but srun has not started it. SLURM's plugin
 pmi2 also sets PMI_RANK and PMI_SIZE, without a local rank. SLURM's variables are then used if they
-have the same rank and number of ranks. They differ if mpirun started its proxies by srun.
+have the same rank and number of ranks. The two sets differ if mpirun started its proxies by srun.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def rank_variables(environment: Mapping[str, str], *, port: int = PORT) -> dict[
 
 
 def device_index(environment: Mapping[str, str], *, num_visible: int) -> int | None:
-    """Return the accelerator's index for ``LOCAL_RANK``, or None if that variable is not set."""
+    """Return LOCAL_RANK, or 0 if one device is visible. Returns None if LOCAL_RANK is not set."""
     local_rank = environment.get("LOCAL_RANK")
     if local_rank is None:
         return None
@@ -141,7 +141,7 @@ def _address(environment: Mapping[str, str], starter: _Starter) -> str:
 
 
 def end_with_launcher() -> None:
-    """Send SIGTERM to this process when the launcher that started it has ended.
+    """Start a thread that sends SIGTERM to this process when its launcher has ended.
 
     If torchrun itself is killed, its ranks would train on, next to the ranks that replace them.
 

@@ -44,7 +44,7 @@ _OF_TRAINER = {
     "fp16.enabled": "Trainer(precision='16-mixed')",
     "bf16.enabled": "Trainer(precision='bf16-mixed')",
 }
-"""Keys that Lightning decides, and Lightning's setting. The configuration must not have them."""
+"""Keys that must be missing or "auto", and the setting of Lightning's that decides each."""
 _TAG = "checkpoint"
 """The engine's folder within a checkpoint of Lightning's."""
 _ADVICE = "leave it out (save_hyperparameters(ignore=[...]) for an argument)"
@@ -185,7 +185,7 @@ class ZeroStrategy(DDPStrategy):
             yield
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Build the engine. An evaluation uses the engine of an earlier ``fit`` of the module."""
+        """Build the engine. An evaluation uses the module's earlier engine, if there is one."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -262,7 +262,7 @@ class ZeroStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Do not reduce gradients of accumulated batches, at stages 0 and 1."""
+        """Leave gradients of accumulated batches unreduced in this context, at stages 0 and 1."""
         if self.engine.config.zero_optimization.stage > 1:
             yield  # no_sync would keep whole gradients instead of shards
             return
@@ -404,7 +404,7 @@ def _without_trainers(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse a Trainer that the strategy cannot serve, before any work."""
+    """Refuse a Trainer that the strategy cannot serve, before the engine is built."""
     if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
         raise ConfigError("gradient_clip_algorithm='value' is not served here: use 'norm'")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """Observers of a step: times, samples per second, memory, operations, and bytes sent.
 
 DeepSpeed's keys for them are ``wall_clock_breakdown``, ``memory_breakdown``, ``flops_profiler`` and
-``comms_logger``. On an accelerator, times are those of events on the current stream: if times are
-requested, the host waits for the last event at the end of a step.
+``comms_logger``. On an accelerator, `WallClock` records events on the current stream, and waits for
+the last event at the end of each step.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class WallClock(StepObserver):
     """Times of every step, printed on rank 0 and written to ``monitor``.
 
     A time is the sum over a step's micro-steps. Backward contains reductions, which run
-    concurrently. Parts that run outside the engine's methods are "not measured".
+    concurrently. A part that was not observed is "not measured".
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class CometSettings(_Block):
 
     enabled: bool = False
     samples_log_interval: PositiveInt = 100
-    """Samples between two values of a name."""
+    """Least number of samples between two values of a name."""
     project: str | None = None
     workspace: str | None = None
     api_key: str | None = None
@@ -135,7 +135,7 @@ class StepFacts:
 
 
 class StepObserver:
-    """Observer that the engine calls on every rank.
+    """Observer of the steps of this rank's engine.
 
     `end_forward`, `end_backward` and `end_step` are called even if their part raised an error.
     """
@@ -257,7 +257,7 @@ class _Wandb:
 
 
 class _Comet:
-    """Experiment of Comet. Logs a value of each name once per ``samples_log_interval`` samples."""
+    """Experiment of Comet. Logs a name at most once per ``samples_log_interval`` samples."""
 
     def __init__(self, settings: CometSettings) -> None:
         comet = _library("comet_ml", "comet", "comet_ml>=3.41.0")

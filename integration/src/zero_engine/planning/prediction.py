@@ -99,7 +99,7 @@ class StepShape:
     Attributes:
         has_sharded_params: whether parameters are released after use.
         is_added_by_tier: whether an offload tier sums the gradients of the micro-steps.
-        is_in_backward: whether the host's update in backward is final.
+        is_in_backward: whether the host updates in backward without an undo log.
         undo_share: share of the host's elements whose update in backward fits the undo log.
         agree: resource and seconds of the small all-reduce of [Note: one step].
         num_together: micro-batches that pass through a unit before the next unit.

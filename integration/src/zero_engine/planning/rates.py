@@ -46,7 +46,7 @@ class Curve:
     Attributes:
         points: ``(amount, seconds)`` by rising amount. Below the first point the seconds are
             constant. Above the last point the slope of the last two continues. A single point gives
-            a constant rate.
+            a constant rate above it.
     """
 
     points: tuple[tuple[float, float], ...]

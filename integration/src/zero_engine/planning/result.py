@@ -27,7 +27,7 @@ LANES = ("compute", "gather", "reduce", "copies", "host", "file")
 
 @dataclass(frozen=True)
 class Span:
-    """Time ``[start_s, stop_s)`` of a step in which a lane works on a unit."""
+    """Time ``[start_s, stop_s)`` of a step in which a lane is busy with ``what``."""
 
     lane: str
     what: str
@@ -53,7 +53,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """Lane with the most busy seconds, which are a lower bound of the step's time."""
+        """Lane with the most busy seconds."""
         return max(LANES, key=lambda lane: self.lanes[lane])
 
     @property

@@ -6,9 +6,9 @@ Each piece of work has a duration, a resource, and earlier work that it depends 
 main      the computing thread, or the compute stream: in program order
 link      collectives between ranks: in launch order
 down      copies to the host: in launch order
-host      the host's updates: of those that are ready, first the lowest ``need``, then the oldest
-up        copies to the device: as host
-file      reads and writes of NVMe offload: as host
+host      the host's updates: among ready ones the lowest ``need``, then program order
+up        copies to the device: in the order of "host"
+file      reads and writes of NVMe offload: in the order of "host"
 
 If ranks compute on the CPU, all running work shares ``cores``. If the running work asks for more,
 all work that uses cores is slowed down by the same factor.

@@ -6,8 +6,8 @@ more exact. Among equal choices the best is the configuration itself. Otherwise 
 placement that changes the fewest keys, then the smallest ratio, then the least device memory.
 
 Other placements are tried with the configured variant and the best one, or with all variants if
-nothing fits. Other schedules are tried with the `NUM_LEADERS` fastest choices. Choices that change
-numerical results are shown. They can be the best only if rounding is allowed.
+nothing fits. Other schedules are tried with the configured choice and the `NUM_LEADERS` fastest
+that use the host. A choice that changes numerical results can be the best only if that is allowed.
 """
 
 from __future__ import annotations

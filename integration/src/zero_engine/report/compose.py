@@ -1,4 +1,4 @@
-"""Sections of a report, in the order of a reader's questions."""
+"""Content of a report: the verdict on a run, and the blocks of each section."""
 
 from __future__ import annotations
 

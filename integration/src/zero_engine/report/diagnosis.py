@@ -1,8 +1,8 @@
 """Causes that limit a run, and the change with the largest predicted gain.
 
-Each rule detects one cause in the usual step, and predicts the step's time without the cause from
-the run's own times. The cause with the largest gain determines the verdict. Two causes precede all
-others: gradients that are not finite, and memory that is nearly used up.
+Each rule detects one cause, and predicts from the run's records what a step costs without it. The
+verdict names the cause with the largest gain. Two causes precede all others: gradients that are not
+finite, and memory that is nearly used up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zero_engine.report.run import INSIDE, WAITS, Measured, RankStep
 _LEAST = 0.08
 """Smallest share of a step that counts as a cause."""
 _FULL = 0.9
-"""Share of the memory above which the next longer batch may fail."""
+"""Share of the memory limit from which on memory counts as a cause."""
 _SKIPPED = 0.02
 _SMALL = 4
 _USUAL_SCALING = 0.85
@@ -139,7 +139,7 @@ def _memory(found: Measured, limit: int | None) -> Iterator[Cause]:
 
 
 def transient_bytes(found: Measured) -> tuple[int, str]:
-    """Return the bytes by which a step's peak exceeds its start, and the place of the peak."""
+    """Return the most bytes that a rank's memory rises in a step, and the place of the peak."""
     best, moment = 0, "a step"
     for rank in found.run.ranks:
         for detail in rank.details[-1:]:
@@ -154,8 +154,8 @@ def transient_bytes(found: Measured) -> tuple[int, str]:
 def _activation_bytes(found: Measured) -> int:
     """Return an estimate of the bytes of activations in a step.
 
-    The estimate is the growth from one block's forward to the next one's, times the blocks. On a
-    CPU only the first step shows the growth: freed memory stays resident.
+    The estimate is the growth from one block's forward to the next one's, times the number
+    of blocks, or `transient_bytes` if more. On a CPU only the first step shows the growth.
     """
     best, num_blocks = 0.0, len(found.run.run.units) - 1
     for rank in found.run.ranks:
@@ -260,7 +260,7 @@ def _host(found: Measured) -> Iterator[Cause]:
         return
     if busy < wait / 2:  # the host itself waits for copies
         return
-    # Moving an element saves the host's time for it, and costs the device's.
+    # Moving an element to the device saves the host's time for it, and costs the device's.
     per_host = busy / numel
     per_device = per_host if run.environment.get("device") == "cpu" else per_host / 20.0
     moved = min(wait / (per_host + per_device), numel)

@@ -108,7 +108,7 @@ def render(page: Page) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Round floats in ``value`` to seven digits, which halves the size of a page."""
+    """Round floats in ``value`` to seven digits, to keep the page small."""
     if isinstance(value, float):
         return float(f"{value:.7g}")
     if isinstance(value, Mapping):

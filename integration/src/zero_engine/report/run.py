@@ -1,8 +1,7 @@
 """Recorded run as a report reads it: the records of all ranks, and figures of its usual step.
 
 The usual step is the mean of the steps between the quartiles of length, without skipped steps and
-without a warm-up. Its parts add up to its length, and occasional checkpoints or evaluations do not
-count.
+without a warm-up, so that occasional checkpoints or evaluations do not count.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ WAITS = {
 class Rank:
     """One rank's records. If a step was repeated after a restart, its last record counts.
 
-    ``run`` is the last of ``starts`` that took a step, if any did. ``config`` is its configuration.
+    ``run`` is the last of ``starts`` that took a step, if any did. ``config`` is that of ``run``.
     """
 
     starts: Sequence[RunRecord]

@@ -5,5 +5,5 @@
                     Lightning and transformers
     run             the command
 
-Every Python process with the hook imports this package. Only ``hook`` imports no torch.
+Every Python process with the hook imports ``hook``, which therefore imports no torch.
 """

@@ -29,7 +29,7 @@ from zero_core.errors import ConfigError
 Hosts = Mapping[str, tuple[int, ...]]
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 HOST_FILE = "/job/hostfile"
-"""Default host file of DeepSpeed's launcher. Used only with the program ``deepspeed``."""
+"""Default host file of DeepSpeed's launcher. Without ``--hostfile``, used only if it exists."""
 LOCAL_HOST = "localhost"
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 SSH_OPTIONS = ("launcher", "launcher_args", "no_ssh_check", "ssh_port", "venv_script")
@@ -89,7 +89,7 @@ def with_host_file(arguments: Sequence[str]) -> list[str]:
 def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str]) -> list[str]:
     """Replace DeepSpeed's options in ``parsed`` by torchrun's, in place.
 
-    If slots are chosen, sets the variable of visible devices in this process's environment. Returns
+    If slots other than the first are chosen, sets the variable of visible devices, too. Returns
     lines to print, about options that have no effect. Raises ConfigError for unsupported options.
     """
     if parsed.autotuning:
@@ -137,7 +137,7 @@ def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str
 
 @contextmanager
 def process_number_saved(*, is_asked: bool) -> Iterator[None]:
-    """Keep a file ``/tmp/PID.deepspeed`` with this process's id, as DeepSpeed's ``--save_pid``."""
+    """If ``is_asked``, keep ``/tmp/PID.deepspeed`` in this context, as ``--save_pid`` requests."""
     path = Path("/tmp", f"{os.getpid()}.deepspeed")
     if is_asked:
         try:

@@ -24,7 +24,7 @@ from typing import Any
 HOME = "zero_engine.deepspeed"
 _TAKEN = ["model", "state_dict", "load_config"]
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Without this variable, threads read all weights of a quantized checkpoint ahead."""
+"""Unless it is set, transformers' threads read all weights of a quantized checkpoint ahead."""
 ON_PATH = Path(__file__).parent / "on_path"
 SERVED = "deepspeed"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

@@ -53,7 +53,7 @@ PROGRAM = (
     *("module", "no_python", "training_script", "training_script_args", "local_rank"),
     *("quiet", "log_level"),
 )
-"""Parsed names that are no options of torchrun's or of DeepSpeed's launcher."""
+"""Parsed names that may be given although this process starts no ranks."""
 
 
 def run_program(arguments: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ The last part of the text is **held out**, and training uses the rest. Both are 
 of ``context`` tokens. Rank 0 writes both parts to a file in the run's folder. All ranks map that
 file, also in a resumed run, which therefore does not need the original text.
 
-A rank's windows depend only on the seed, step, rank and batch size: resuming needs only the step.
+`Corpus.batch` has no state other than the file and the seed: resuming needs only the step.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def prepare_corpus(text: str, folder: Path, *, vocab_size: int, context: int) ->
     """Train the tokenizer, encode ``text`` and write both to ``folder``. Rank 0 calls it."""
     tokenizer = train_tokenizer(text, vocab_size)
     encoded, pieces = [], _pieces(text)
-    while batch := list(islice(pieces, 256)):  # the encoder uses a thread per text of a batch
+    while batch := list(islice(pieces, 256)):  # the encoder runs a batch in parallel
         encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         encoded += [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in encodings]
     tokens = torch.cat(encoded)

@@ -37,7 +37,7 @@ def flag_of(name: str) -> str:
 
 
 class RunSettings(BaseModel):
-    """Settings of one run. The defaults finish within three minutes on two cores."""
+    """Settings of one run. The defaults train a small model in minutes on two cores."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

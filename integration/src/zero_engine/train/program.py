@@ -1,9 +1,8 @@
 """Train a GPT-2 on plain text. Copy this file as the start of your own program.
 
-Five calls concern ZeRO: `zero_core.build`, then ``engine(...)``, ``engine.train_batch``,
-``engine.async_save`` and ``engine.resume``. ``train_batch`` runs backward and the update, so that
-``accumulation_schedule`` may choose the order of a step's work. The model is an ordinary
-transformers model.
+The program uses ZeRO by `zero_core.deferred_init`, `zero_core.build` and methods of the engine.
+``train_batch`` runs backward and the update, so that ``accumulation_schedule`` may choose the order
+of a step's work. The model is an ordinary transformers model.
 
 A `TrainingRun` manages ranks, folder, text and logs. A copy of this file imports it from
 `zero_engine`. ``zero-engine train`` runs this program under torchrun on every rank.
@@ -43,7 +42,7 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
 def train_in(run: TrainingRun) -> signal.Signals | None:
     """Train, and write the results. Returns the signal that ended the run early, if any."""
     make_deterministic(run.settings.seed, run.device)
-    # Deferred, so that no rank ever holds the whole model.
+    # Deferred, so that no rank needs memory for the whole model here.
     with working("making the model"), zero_core.deferred_init():
         model = build_model(run.settings, run.corpus.vocab_size)
     engine = zero_core.build(model, run.config)  # build() shows its own progress
@@ -95,8 +94,8 @@ def run_steps(engine: zero_core.Engine, run: TrainingRun, step: int) -> signal.S
 def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> Tensor:
     """Take one optimizer step.
 
-    Returns the sum of the losses of this rank's micro-batches: 0-dim, float64, on the device. The
-    sum is exact, so that the mean over all ranks does not depend on the number of ranks.
+    Returns the sum of the losses of this rank's micro-batches: 0-dim, float64, on the device. In
+    float64 the mean over all ranks hardly depends on how samples are spread over the ranks.
     """
     losses: list[Tensor] = []
     first = step * engine.gradient_accumulation_steps
@@ -147,7 +146,7 @@ def build_model(settings: RunSettings, vocab_size: int) -> GPT2LMHeadModel:
         n_embd=settings.width,
         n_layer=settings.layers,
         n_head=settings.heads,
-        resid_pdrop=0.0,  # a short run sees each text once, so it cannot overfit
+        resid_pdrop=0.0,  # a short run hardly repeats text, so it does not overfit
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         bos_token_id=0,
@@ -161,7 +160,7 @@ def build_model(settings: RunSettings, vocab_size: int) -> GPT2LMHeadModel:
 
 
 def make_deterministic(seed: int, device: torch.device) -> None:
-    """Make repeated runs bit-identical, so that a resumed run can be compared."""
+    """Make repeated runs bit-identical, as far as torch has deterministic kernels."""
     torch.manual_seed(seed)  # every rank must start from the same weights
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)

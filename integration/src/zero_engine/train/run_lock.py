@@ -39,7 +39,7 @@ def longest_wait_s(start: Start) -> float:
 
 
 class RunLock:
-    """Lock of a run's folder, held by rank 0 until `release` or until the process ends."""
+    """Lock of a run's folder. With flock, a process that ends releases it, too."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._path = folder.lock

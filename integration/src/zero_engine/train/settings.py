@@ -66,7 +66,7 @@ class RunFolder:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a run has ended here, complete or stopped. A run draws its losses last."""
+        """Whether a run has ended here, complete or stopped: it plots its losses at the end."""
         return self.loss_plot.is_file()
 
     @property
@@ -77,7 +77,7 @@ class RunFolder:
 def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
     """Return the settings of a new run: ``options`` that are not None, over the defaults.
 
-    With `Start.AUTO` a new folder may have checkpoints elsewhere, such as on a replaced machine.
+    With `Start.AUTO` and an empty output folder, ``checkpoints`` may hold checkpoints already.
     """
     given = {k: _canonical(k, v) for k, v in options.items() if v is not None}
     _check_saving(given)

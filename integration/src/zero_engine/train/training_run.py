@@ -65,8 +65,8 @@ COPY_SHARE = 1 / 8
 class TrainingRun:
     """Training run whose folder is prepared.
 
-    ``config`` is the engine's, without "auto" values. ``checkpoints`` is a folder or URL.
-    ``max_copy_bytes`` limits the copy of a rank's states for a save. None: no limit is known.
+    ``config`` is the engine's, after `fill_auto`. ``checkpoints`` is a folder or URL.
+    ``max_copy_bytes`` limits the copy of a rank's states for a save. None: no limit.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ def open_corpus(folder: Path, seed: int, device: torch.device) -> Corpus:
 
 
 def clear_run(folder: RunFolder, *, keeps_checkpoints: bool = False) -> None:
-    """Remove an earlier run's files in ``folder``, and no others."""
+    """Remove an earlier run's results from ``folder``, and its checkpoints unless they are kept."""
     if not keeps_checkpoints and folder.has_checkpoint:  # the folder may have other files
         (folder.checkpoint / LATEST).unlink()
         for tag in list_checkpoints(folder.checkpoint):

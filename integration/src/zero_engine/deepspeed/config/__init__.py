@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: reading, defaults, renamed keys, and the configuration in effect."""
+"""Reading of DeepSpeed's JSON configuration, with its defaults and old keys."""
 
 from zero_engine.deepspeed.config.reader import Settings, read
 

@@ -35,7 +35,7 @@ _KEYS: Mapping[str, tuple[str, Any]] = {
 """Path in the file, and DeepSpeed's default, of attributes that are read from the file."""
 
 _OWN_OPTIMIZERS = {"adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon"}
-# DeepSpeed has a constant for each value of ``optimizer.type``: ADAM_OPTIMIZER = "adam".
+# DeepSpeed has a constant for each of its own optimizers: ADAM_OPTIMIZER = "adam".
 globals().update({f"{name.upper()}_OPTIMIZER": name for name in _OWN_OPTIMIZERS})
 
 _CHECKPOINTING = {
@@ -72,14 +72,11 @@ _BLOCKS: Mapping[str, Callable[[Settings], Any]] = {
 }
 
 NAMES = frozenset(_KEYS) | frozenset(_BLOCKS)
-"""Attributes of DeepSpeed's configuration that are not keys of the top level.
-
-Attributes of refused parts (model parallelism, the hybrid engine, ...) are not served.
-"""
+"""Attributes of DeepSpeed's configuration that are fields of neither `Config` nor `Settings`."""
 
 
 class DeepSpeedConfig:
-    """Read-only configuration, resolved for the current ranks, such as ``engine._config``.
+    """Configuration resolved for the current number of ranks, such as ``engine._config``.
 
     Its attributes include the fields of `Config` and `Settings`, and `NAMES`.
     """
@@ -101,7 +98,7 @@ class DeepSpeedConfig:
     def of(
         cls, settings: Settings, resolved: Config, rank: int, world_size: int
     ) -> DeepSpeedConfig:
-        """Wrap a configuration that has been read and resolved already."""
+        """Return an object for ``settings``, whose ``core`` has been resolved to ``resolved``."""
         made = cls.__new__(cls)
         made._fill(settings, resolved, rank, world_size)
         return made

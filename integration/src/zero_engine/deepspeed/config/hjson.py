@@ -27,7 +27,7 @@ _WORD_END = re.compile(r"[ \t]*(?=[,}\]#\r\n]|//|/\*|\Z)")
 _LINE = re.compile(r"[^\r\n]*")
 _LONG_QUOTE = "'''"
 _LARGEST_WHOLE = 1e10
-"""Bound below which whole numbers become ints even if they are written as 5.0 or 5e8."""
+"""Magnitude below which whole numbers written with a fraction or exponent become ints."""
 _MAX_DIGITS = 400
 _WORDS = {"true": True, "false": False, "null": None}
 
@@ -143,7 +143,7 @@ class _Reader:
         return value
 
     def _long_string(self) -> str:
-        """Read a string in triple quotes. Removes the indentation of the opening quotes."""
+        """Read a string in triple quotes. Later lines lose blanks up to the quotes' column."""
         begin = self._at
         indent = begin - (self._text.rfind("\n", 0, begin) + 1)
         end = self._text.find(_LONG_QUOTE, begin + 3)

@@ -1,11 +1,11 @@
 """DeepSpeed's JSON, read as DeepSpeed reads it, with DeepSpeed's defaults.
 
 `read` sorts a configuration into keys for `zero_core.build` and keys for the DeepSpeed engine. A
-key outside zero-core is in one of three tables, as in ``docs/deepspeed-config.md``: honoured
-(`HONOURED`), without effect (`UNNEEDED` has the reason), or refused unless its value changes
-nothing (`REFUSED`). A key without effect becomes a `Note`, which
-`zero_engine.deepspeed.initialize` prints. As in DeepSpeed, unknown keys are refused in the
-blocks that DeepSpeed checks, and have no effect elsewhere.
+key of DeepSpeed that zero-core lacks is in one of three tables, as in
+``docs/deepspeed-config.md``: honoured (`HONOURED`), without effect (`UNNEEDED` has the reason), or
+refused unless its value changes nothing (`REFUSED`). A key without effect becomes a `Note`, which
+`zero_engine.deepspeed.initialize` prints. As in DeepSpeed, unknown keys are refused in the blocks
+that DeepSpeed checks, and have no effect elsewhere.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ FLAGS = frozenset(
         "wall_clock_breakdown",
     }
 )
-"""Booleans that are fields of `Settings`."""
+"""Paths of booleans. The last name of a path is a field of `Settings`."""
 HONOURED = FLAGS | frozenset(
     {
         "checkpoint.tag_validation",
@@ -182,7 +182,7 @@ def check_refused(path: str, value: Any) -> None:
 
 _ZERO = "zero_optimization"
 _OWN_AUTO = ("accumulation_schedule", f"{_ZERO}.offload_optimizer.ratio")
-"""Keys whose value "auto" zero-core reads: the faster schedule, the fastest ratio that fits."""
+"""Keys whose value "auto" is passed on to zero-core, which chooses a value."""
 
 _STAGE3 = (
     "prefetch_bucket_size",
@@ -195,7 +195,7 @@ _STAGE3 = (
     "use_all_reduce_for_fetch_params",
     "allgather_sequential",
 )
-"""Keys that DeepSpeed accepts with and without ``stage3_``."""
+"""Keys of ``zero_optimization`` that DeepSpeed accepts with and without ``stage3_``."""
 
 _RENAMED = {
     **{key: f"stage3_{key}" for key in _STAGE3},
@@ -207,7 +207,7 @@ CLIPPING = 1.0
 """Default of ``gradient_clipping``."""
 _AS_MADE = "as_made"
 _LION = {"lr": 1e-3, "betas": (0.9, 0.999)}
-"""DeepSpeed's defaults of Lion, which differ from the paper's."""
+"""DeepSpeed's defaults of Lion, which differ from `zero_core.Lion`'s."""
 _DTYPE_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("float32", "float", "torch.float32"), "fp32"),
     **dict.fromkeys(("float16", "half", "torch.float16"), "fp16"),
@@ -215,11 +215,11 @@ _DTYPE_NAMES: Mapping[str, str] = {
 }
 
 Tell = Callable[[str, Any, str], None]
-"""Function that records a key, its value, and what the key does."""
+"""Function that records a `Note`: a key's path, its value, and a text."""
 
 
 def without_auto(block: Mapping[str, Any], tell: Tell, path: str = "") -> dict[str, Any]:
-    """Return ``block`` without nulls and unfilled "auto", which mean the default."""
+    """Return ``block`` without nulls, and without "auto" except for `_OWN_AUTO`."""
     kept: dict[str, Any] = {}
     for key, value in block.items():
         where = f"{path}{key}"
@@ -287,7 +287,7 @@ def _rename(block: dict[str, Any], old: str, name: str, tell: Tell, where: str =
 
 
 def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Return zero-core's keys ``given`` with DeepSpeed's defaults. Conflicts raise ConfigError."""
+    """Return zero-core's keys ``given``, with DeepSpeed's defaults, in zero-core's form."""
     core = {"gradient_clipping": CLIPPING, "broadcast_buffers": False, **given}
     clipping = core["gradient_clipping"]
     if isinstance(clipping, bool):
@@ -305,7 +305,7 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
             text = "used at stage 3 only: at lower stages every rank holds all parameters"
             tell(f"{_ZERO}.offload_param", dict(zero.pop("offload_param")), text)
     core["data_types"] = _data_types(core)
-    if "fp16" in core:  # auto_cast is a field of `Settings` and no key of zero-core
+    if "fp16" in core:  # auto_cast is no key of zero-core: see `Settings.fp16_auto_cast`
         as_bool("fp16.auto_cast", core["fp16"].get("auto_cast", False))
         core["fp16"] = {k: v for k, v in core["fp16"].items() if k != "auto_cast"}
         asked = as_whole(core["fp16"].get("hysteresis", 2))
@@ -331,7 +331,7 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
 
 def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
-    """Replace the optimizer's ``fp32_optimizer_states`` by ``state_dtype`` of its offload."""
+    """Replace ``fp32_optimizer_states`` = False by ``state_dtype`` of ``offload_optimizer``."""
     path, params = "optimizer.params.fp32_optimizer_states", core["optimizer"]["params"]
     if params.pop("fp32_optimizer_states", True):
         return
@@ -346,7 +346,7 @@ def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
 
 
 def keep_bf16_moments(core: dict[str, Any]) -> None:
-    """Make bf16 the default of Adam's offloaded moments in 16-bit training."""
+    """Make bf16 the default dtype of offloaded moments, if bf16 or fp16 is enabled."""
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
     if offload.get("device", "none") == "none":
@@ -359,7 +359,7 @@ def keep_bf16_moments(core: dict[str, Any]) -> None:
 
 
 def keep_updates_to_steps(core: dict[str, Any]) -> None:
-    """Disable ``update_in_backward`` in ``core``: any backward may be the last one of a step."""
+    """Disable ``update_in_backward``, because any backward may be the last one of a step."""
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
     if offload.get("device", "none") == "none":
@@ -374,7 +374,7 @@ def keep_updates_to_steps(core: dict[str, Any]) -> None:
 
 
 def _data_types(core: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``data_types`` with zero-core's dtype names. By default buffers keep their dtype."""
+    """Return ``data_types`` with zero-core's dtype names, and without ``param_dtype``."""
     types = {"buffer_dtype": _AS_MADE, **core.get("data_types", {})}
     for key in ("buffer_dtype", "grad_accum_dtype", "param_dtype"):
         if key in types:
@@ -483,7 +483,7 @@ def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return source, "the configuration"
     path = Path(source)
-    if os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
+    if os.path.isfile(path):  # Path.is_file may raise for a name that is too long
         return read_config_text(path), str(path)
     if isinstance(source, str):
         try:
@@ -497,11 +497,11 @@ def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
 
 
 _SHARED = ("data_types", "optimizer")
-"""Blocks whose keys go to zero-core, except for keys in a table."""
+"""Blocks whose keys go to zero-core, except for keys in `UNNEEDED` and `REFUSED`."""
 _BLOCKS = frozenset(
     path.partition(".")[0] for path in (*HONOURED, *UNNEEDED, *REFUSED) if "." in path
 )
-"""Blocks whose keys the tables list one by one."""
+"""Blocks of which `HONOURED`, `UNNEEDED` or `REFUSED` has single keys."""
 _VALIDATIONS: Mapping[str, TagValidation] = {"IGNORE": "IGNORE", "WARN": "WARN", "FAIL": "FAIL"}
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "checkpoint.tag_validation": tuple(_VALIDATIONS),
@@ -558,7 +558,7 @@ def read(config: Source) -> Settings:
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
-    """Return a configuration's monitors. Raises ConfigError for an unknown key in their blocks."""
+    """Return a configuration's monitors. Raises ConfigError if one of their blocks is invalid."""
     kinds = {name: type(block) for name, block in MonitorSettings()}
     return MonitorSettings(**{name: _parse(kinds[name], param_dict, name) for name in kinds})
 
@@ -627,7 +627,7 @@ def _mapping(path: str, value: Any) -> Mapping[str, Any]:
 
 
 def _parse(kind: type[_Parsed], own: Mapping[str, Any], path: str) -> _Parsed:
-    """Parse the block at ``path``. Unknown keys are refused, as in DeepSpeed."""
+    """Parse the block at ``path``. Raises ConfigError for unknown keys and invalid values."""
     block = _mapping(path, own.get(path, {}))
     try:
         return kind.model_validate(block)

@@ -1,4 +1,4 @@
-"""`DeepSpeedEngine` and its parts."""
+"""`DeepSpeedEngine`, its base classes and its optimizer."""
 
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 

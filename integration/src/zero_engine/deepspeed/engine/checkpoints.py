@@ -1,7 +1,7 @@
 """Checkpoints under DeepSpeed's names: ``global_step{N}``, ``latest``, a client state.
 
-The format is `zero_core.checkpoint`'s: safetensors and a manifest. Nothing is pickled: a client
-state is JSON and small tensors. Small files have DeepSpeed's names: see [Note: stand-in files] in
+The format is `zero_core.checkpoint`'s: safetensors and a manifest, without pickles. A client state
+is JSON and small tensors. Small files have DeepSpeed's names: see [Note: stand-in files] in
 `zero_engine.deepspeed.checkpoint`.
 """
 
@@ -53,7 +53,7 @@ class Checkpoints(Facts):
         """Write a complete checkpoint, as ``save_dir/global_step{N}`` unless ``tag`` is given.
 
         Every rank must call it. ``client_state`` is JSON and small tensors. A partly accumulated
-        gradient is not saved, with a warning: after a load, the step starts again. If ranks pass
+        gradient is not saved, with one warning: after a load, the step starts again. If ranks pass
         different tags, ``checkpoint.tag_validation`` decides: by default rank 0's is used, with a
         warning. An engine without an optimizer saves all parameters and the buffers. The program
         ``zero_to_fp32.py`` is written into ``save_dir``.
@@ -61,7 +61,7 @@ class Checkpoints(Facts):
         Raises:
             ValueError: ``save_dir`` is empty or None.
             CheckpointError: ``save_dir`` is a URL, a value of the client state cannot be saved, or
-                a part of the next update has run before its ``step``.
+                backward has already begun the next update, before its ``step``.
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint() needs a directory, found {save_dir!r}")
@@ -103,9 +103,9 @@ class Checkpoints(Facts):
         *,
         from_deepspeed: str | Path | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Restore a checkpoint. Returns its folder and the client state, or (None, None).
+        """Restore a checkpoint. Returns its folder and the client state.
 
-        Every rank must call it.
+        Every rank must call it. With ``tag`` None and no file ``latest``, returns (None, None).
 
         Args:
             load_dir: folder that `save_checkpoint` was given.
@@ -115,7 +115,7 @@ class Checkpoints(Facts):
             load_optimizer_states: False keeps the optimizer's state and groups.
             load_lr_scheduler_states: False keeps the scheduler's state.
             load_module_only: True loads parameters and buffers only.
-            custom_load_fn: not served.
+            custom_load_fn: must be None, or NotServedError is raised.
             from_deepspeed: a folder on a shared file system. ``load_dir`` was written by DeepSpeed:
                 rank 0 imports it into this folder, while the other ranks wait. If the folder
                 already holds checkpoints, its newest is loaded without an import, so that a
@@ -154,7 +154,7 @@ class Checkpoints(Facts):
         return str(loaded), client_state
 
     def fill_small_params(self) -> None:
-        """At stage 3, write new values into unsharded parameters. Every rank must call it."""
+        """At stage 3, update the kept copies of small parameters. Every rank must call it."""
         if self.core.config.zero_optimization.stage == 3:
             self.core.publish()
 
@@ -164,12 +164,11 @@ class Checkpoints(Facts):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole model as one file, in the compute dtype. Every rank must call it.
+        """Write the whole model as one file, in the compute dtype, on rank 0.
 
-        The file is in safetensors format if its name ends in ``.safetensors``, otherwise in
-        torch's, readable by ``torch.load(..., weights_only=True)``. As in DeepSpeed, nothing is
-        written at stage 3 without ``stage3_gather_16bit_weights_on_model_save``: the method then
-        returns False.
+        Every rank must call it. The file is in safetensors format if its name ends in
+        ``.safetensors``, otherwise in that of torch.save. As in DeepSpeed, nothing is written at
+        stage 3 without ``stage3_gather_16bit_weights_on_model_save``: the method returns False.
         """
         path = local_path(save_dir, "a model of DeepSpeed's names") / save_filename
         is_sharded = self.zero_optimization_partition_weights()
@@ -217,7 +216,7 @@ class Checkpoints(Facts):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Return the model's own ``state_dict``. At stage 3 parameters must be gathered first."""
+        """Return ``module.state_dict()``. At stage 3, ungathered parameters are empty in it."""
         state: dict[str, Any] = self.module.state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
@@ -251,7 +250,7 @@ class Checkpoints(Facts):
 
 
 def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | Path) -> str:
-    """Import a checkpoint into ``output`` on rank 0, unless it has one. Returns the tag to load."""
+    """Import ``source`` on rank 0, unless ``output`` has checkpoints. Returns the tag to load."""
     state = engine.core.sharded_state
 
     def on_rank_0() -> str:
@@ -277,7 +276,7 @@ def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | 
 
 @contextmanager
 def _in_deepspeeds_words() -> Iterator[None]:
-    """Replace zero-core's arguments by DeepSpeed's in messages of refused checkpoints."""
+    """Replace zero-core's arguments by DeepSpeed's in messages of CheckpointError."""
     try:
         yield
     except CheckpointError as error:
@@ -300,7 +299,7 @@ class TagMismatchError(CheckpointError, AssertionError):
 
 
 def _agreed_tag(engine: Checkpoints, tag: str) -> str:
-    """Return rank 0's tag. ``checkpoint.tag_validation`` decides what happens to other tags."""
+    """Return rank 0's tag. Other tags warn or raise, by ``checkpoint.tag_validation``."""
     validation = engine.settings.tag_validation
     tags = [row.decode() for row in engine.core.sharded_state.control.gather_bytes(tag.encode())]
     if len(set(tags)) > 1 and validation != "IGNORE":

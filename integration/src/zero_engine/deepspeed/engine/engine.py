@@ -1,6 +1,6 @@
 """`DeepSpeedEngine`: a wrapper of `zero_core.Engine` with DeepSpeed's methods.
 
-Forward, backward and step are those of the core engine. This class adds DeepSpeed's counters,
+The core engine computes forward, backward and step. This class adds DeepSpeed's counters,
 observers of steps, and accumulation boundaries that the script sets.
 """
 
@@ -65,7 +65,7 @@ _Outputs = TypeVar("_Outputs")
 
 
 class Watch:
-    """Observers of an engine's steps, in the order of DeepSpeed's output.
+    """Observers of an engine's steps that the configuration requests.
 
     ``monitor`` writes scalars, and ``tput_timer`` counts steps and epochs. Scripts read both as
     attributes of the engine.
@@ -138,7 +138,7 @@ class Watch:
 
 
 class DeepSpeedEngine(Checkpoints, nn.Module):
-    """A model under training, with DeepSpeed's interface. Made by `initialize`.
+    """A model with the interface of DeepSpeed's engine. Made by `initialize`.
 
     Attributes that it lacks are looked up in the model.
 
@@ -296,7 +296,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.watch.step_done(facts)
 
     def optimizer_step(self) -> None:
-        """End the optimizer step. `DeepSpeedOptimizer.step` calls it. Every rank must call it."""
+        """Call `step`, for the optimizer. Raises RuntimeError between accumulation boundaries."""
         core = self._live_core("optimizer.step")
         if not core.is_gradient_accumulation_boundary():
             raise RuntimeError(
@@ -314,7 +314,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """Take part in one micro-step of the other ranks, without data.
 
         DeepSpeed has no such call. Its scripts compute a batch whose loss is multiplied by zero,
-        which works here too. See `zero_core.Engine.idle_step` for the average of the gradients.
+        which works here too. See `zero_core.Engine.idle_backward` for the average of gradients.
         """
         core = self._live_core("idle_step")
         self._num_backwards += 1
@@ -326,7 +326,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return self._was_step_applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next backward is the last one of its step.
+        """Whether the current micro-step is the last one of its step.
 
         Without ``managed_gradient_accumulation`` it is True only while ``step`` runs.
         """
@@ -349,8 +349,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients accumulated since the last step, at every stage, as torch does.
 
-        At stages 2 and 3 DeepSpeed may keep gradients that are reduced already. Rank 0 logs this
-        difference once.
+        At stages 2 and 3, where DeepSpeed may keep gradients that are reduced already, rank 0 logs
+        a warning once.
         """
         if not isinstance(self.core, Engine):
             return
@@ -383,10 +383,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Sum the gradients of all backwards in this context, and reduce the sum for ``step``.
+        """Sum the gradients of all backwards in this context, and reduce the sum in ``step``.
 
-        The context spans all backwards of a step. Raises RuntimeError within itself or `no_sync`,
-        without ``managed_gradient_accumulation``, and with ``gradient_accumulation_steps`` > 1.
+        The context must span all backwards of a step. Raises RuntimeError within itself or
+        `no_sync`, without ``managed_gradient_accumulation``, and with several micro-steps per step.
         """
         core = self._training_core("coalesce_grad_reduction")
         if not self.settings.managed_gradient_accumulation:
@@ -434,14 +434,14 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.core.reload_states(non_blocking=non_blocking)
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the 2-norm of the last step's gradient, unscaled, before clipping."""
+        """Return the 2-norm of the last step's gradient, unscaled, before clipping, or None."""
         return self.core.get_global_grad_norm()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Do nothing: gradients are reduced as they become complete."""
+        """Do nothing: backward or, after `coalesce_grad_reduction`, `step` reduces gradients."""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the samples per step by changing the micro-steps. Call it at a step boundary.
+        """Set the samples per step by changing the number of micro-steps, between two steps.
 
         Raises ValueError unless it is a positive multiple of all ranks' samples per micro-step.
         """
@@ -480,7 +480,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         leave_partitioned(self.core)
 
     def empty_partition_cache(self) -> None:
-        """Do nothing: a unit's gathered parameters are released after its computation."""
+        """Do nothing: the engine releases gathered parameters itself."""
 
     def deepspeed_io(
         self,
@@ -492,7 +492,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         collate_fn: Callable[[Any], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """Return a loader of this rank's part of ``dataset``, in micro-batches."""
+        """Return a loader of ``dataset``, by default of this rank's samples in micro-batches."""
         if route not in ("train", "eval", "predict"):
             raise ValueError(f"route: expected 'train', 'eval' or 'predict', found {route!r}")
         return DeepSpeedDataLoader(
@@ -532,7 +532,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     get_type = partialmethod(_of_groups, "type")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepSpeedEngine:
-        """Accept ``to``, ``half``, ``cuda`` and the like only if they change nothing."""
+        """Raise RuntimeError if ``to``, ``half`` or the like would change a dtype or a device."""
         for param in self.parameters():
             probe = torch.empty(0, dtype=param.dtype, device=param.device)
             if (fn(probe).dtype, fn(probe).device) != (probe.dtype, probe.device):
@@ -544,13 +544,13 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
 
 _num_divided = 0
-"""Running backwards with a divided loss. Global, because autograd runs hooks in other threads."""
+"""Number of running backwards in `_divided`. Global, as autograd runs hooks in other threads."""
 
 
 def average_plain_backwards(
     params: Iterable[nn.Parameter], num_micro_steps: Callable[[], int]
 ) -> list[Any]:
-    """Make a plain ``loss.backward()`` divide gradients by the micro-steps. Returns the hooks.
+    """Divide gradients of a plain ``loss.backward()`` by the micro-steps. Returns the hooks.
 
     [Note: divided once]
     `DeepSpeedEngine.backward` divides the loss. In any other backward, a hook on each parameter
@@ -584,7 +584,7 @@ def _divided() -> Iterator[None]:
 
 
 def _zero_grad(engine: weakref.ref[DeepSpeedEngine], set_to_none: bool = True) -> None:
-    """Drop the gradients of ``engine``. This replaces ``zero_grad`` of its model."""
+    """Call ``zero_grad`` of ``engine``. It replaces ``zero_grad`` of the engine's model."""
     found = engine()
     if found is not None:
         found.zero_grad(set_to_none)

@@ -183,7 +183,7 @@ _AS_GIVEN = """
     checkpoint_tag_validation_fail load_universal_checkpoint use_node_local_storage
     data_efficiency_enabled optimizer_params scheduler_name scheduler_params
 """
-"""Attributes of `DeepSpeedConfig` with a method of the same name. Values are as in the file."""
+"""Attributes of `DeepSpeedConfig` with a method of the same name."""
 _PATHS = {
     **{f"zero_{key}": f"core.config.zero_optimization.{key}" for key in _ZERO.split()},
     **{f"zero_{key}": f"core.config.zero_optimization.stage3_{key}" for key in _STAGE3.split()},
@@ -215,7 +215,7 @@ _PATHS = {
 _ABSENT = {
     **dict.fromkeys(("get_model_parallel_rank", "get_tensor_parallel_rank", "autotp_size"), 0),
     "get_sequence_parallel_group": None,
-    "postscale_gradients": True,  # gradients are summed in fp32, then divided
+    "postscale_gradients": True,
     "gradient_predivide_factor": 1.0,
     **dict.fromkeys(
         (
@@ -226,7 +226,7 @@ _ABSENT = {
         False,
     ),
 }
-"""Answers of methods about parts of DeepSpeed that are not served."""
+"""Methods of DeepSpeed's engine that return the same value for every configuration."""
 
 
 def _always(value: Any) -> Callable[[Any], Any]:

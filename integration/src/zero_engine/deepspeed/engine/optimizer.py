@@ -1,4 +1,4 @@
-"""Optimizer that `initialize` returns. It has the real ``param_groups``. The engine steps it."""
+"""Optimizer that `initialize` returns: a view of the optimizer that the engine steps."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class LossScaler:
     # Overflows until the scale is halved: `delayed_shift` initially, `cur_hysteresis` at present.
     delayed_shift = property(value_of("_core.loss_scaler.config.hysteresis"))
     cur_hysteresis = property(value_of("_core.loss_scaler.hysteresis_left"))
-    # Whether a step without overflow resets `cur_hysteresis`.
+    # Whether every step without overflow resets `cur_hysteresis`.
     consecutive_hysteresis = property(value_of("_core.loss_scaler.config.consecutive_hysteresis"))
     cur_iter = property(value_of("_core.global_steps"))
 
     @property
     def last_overflow_iter(self) -> int:
-        """Number of steps before the last overflow, or -1 if there was none."""
+        """Number of steps before the last overflow of a dynamic scale, -1 without an overflow."""
         return self._core.global_steps - self._core.loss_scaler.steps_since_overflow - 1
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.state: Any = OptimizerState(core, self.param_groups)
         trained = (core.owns(p) for group in self.param_groups for p in group["params"])
         names = [name for name in trained if name is not None]
-        if not any(map(core.states.is_whole, names)):  # the optimizer itself holds no state
+        if not any(map(core.states.is_whole, names)):  # ``given`` holds no state: show the engine's
             own, vars(given)["state"] = given.state, self.state
             core.remove_at_end([AtEnd(lambda: vars(given).update(state=own))])
         self.loss_scaler = LossScaler(core)
@@ -180,7 +180,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     overflow = property(value_of("_core.optimizer.overflow"))  # whether the last step overflowed
     loss_scale = cur_scale = property(value_of("_core.loss_scale"))
     dynamic_loss_scale = property(value_of("_core.loss_scaler.is_dynamic"))
-    # Whether a plain ``loss.backward()`` needs `DeepSpeedEngine.scale`.
     needs_scaler = value_of("_core.loss_scaler.is_dynamic")
 
     is_gradient_accumulation_boundary = property(

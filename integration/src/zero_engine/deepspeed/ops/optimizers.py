@@ -1,14 +1,14 @@
 """``deepspeed.ops.adam``, ``.adagrad`` and ``.lion``: optimizers with DeepSpeed's signatures.
 
-With ``offload_optimizer`` the host kernel computes the update of the ``CPU`` classes. ``Fused``
-classes update on any device. Common arguments:
+With ``offload_optimizer``, also for ``Fused`` classes, the host kernel computes the update. Common
+arguments:
 
     params, model_params    parameters, named parameters or groups
     betas                   decay of the first and second moment, in [0, 1)
     eps                     added to the denominator
     bias_correction         divide the moments by ``1 - beta ** step``
     adamw_mode, adam_w_mode True: AdamW. False: Adam with L2 weight decay
-    amsgrad                 refused with a RuntimeError
+    amsgrad                 True: RuntimeError
     fp32_optimizer_states   False: moments in bf16 (Adam), or ValueError (Adagrad, Lion)
     set_grad_none           default of the argument of `zero_grad`
 
@@ -29,7 +29,7 @@ from zero_core import Lion
 from zero_core.adapters import Adam
 
 made_as: weakref.WeakKeyDictionary[torch.optim.Optimizer, type] = weakref.WeakKeyDictionary()
-"""Optimizers made from the configuration, and the class below that ``isinstance`` accepts."""
+"""Class of this module that ``isinstance`` also accepts, by optimizer."""
 
 
 class _Named(ABCMeta):
@@ -79,7 +79,7 @@ class DeepSpeedCPUAdam(CPUAdam, metaclass=_Named):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add ``param_group`` itself, not a copy, because a scheduler may hold that dict.
 
-        Raises RuntimeError for ``amsgrad``, and ValueError for another optimizer's settings.
+        Raises RuntimeError for ``amsgrad``, and ValueError if ``eps`` is no number.
         """
         _refuse_amsgrad("DeepSpeedCPUAdam", param_group.get("amsgrad", False))
         eps = param_group.get("eps", 0.0)
@@ -147,7 +147,7 @@ class _Fused(torch.optim.Optimizer, metaclass=_Named):
 
 
 class FusedAdam(_Fused, Adam):
-    """`zero_core.optim.adam.Adam`, which uses torch's fused kernel, with DeepSpeed's signature."""
+    """`zero_core.optim.adam.Adam` with DeepSpeed's signature."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups``: all ranks are data-parallel, and every other group is one rank."""
+"""``deepspeed.utils.groups`` for data parallelism: the world sizes of other kinds are 1."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def _get_sequence_parallel_group() -> None:
 
 
 def secondary_group(num_ranks: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group of hpZ's secondary shards, or None if it is not the group of all ranks.
+    """Return the group of all ranks if hpZ's secondary shards span it, otherwise None.
 
     ``num_ranks`` is ``zero_hpz_partition_size``. ``group`` is the group that shares the parameters,
-    None for all ranks. No process group is made.
+    None for all ranks.
     """
     world = get_data_parallel_group()
     if world is None or group not in (None, world) or num_ranks != dist.get_world_size():

@@ -92,7 +92,7 @@ def safe_set_local_optimizer_state(
 def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Replace each gradient by ``update_func(gradient, parameter)``. Every rank must call it."""
+    """Set each gradient to ``update_func(gradient, parameter)``. Every rank must call it."""
     for param in param_list:
         grad = safe_get_full_grad(param)
         if grad is not None:
@@ -138,4 +138,4 @@ def _set(param: nn.Parameter, value: Tensor, what: str, *, is_local: bool = Fals
     write = engine.states.set_local if is_local else engine.states.set_full
     write(name, wide, what)
     if what == _MASTER and engine.config.zero_optimization.stage == 3:
-        engine.publish()  # small parameters are not sharded and need the new value
+        engine.publish()  # updates the kept copies of small parameters

@@ -1,6 +1,6 @@
 """``deepspeed.utils.z3_leaf_module``: modules that are gathered as one unit.
 
-`initialize` reads the marks. A block of a module list is always one unit, marked or not.
+`initialize` reads the marks. A block of a module list is one unit without a mark, too.
 """
 
 from __future__ import annotations

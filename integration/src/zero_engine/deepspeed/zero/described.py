@@ -63,7 +63,7 @@ class ShardedParameter(EngineParameter):
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """AVAILABLE during its unit's forward and backward and within `GatheredParameters`."""
+        """AVAILABLE while the parameter holds its value, as in its unit's forward."""
         is_here = _engine(self, "ds_status").holds_value(self)
         return ZeroParamStatus.AVAILABLE if is_here else ZeroParamStatus.NOT_AVAILABLE
 
@@ -108,7 +108,7 @@ def describe(
 
 
 def describe_engine(engine: ShardedModel) -> None:
-    """Set the attributes `NAMES` on the parameters of a stage-3 ``engine`` and unpacked copies."""
+    """Set `NAMES` on a stage-3 engine's parameters, and on saved tensors that are unpacked."""
     params = list(engine.module.parameters())
     describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
     for param in params:
@@ -174,7 +174,7 @@ NAMES = (
     *("ds_active_sub_modules", "ds_id", "ds_numel", "ds_param_type", "ds_persist", "ds_shape"),
     *ASKED,
 )
-"""All attributes by which scripts recognise a sharded parameter."""
+"""Attributes that `_described` copies from a parameter to its gathered value."""
 
 _engines: list[_Saved] = []
 _get_inputs: Any = vars(_CheckpointFrame).get("get_inputs")

@@ -2,7 +2,7 @@
 
 Before there is an engine, a parameter that was made within `Init` is *partitioned*: see [Note:
 partitioned parameters] in `zero_engine.deepspeed.zero.partitioned`. Afterwards an engine owns it. A
-sharded parameter keeps its shape and reads as NaN, where DeepSpeed's has no elements.
+partitioned parameter keeps its shape and reads as NaN, where DeepSpeed's has no elements.
 
 With a dtype, or a configuration that enables bf16 or fp16, parameters are cast when they are
 partitioned, and master weights start from the rounded values, as in DeepSpeed. Otherwise the engine
@@ -39,7 +39,7 @@ _orig_torch_arange = torch.arange
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], dtype: torch.dtype, target_device: Any = None
 ) -> Callable[..., Tensor]:
-    """Wrap ``fn`` to return floating tensors in ``dtype``. transformers replaces this function."""
+    """Wrap ``fn`` to return floating tensors in ``dtype``. transformers patches this name."""
 
     def construct(*args: Any, **kwargs: Any) -> Tensor:
         if target_device is not None and kwargs.get("device") is None:
@@ -111,11 +111,11 @@ class Init:
                 ``dtype``, and its ``zero_optimization.enable_sanity_checks`` applies to the
                 parameters.
             enabled: False makes the context do nothing.
-            dtype: dtype of floating parameters. Without this and ``config`` the engine casts them.
+            dtype: dtype of floating parameters. Default: ``config``'s, if it enables bf16 or fp16.
             sequence_data_parallel_group, param_swapper, tensor_overrides: refused with
                 NotServedError.
 
-        The other arguments have no effect before there is an engine.
+        The remaining arguments have no effect.
         """
         for name, value in (
             ("sequence_data_parallel_group", sequence_data_parallel_group),
@@ -188,11 +188,11 @@ class GatheredParameters:
     """A context in which sharded parameters hold their whole values, on every rank.
 
     `gathered_params` gathers parameters without an engine. `zero_core.Engine.gathered` gathers
-    those of an engine, and also copies changes to the master weights. Other objects (None, buffers,
-    ordinary parameters) are ignored.
+    an engine's parameters, and also copies changes to the master weights. Other objects (None,
+    buffers, ordinary parameters) are ignored.
 
-    Every rank must enter it with the same parameters, at every stage: a rank that enters alone
-    waits until the process group's timeout. Code for one rank (``if rank == 0``) belongs inside the
+    Every rank must enter it with the same parameters, at every stage: a rank that enters alone may
+    wait until the process group's timeout. Code for one rank (``if rank == 0``) belongs inside the
     context.
     """
 
@@ -261,7 +261,7 @@ class GatheredParameters:
 
 @contextmanager
 def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Refuse edits of ``params`` in this context, which would be lost. Every rank must enter it."""
+    """Raise at the end if a rank has changed ``params`` in place. Every rank must enter it."""
     before = [(p.data_ptr(), p._version) for p in params]
     yield
     if not params:
@@ -292,7 +292,7 @@ def _value_of(config: Mapping[str, Any], block: str, key: str) -> Any:
 
 
 def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[nn.Parameter]]]:
-    """Group ``params`` by the engine that owns them, in an order that is the same on every rank."""
+    """Group ``params`` by the engine that owns them, each group in the order of names."""
     found: dict[int, tuple[ShardedModel, dict[str, nn.Parameter]]] = {}
     for param in params:
         engine = engine_of(param)
@@ -305,7 +305,7 @@ def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[
 
 @contextmanager
 def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Set ``ds_status`` to AVAILABLE in this context for those of ``params`` without an engine."""
+    """Set ``ds_status`` of ``params`` without an engine to AVAILABLE in this context."""
     owned = described.ShardedParameter  # this class of engines' parameters computes ds_status
     marked = [p for p in params if "ds_status" in vars(p) and not isinstance(p, owned)]
     before = [vars(param)["ds_status"] for param in marked]

@@ -272,7 +272,7 @@ def is_partitioned(tensor: object) -> TypeGuard[Partitioned]:
 
 
 def value_of(param: object) -> PartitionedValue | None:
-    """Return the value of ``param`` if it is partitioned or gathered and no engine owns it."""
+    """Return ``param``'s value, or None unless it is partitioned or gathered without an engine."""
     if not isinstance(param, nn.Parameter):
         return None
     found: PartitionedValue | None = vars(param).get(_VALUE)
@@ -502,7 +502,7 @@ def partition_module(
     *,
     dtype: torch.dtype | None = None,
 ) -> list[nn.Parameter]:
-    """Partition the parameters of ``module``, which must have values. Returns those partitioned.
+    """Partition the parameters of ``module`` that `can_partition` allows, and return them.
 
     The values are rank 0's, floating ones cast to ``dtype``. Every rank must call it.
     """
