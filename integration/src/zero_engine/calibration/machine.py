@@ -52,7 +52,7 @@ def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibrati
 
 
 def default_ranks(cores: int, devices: int) -> set[int]:
-    """Return {1, ``devices``}. Without devices: {1, 2, ``cores``}, up to cores and `MOST_RANKS`."""
+    """Return {1, ``devices``}. Without devices: {1, 2, ``cores``}, up to `MOST_RANKS` and cores."""
     return {1, devices} if devices else {1, min(2, cores), min(MOST_RANKS, cores)}
 
 

@@ -64,7 +64,7 @@ class Stopwatch:
         return sorted(times)[len(times) // 4]
 
     def typical_seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
-        """Return the median seconds of ``call``, which include delays by other programs."""
+        """Return the median seconds of ``call``, with delays by other programs."""
         return statistics.median(self._times(call, STEPS, is_together))
 
     def _times(self, call: Callable[[], object], least: int, is_together: bool) -> list[float]:

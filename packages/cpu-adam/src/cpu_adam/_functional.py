@@ -74,10 +74,10 @@ def adam_step(
         exp_avg: fp32 first moment; updated.
         exp_avg_sq: fp32 second moment; updated.
         out: fp32, bf16 or fp16; receives the new master weights, rounded to nearest even.
-        copies: (source, target) pairs of equal dtype, with the shape of ``master`` or another
-            state. Elements of a source are copied just before the same elements are updated, so
-            memory is read once. If the source is a state, the target receives its old values.
-            If the target is a state, the update starts from the source's values.
+        copies: (source, target) pairs of equal dtype, with the shape of an updated array. Elements
+            of a source are copied just before the same elements are updated, so memory is read
+            once. If the source is an updated array, the target receives its old values. If the
+            target is, the update starts from the source's values.
         num_threads: number of threads; None for torch's count if torch is loaded, otherwise for the
             number of CPUs that this process may use.
 
@@ -286,7 +286,7 @@ def sgd_step(
     Args:
         master: fp32 weights; updated.
         momentum_buffer: fp32, zeros before the first step; updated. None without momentum.
-        step: number of this update, from 1; the first one fills ``momentum_buffer``.
+        step: number of this update, from 1, which sets ``momentum_buffer`` to the gradient.
         momentum: factor on the buffer, not negative.
         dampening: after the first step gradients enter the buffer with weight ``1 - dampening``.
         weight_decay: L2, not negative.

@@ -58,7 +58,7 @@ def loaded_torch() -> Any | None:
 def describe(name: str, value: Any, *, is_written: bool, types: tuple[int, ...]) -> Block:
     """Find the memory of argument ``name``: a torch tensor, NumPy array or DLPack object.
 
-    With ``is_written``, read-only NumPy or DLPack memory raises. ``types``: allowed element types.
+    With ``is_written``, read-only NumPy and DLPack memory is refused. ``types``: allowed types.
     """
     torch = loaded_torch()
     if torch is not None and isinstance(value, torch.Tensor):

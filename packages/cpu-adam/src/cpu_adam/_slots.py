@@ -1,7 +1,7 @@
 """States of parameters: creation at the first step, and verification at every step.
 
 With many small parameters, most of a step's time is spent in Python. Checks of every step therefore
-work on columns, lists with one entry per parameter or tensor, by `map` and similar functions.
+work on columns of values, one per parameter or tensor, by `map` and similar functions.
 
 [Note: checks of a step]
 A `Slot` is the memory of one parameter and its state, fully verified when it is created. Later
@@ -419,7 +419,7 @@ class Roster:
     def is_current(
         self, params: Sequence[Tensor], settings: Settings, states: States, has_grad: Sequence[bool]
     ) -> bool:
-        """Return whether every gradient has a slot, and parameters and snapshot are unchanged."""
+        """Return whether arguments and memory are as before, and every gradient has a slot."""
         return (
             settings == self._settings
             and len(params) == len(self._params)

@@ -202,7 +202,8 @@ class CPUAdam(Optimizer):
         moments of 16-bit parameters. Here they keep a dtype that this class uses, or become fp32.
 
         Raises:
-            TypeError: a moment, scale or master is not a tensor. Nothing has been loaded then.
+            TypeError: a state is not a dictionary, or a moment, scale or master in it is not a
+                tensor. Nothing has been loaded then.
         """
         loaded: dict[str, Any] = {}
 
@@ -266,10 +267,7 @@ class CPUAdam(Optimizer):
 
 
 class _Update:
-    """Step of one group. The constructor checks and collects all memory, and `run` updates it.
-
-    ``roster`` is for the group's next step.
-    """
+    """Step of one group. The constructor checks and collects all memory, and `run` updates it."""
 
     def __init__(
         self,

@@ -2,10 +2,10 @@
 
 [Note: the order of operations]
 Adam with fp32 states, Adagrad and SGD have the formulas of torch.optim's for-loop
-(``foreach=False``), with each operation rounded to fp32. On CPUs with FMA, torch's lerp, addcmul
-and add(alpha=) round once. They are calls of `fma` below. Only the square root differs: torch's, on
-x86, is off by 1 ulp for about one number in six. Here it is correctly rounded, as in torch's fused
-Adam.
+(``foreach=False``). Each operation is rounded to fp32. On CPUs with FMA, torch's lerp, addcmul and
+add(alpha=) round a multiplication and addition once, as `fma` below does. Only the square root
+differs: torch's, on x86, is off by 1 ulp for about one number in six. Here it is correctly rounded,
+as in torch's fused Adam.
 
 Sign and payload of NaNs depend on the CPU, so all NaNs count as equal.
 """
@@ -251,7 +251,7 @@ def dequantize_exp_avg_sq_root(
 
 
 def _block_scales(magnitudes: Float32Array, top: np.float32) -> tuple[Float32Array, Float32Array]:
-    """Return each row's scale, and the factor that maps the row's maximum to ``top``, or 0 to 0."""
+    """Return each row's scale, and the factor that maps its maximum to ``top``. Tiny rows get 0."""
     largest = magnitudes.max(axis=1)  # NaN if the row contains NaN
     is_zero = largest < np.float32(2.0**-100)
     scale = np.where(is_zero, np.float32(0), largest).astype(np.float32)

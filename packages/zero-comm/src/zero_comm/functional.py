@@ -27,7 +27,7 @@ def quantized_all_gather(
     Every rank of the group must call it, with a shard of the same shape and dtype and the same
     other arguments. Return a new tensor: all shards concatenated along the first dimension in rank
     order. All ranks get identical results, because a rank also dequantizes its own message. Shards
-    are gathered exactly if they are not floating point or if messages would not be shorter.
+    are gathered exactly if their dtype cannot be quantized or if messages would not be shorter.
 
     Args:
         shard: at least 1-D, never changed. Gradients do not flow through.
@@ -77,7 +77,7 @@ def quantized_reduce_scatter(
         op: "avg" or "sum".
         ranks_per_node: number of consecutive ranks that share a node, or a 2-D DeviceMesh whose
             last dimension is within a node. None derives it from the launcher's environment, by an
-            all-gather in the group's first call.
+            all-gather in the group's first such call.
         seed: seed of stochastic rounding. None rounds to the nearest.
     """
     if op not in ("avg", "sum"):

@@ -42,8 +42,8 @@ class Codec(Protocol):
 
         With the difference coding ``values`` must hold the old elements. ``buffer`` starts at an
         even address with the bytes that `encode` wrote. The result is an int64 scalar on the same
-        device. If ``buffer`` is malformed, it is negative or exceeds the length of ``buffer``, and
-        ``values`` are undefined. Only the compiled codec refuses further bytes at the end.
+        device. It is negative or exceeds the length of ``buffer`` if the bytes are malformed, and
+        ``values`` are then undefined. Only the compiled codec refuses further bytes at the end.
         """
 
 
@@ -84,8 +84,8 @@ def apply_difference(values: Tensor, difference: Tensor) -> None:
         difference: uint8, 1-D, on the device of ``values``.
 
     Raises:
-        ValueError: an argument does not fit, or `encode_difference` did not make the bytes for such
-            a tensor. ``values`` may then have changed in part.
+        ValueError: an argument does not fit, or the bytes do not describe such a tensor. ``values``
+            may then have changed in part.
     """
     _decode("differences", "difference", difference, values)
 

@@ -1,4 +1,4 @@
-"""Messages of losslessly coded weights and gradients, which the receiver checks before use.
+"""Messages of losslessly coded weights and gradients, which the receiver checks.
 
 [Note: the sealed message]
 A header of 48 bytes in native byte order precedes a buffer of [Note: the block frame]. Zeros pad
@@ -96,7 +96,7 @@ def max_message_nbytes(numel: int, itemsize: int) -> int:
 
 
 def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
-    """Whether to send ``numel`` elements as a message, which may be up to 2% longer than they."""
+    """Whether to send ``numel`` elements as a message, which may be longer by up to 2%."""
     # Below 4 KiB the exchange of message lengths takes longer than a message saves.
     return dtype.itemsize in frame.ITEMSIZES and numel * dtype.itemsize >= _SHORTEST_NBYTES
 

@@ -261,7 +261,7 @@ def _level_nbytes(numel: Tensor, width: int) -> Tensor:
 
 
 def _levels_nbytes(values: Tensor, counts: Tensor, width: int, bits: int) -> Tensor:
-    """Return the bytes of the levels of each block's non-negative ``values``, [blocks, 256].
+    """Return the size in bytes of the levels of each block's ``values``, [blocks, 256].
 
     ``counts`` is the number of non-negative values per block. Negative values are not stored.
     """

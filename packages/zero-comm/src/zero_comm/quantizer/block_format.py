@@ -143,7 +143,7 @@ class BlockFormat:
 
     @property
     def top_index(self) -> int:
-        """K of [Note: asymmetric codes], the number of steps from a block's smallest element."""
+        """K of [Note: asymmetric codes], the number of steps between a block's extremes."""
         return _TOP_INDEX[self.kind]
 
     @property

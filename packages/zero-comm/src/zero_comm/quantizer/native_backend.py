@@ -65,7 +65,7 @@ class NativeBackend:
 
 
 def sum_words(words: Tensor, odd: Tensor) -> int:
-    """Return the checksum of ``words``, int64, contiguous, 1-D. ``odd``: factors in a turn."""
+    """Return the `zero_comm.quantizer.checksum` of ``words``: int64, contiguous, 1-D."""
     place = on_host(words).data_ptr()
     return _kernels.checksum(active_isa(), place, words.numel(), odd.data_ptr())
 

@@ -41,11 +41,11 @@ def quantize(
 
     In every finite block ``|x - dequantize(quantize(x))|`` is at most half a step (fp8: half the
     local spacing of fp8 numbers), plus the rounding of fp32 and of the output dtype. Zeros stay
-    zeros. Quantizing a dequantized tensor again in the same dtype changes nothing. With a rotation
-    the root mean square error of 64 elements has this bound instead, and zeros may change. With a
-    seed the error is below one step and zero on average. Blocks do not affect each other. [Note:
-    the quantized buffer] defines the bytes. Papers: ZeRO++ (arXiv 2306.10209), qwZ; SDP4Bit (arXiv
-    2410.15526) for the rotation.
+    zeros. Without a seed, dequantized tensors can be quantized again in the same dtype unchanged.
+    With a rotation neither holds, and the bound is that of the root mean square error of 64
+    elements. With a seed the error is below one step and zero on average. Blocks do not affect each
+    other. [Note: the quantized buffer] defines the bytes. Papers: ZeRO++ (arXiv 2306.10209), qwZ;
+    SDP4Bit (arXiv 2410.15526) for the rotation.
 
     Args:
         x: any shape, fp32, bf16, fp16 or fp64, read in flat order. Not differentiable. Values
@@ -200,7 +200,7 @@ def dequantize_sum(rows: Tensor, numel: int, format: str | BlockFormat, out: Ten
 
 
 def check_float(name: str, dtype: torch.dtype) -> None:
-    """Raise ValueError unless ``dtype``, of the argument ``name``, can be quantized."""
+    """Raise ValueError, about argument ``name``, if ``dtype`` cannot be quantized."""
     if dtype not in QUANTIZABLE_DTYPES:
         raise ValueError(f"{name} must be fp32, bf16, fp16 or fp64, got {dtype}")
 

@@ -3,7 +3,7 @@
 [Note: tiles]
 A **tile** is one or more whole blocks of a row of elements: a matrix with one block per row and
 columns padded to a power of two. Programs are numbered tile by tile, row after row. Elements of
-tiles without padding are accessed without a mask, because masked accesses are narrow.
+full tiles without padded columns are accessed without a mask, because masked accesses are narrow.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.

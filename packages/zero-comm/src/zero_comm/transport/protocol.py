@@ -63,7 +63,7 @@ class TransportCollectives(Protocol):
         """Allocate 1-D zeros in memory with the fastest transfers, which may never be freed."""
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
-        """Run ``job``, at once or after earlier jobs with this ``is_reduction``. It may wait."""
+        """Run ``job``, perhaps asynchronously, after earlier jobs with equal ``is_reduction``."""
 
 
 @runtime_checkable
@@ -96,7 +96,7 @@ class SliceCodec(Protocol):
         """Return the largest possible size of a message in bytes."""
 
     def pack(self, values: Tensor, message: Tensor) -> Tensor:
-        """Write ``values`` as a message, and return its size: int64, 0-dim, on its device."""
+        """Write ``values`` as a message. Return its size in bytes: int64, 0-dim, on its device."""
 
     def unpack(self, message: Tensor, values: Tensor, *, sender: int, unit: int) -> None:
         """Fill ``values`` from a message of rank ``sender``."""

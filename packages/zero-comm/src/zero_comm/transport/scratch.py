@@ -12,7 +12,7 @@ class Scratch:
     """One buffer per purpose, dtype and device, which grows to the largest requested size.
 
     A tensor from `take` is valid until the next `take` of the same purpose, dtype and device. With
-    a ``transport``, its `zeros` allocates the buffers, and outgrown ones count as not freed.
+    a ``transport``, its `zeros` allocates the buffers, and `nbytes` counts outgrown ones.
     """
 
     def __init__(self, transport: TransportCollectives | None = None) -> None:
@@ -42,5 +42,5 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, including outgrown buffers that the transport allocated."""
+        """Bytes of all buffers, and of outgrown ones that the transport may still hold."""
         return self._outgrown_nbytes + sum(b.nbytes for b in tuple(self._buffers.values()))

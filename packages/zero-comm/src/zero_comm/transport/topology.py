@@ -85,7 +85,7 @@ def check_ranks_per_node(
 def find_ranks_per_node(
     collectives: TorchCollectives, given: int | None, device: torch.device
 ) -> int:
-    """Return ``given``, or the number of consecutive ranks per node; 1 without a process group.
+    """Return ``given``, or the number of consecutive ranks per node (1 without a process group).
 
     If ``given`` is None, all ranks must make a group's first call, an all-gather on ``device``.
     """
