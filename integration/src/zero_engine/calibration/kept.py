@@ -23,7 +23,7 @@ MEASURE = "measure this one with zero-engine doctor --measure"
 
 @dataclass(frozen=True)
 class KeptRates:
-    """Saved rates (None if they are missing or of another machine), and a line for the user."""
+    """Saved rates (None if missing, or of another machine or torch), and a line for the user."""
 
     calibration: Calibration | None
     said: str
@@ -36,7 +36,7 @@ def kept_path() -> Path:
 
 
 def fingerprint() -> dict[str, object]:
-    """Return the properties of this machine that rates depend on."""
+    """Return the properties of this machine and torch that rates depend on."""
     return {
         "processor": processor_name(),
         "cores": available_cores(),
@@ -63,7 +63,7 @@ def keep(found: Calibration, written_to: str) -> Path:
 
 
 def kept_rates() -> KeptRates:
-    """Read the saved rates. They are used only if their `fingerprint` is this machine's."""
+    """Read the saved rates, which are used only if their machine's `fingerprint` is the same."""
     path = kept_path()
     if not path.exists():
         return KeptRates(None, f"no times: no rates are kept in {path}: {MEASURE}")

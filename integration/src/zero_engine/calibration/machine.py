@@ -33,7 +33,7 @@ parameters."""
 LAUNCH_S, PASS_S, STEP_S = 6e-6, 150e-6, 1e-3
 """Assumed Python time per operator, per unit and pass, and per step."""
 EXCHANGE_S = 20e-6
-"""Assumed latency of a collective."""
+"""Assumed latency of a collective and of a copy over the bus."""
 
 
 def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibration:
@@ -52,7 +52,7 @@ def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibrati
 
 
 def default_ranks(cores: int, devices: int) -> set[int]:
-    """Return 1 and ``devices``. Without devices, return 1, 2 and ``cores``, up to `MOST_RANKS`."""
+    """Return {1, ``devices``}. Without devices: {1, 2, ``cores``}, up to `MOST_RANKS` and cores."""
     return {1, devices} if devices else {1, min(2, cores), min(MOST_RANKS, cores)}
 
 
@@ -114,7 +114,7 @@ def _measure(count: int, cores: int, disk: Path | None) -> dict[str, object]:
 
 
 def first_failed(started: Sequence[subprocess.Popen[bytes]], limit_s: float) -> int | None:
-    """Wait for processes. Returns the index of one that failed, or None if all ended with code 0.
+    """Wait until a process fails or all end with code 0. Returns the failed one's index, or None.
 
     Raises TimeoutError after ``limit_s`` seconds.
     """

@@ -28,7 +28,7 @@ HEADS, HEAD_WIDTH = 4, 64
 LENGTHS = (64, 256, 1024)
 BUDGET_S = 0.03
 LEAST, TOGETHER, STEPS = 3, 12, 9
-"""Minimal repetitions of a call, repetitions of a collective, and of a whole step."""
+"""Minimal repetitions of a call, repetitions of a collective, and repetitions of a step."""
 Points = list[tuple[float, float]]
 
 _Make = Callable[..., Tensor]
@@ -36,7 +36,7 @@ _Call = tuple[Any, tuple[Any, ...]]
 
 
 def rising(points: Points) -> Points:
-    """Return ``points`` with seconds lowered so that none exceeds those of a larger amount."""
+    """Lower seconds of ``points``, sorted by amount, so that none exceeds a larger amount's."""
     found = points[-1:]
     for amount, seconds in reversed(points[:-1]):
         found.insert(0, (amount, min(seconds, found[0][1])))
@@ -57,14 +57,14 @@ class Stopwatch:
     def seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
         """Return the lower quartile of ``call``'s seconds, because other programs only add to them.
 
-        The first call is a warm-up. Every rank must call this method. ``is_together`` is for
-        collectives: all ranks then repeat the call equally often.
+        The first call is a warm-up. All ranks must call this method, and with ``is_together``, for
+        collectives, they repeat ``call`` equally often.
         """
         times = self._times(call, TOGETHER if is_together else LEAST, is_together)
         return sorted(times)[len(times) // 4]
 
     def typical_seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
-        """Return the median seconds of ``call``, which include delays by other programs."""
+        """Return the median seconds of ``call``, with delays by other programs."""
         return statistics.median(self._times(call, STEPS, is_together))
 
     def _times(self, call: Callable[[], object], least: int, is_together: bool) -> list[float]:
@@ -124,10 +124,10 @@ def time_operators(watch: Stopwatch) -> None:
 
 
 def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
-    """Time the three matrix products of a linear layer's forward and backward.
+    """Time the three matrix products of a linear layer's forward and backward, and batched ones.
 
-    Fits seconds per operation, per byte and per call, because short or narrow matrices have more
-    bytes per operation.
+    The former are fitted by seconds per operation, per byte and per call, because short or narrow
+    matrices have more bytes per operation.
     """
     rows: list[tuple[float, float, float, float]] = []
     is_cpu = watch.device.type == "cpu"

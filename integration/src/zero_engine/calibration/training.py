@@ -1,4 +1,4 @@
-"""Rates of a rank's work besides torch's operators: updates, collectives, copies, and Python.
+"""Rates of a rank's work besides torch's operators: updates, collectives, copies, files, Python.
 
 Each calibrating rank runs ``python -m zero_engine.calibration.training FOLDER CORES DISK``.
 """
@@ -42,7 +42,7 @@ UPDATED = (2**16, 2**20, 2**23)
 EXCHANGED = (2**10, 2**16, 2**20, 2**23)
 """Sizes of a rank's shard in the timed collectives, in bytes."""
 MOST_EXCHANGED = 2**29
-"""Largest total of a gather's results, in bytes, over all ranks that share host memory."""
+"""Largest result of a gather in bytes. On a host, the limit of all ranks' results together."""
 DISK_BYTES = (2**20, 2**24, 2**26)
 PRODUCTS = ("matmul", "product", "bmm", ATTENTION, ATTENTION_BACKWARD)
 MOST_FACTOR = 2.5
@@ -108,7 +108,7 @@ def _update_s(
 
 
 def time_exchanges(watch: Stopwatch) -> None:
-    """Time all-gathers, reduce-scatters and small sums over ranks. Every rank must call it."""
+    """Time all-gathers, reduce-scatters and small all-reduces. Every rank must call it."""
     ranks = find_ranks(None, None)
     if ranks.size == 1:
         return
@@ -157,7 +157,7 @@ def time_exchanges(watch: Stopwatch) -> None:
 
 
 def exchanged(num_ranks: int, *, is_host: bool) -> list[int]:
-    """Return the sizes in `EXCHANGED` whose results fit `MOST_EXCHANGED`, and always the first."""
+    """Return the first size in `EXCHANGED`, and those whose results fit `MOST_EXCHANGED`."""
     sharing = num_ranks if is_host else 1
     return [
         nbytes
@@ -281,7 +281,7 @@ def _gelu_of_parts(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Compared:
-    """Forward and backward of a model: measured seconds, and the sum of its kernels' curves."""
+    """Measured seconds of a model's forward and backward, and its kernels' seconds by curves."""
 
     seconds: float
     products_s: float
@@ -314,7 +314,7 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
 
 
 def time_engine(watch: Stopwatch, threads: int, cores: int | None) -> None:
-    """Fit the engine's own time per pass and per step, which no curve explains in tiny models."""
+    """Fit the engine's time per pass and per step: tiny models' measured minus planned time."""
     ranks = find_ranks(None, None)
     watch.curves |= {"pass": _constant(0.0), "step": _constant(0.0)}
     curves = {name: Curve(tuple(points)) for name, points in watch.curves.items()}

@@ -1,6 +1,6 @@
-"""Adam and other optimizers on host memory, in one pass over it.
+"""Updates of Adam and other optimizers in one pass over host memory.
 
-Functions update flat arrays: torch tensors, NumPy arrays or DLPack objects. `CPUAdam`, a
+Functions take contiguous arrays: torch tensors, NumPy arrays or DLPack objects. `CPUAdam`, a
 ``torch.optim.Optimizer`` over the same kernels, and `convert_state` need torch.
 `cpu_adam.reference` defines the kernels in NumPy.
 
@@ -61,7 +61,7 @@ _LAZY = {"CPUAdam": "cpu_adam.optimizer", "convert_state": "cpu_adam._convert"}
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on demand: importing this package must not import torch.
+    # Imported on demand, because importing this package must not import torch.
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -33,10 +33,10 @@ def convert_state(
     rounded, because the stored root is squared. Other conversions round to nearest. Step counts do
     not change. Master weights change only if ``master_dtype`` is given.
 
-    Converting master weights is exact, except that splitting moves a value midway between two bf16
-    numbers (one in 131,072) by one fp32 ulp. A state dict has no parameters. Splitting in a state
-    dict therefore assumes bf16 parameters equal to their rounded masters, as `CPUAdam` leaves them.
-    Joining requires the optimizer.
+    Joining a remainder and its parameter is exact. Splitting moves a value midway between two bf16
+    numbers by one fp32 ulp if it was rounded toward zero (one value in 131,072), and turns
+    magnitudes up to 2**-134 into zero. A state dict has no parameters: splitting in it assumes bf16
+    parameters equal to their rounded masters, as `CPUAdam` leaves them, and joining is refused.
 
     Args:
         optimizer_or_state: a `CPUAdam`, changed in place, or the result of its or
@@ -48,7 +48,7 @@ def convert_state(
         The optimizer, or a new state dict that shares unchanged tensors.
 
     Raises:
-        TypeError: neither an optimizer of this package nor a state dict.
+        TypeError: neither a `CPUAdam` nor a state dict; or a format's name is not a string.
         ValueError: unknown ``dtype`` or ``master_dtype``; an fp16 parameter cannot be split; a bf16
             parameter is not its rounded master; or a state dict has masters to be joined. After an
             error, nothing has changed.
@@ -93,10 +93,10 @@ def _convert(
 
 
 def _split(master: Tensor, param: Tensor | None) -> Tensor:
-    """Return the remainders of master weights with bf16 parameters.
+    """Return the bits of master weights minus those of their bf16 parameters, as int16.
 
-    A master midway between two bf16 numbers that was rounded down has the remainder 32768, which is
-    clipped to the largest int16. NaNs and zeros have remainder zero.
+    A difference of 32768, of a midway value that was rounded toward zero, is clipped to 32767. The
+    remainder of NaNs and zeros is 0.
     """
     whole = _memory_order(master).numpy()
     upper = reference.float32_to_bfloat16(whole) if param is None else _bits(param)
@@ -115,7 +115,7 @@ def _split(master: Tensor, param: Tensor | None) -> Tensor:
 
 
 def _join(remainder: Tensor, param: Tensor | None) -> Tensor:
-    """Return the master weights of bf16 parameters and remainders."""
+    """Return the fp32 master weights that bf16 parameters and remainders encode."""
     if param is None:
         raise ValueError(
             "master_dtype: a state dict has the remainder alone, not the parameter that it "
@@ -160,7 +160,7 @@ def _memory_order(tensor: Tensor) -> Tensor:
 
 
 def _bits(param: Tensor) -> Any:
-    """View a bf16 tensor as 1-D unsigned integers, in memory order."""
+    """View a bf16 tensor as a 1-D uint16 array, in memory order."""
     return _memory_order(param).view(torch.int16).numpy().view(np.uint16)
 
 

@@ -1,4 +1,4 @@
-"""Optimizer updates of flat memory as functions, for programs that keep the state themselves."""
+"""Optimizer updates as functions, for programs that keep the state themselves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ sums_grads = True
 """Every function accepts several gradients, which it adds in fp32, in order."""
 
 copies_first = True
-"""Every update accepts ``copies``."""
+"""Every update accepts ``copies``, which are made before the update of the same elements."""
 
 _ONLY_FLOAT32 = (FLOAT32,)
 _ANY_FLOAT = (FLOAT32, BFLOAT16, FLOAT16)
@@ -74,10 +74,10 @@ def adam_step(
         exp_avg: fp32 first moment; updated.
         exp_avg_sq: fp32 second moment; updated.
         out: fp32, bf16 or fp16; receives the new master weights, rounded to nearest even.
-        copies: (source, target) pairs of equal dtype, with the shape of ``master`` or another
-            state. Elements of a source are copied just before the same elements are updated, so
-            memory is read once. If the source is a state, the target receives its old values.
-            If the target is a state, the update starts from the source's values.
+        copies: (source, target) pairs of equal dtype, with the shape of an updated array. Elements
+            of a source are copied just before the same elements are updated, so memory is read
+            once. If the source is an updated array, the target receives its old values. If the
+            target is, the update starts from the source's values.
         num_threads: number of threads; None for torch's count if torch is loaded, otherwise for the
             number of CPUs that this process may use.
 
@@ -105,10 +105,10 @@ def adam_step_split(
     """Apply one Adam update in place, to a master weight that is stored in two halves.
 
     A bf16 parameter is the fp32 master weight rounded to nearest (ties to greater magnitude), and
-    ``remainder`` is the lower half of the master's bits. With moments this takes 12 bytes per
-    element, where `adam_step` with ``out`` takes 14. The result is bit-identical to `adam_step` on
-    the master. Start with zeros in ``remainder``. Other arguments and errors are those of
-    `adam_step`.
+    ``remainder`` is the lower half of the master's bits, initially zeros. With moments this takes
+    12 bytes per element, where `adam_step` with ``out`` takes 14. The new master has the bits of
+    `adam_step`, except NaNs and magnitudes below 2**-134, which become zero. Other arguments and
+    errors are those of `adam_step`.
 
     Args:
         param: bf16 parameter; updated.
@@ -141,9 +141,9 @@ def adam_step_8bit(
     Blocks of 128 elements are quantized relative to their maximum (Dettmers et al., 2021, arXiv
     2110.02861). Codes of the first moment are signed approximate square roots. Codes of the second
     moment are floating-point approximations of its square root, 16 per power of two.
-    `cpu_adam.reference` defines both. Start with zeros. With a bf16 ``param`` and a ``remainder``,
-    which together store the fp32 master weight exactly, the total is 6.0625 bytes per element. A
-    non-finite gradient invalidates its whole block, so check gradients with `grad_norm_sq`. Other
+    `cpu_adam.reference` defines both. All states are initially zeros. With a bf16 ``param`` and a
+    ``remainder``, as in `adam_step_split`, the total is 6.0625 bytes per element. A non-finite
+    gradient invalidates the moments of its block, so check gradients with `grad_norm_sq`. Other
     arguments and errors are those of `adam_step`.
 
     Args:
@@ -151,7 +151,7 @@ def adam_step_8bit(
         exp_avg: int8 codes of the first moment; updated.
         exp_avg_sq: uint8 codes of the second moment; updated.
         exp_avg_scale: fp32, one number per 128 elements, 1-D; updated.
-        exp_avg_sq_scale: as ``exp_avg_scale``.
+        exp_avg_sq_scale: fp32, of the shape of ``exp_avg_scale``; updated.
         remainder: int16, lower half of the master weight of a bf16 ``param``; updated.
         out: as in `adam_step`; only with an fp32 ``param``.
     """
@@ -286,9 +286,9 @@ def sgd_step(
     Args:
         master: fp32 weights; updated.
         momentum_buffer: fp32, zeros before the first step; updated. None without momentum.
-        step: number of this update, from 1; the first one fills ``momentum_buffer``.
+        step: number of this update, from 1, which sets ``momentum_buffer`` to the gradient.
         momentum: factor on the buffer, not negative.
-        dampening: the gradient enters the buffer with weight ``1 - dampening``.
+        dampening: after the first step gradients enter the buffer with weight ``1 - dampening``.
         weight_decay: L2, not negative.
         nesterov: Nesterov momentum; requires momentum and no dampening.
     """
@@ -364,7 +364,7 @@ def _more_grads(others: list[Block]) -> list[int]:
 def _add_copies(
     copies: Copies, written: dict[str, Block], read: dict[str, Block]
 ) -> list[tuple[Block, Block]]:
-    """Check and describe copies. Add their memory to ``written`` and ``read``, except states."""
+    """Check and describe copies. Add memory that is not updated to ``written`` and ``read``."""
     pairs = []
     shapes = {block.shape for block in written.values()}
     updated = {(block.address, block.nbytes) for block in written.values()}
@@ -392,7 +392,7 @@ def _describe_out(out: Any) -> dict[str, Block]:
 
 
 def _describe_master(param: Any, remainder: Any, out: Any) -> dict[str, Block]:
-    """Describe the master weight of a step with compact states: fp32, or split in two."""
+    """Describe the master weight of an update: fp32 with an optional ``out``, or split in two."""
     blocks = _describe((FLOAT32, BFLOAT16), param=param)
     if blocks["param"].type == FLOAT32:
         if remainder is not None:
@@ -418,9 +418,9 @@ def _update(
 ) -> None:
     """Check an update's arrays against each other, and run the kernel.
 
-    ``written`` has the master weight first and then the states, in the kernel's order. All have the
-    gradient's shape. ``out`` or ``remainder`` may be at any position. ``scales`` are states of
-    another shape. ``stream`` is appended to the kernel's item.
+    ``written`` has the master weight, then the states in the kernel's order, and at any position
+    ``out`` or ``remainder``. All have the gradient's shape. ``scales`` are states of another shape.
+    ``stream`` is appended to the kernel's item.
     """
     threads = resolve_num_threads(num_threads)
     read = _describe_grads(grad)

@@ -1,7 +1,7 @@
 """Choice of the kernels' instruction set.
 
 The default is the fastest one that CPU and operating system support. The environment variable
-``CPU_ADAM_ISA`` selects another one. All instruction sets compute the same bits.
+``CPU_ADAM_ISA`` selects another one. All instruction sets compute the same bits, except NaN bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _active: int | None = None
 
 
 def available_isas() -> tuple[str, ...]:
-    """Return those of scalar, avx2, avx512 and neon that this machine supports, slowest first."""
+    """Return which of scalar, avx2, avx512 and neon this machine supports, the slowest first."""
     return tuple(_kernels.available_isas())
 
 

@@ -1,6 +1,6 @@
 """Memory of arguments: torch tensors, NumPy arrays, and objects that support DLPack.
 
-All checks are here, before a kernel receives an address.
+Kernels receive addresses without checks, so memory is checked here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def loaded_torch() -> Any | None:
 def describe(name: str, value: Any, *, is_written: bool, types: tuple[int, ...]) -> Block:
     """Find the memory of argument ``name``: a torch tensor, NumPy array or DLPack object.
 
-    With ``is_written``, read-only memory raises. ``types`` are the allowed element types.
+    With ``is_written``, read-only NumPy and DLPack memory is refused. ``types``: allowed types.
     """
     torch = loaded_torch()
     if torch is not None and isinstance(value, torch.Tensor):
@@ -171,7 +171,7 @@ def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def check_disjoint(written: dict[str, Block], read: dict[str, Block]) -> None:
-    """Raise ValueError if written memory overlaps any other argument's memory."""
+    """Raise ValueError if the memory of two arguments overlaps, read or written."""
     spans = sorted(
         (block.address, block.address + block.nbytes, name)
         for name, block in (written | read).items()

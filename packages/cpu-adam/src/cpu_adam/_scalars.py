@@ -18,7 +18,7 @@ from cpu_adam._memory import loaded_torch
 
 _FLOAT32_MAX = 3.4028234663852886e38
 
-# More threads never help, and a typo must not start a million of them.
+# Limit, so that a typo does not start a million threads.
 _MAX_THREADS = 512
 
 
@@ -122,8 +122,8 @@ def adam_scalars(
     """Check the hyperparameters of update number ``step`` and derive its scalars.
 
     ``decay`` multiplies the master weight. ``l2`` times the master weight is added to the gradient.
-    With ``adamw_mode``, ``l2`` is 0, otherwise ``decay`` is 1. The step size contains the learning
-    rate and the first bias correction.
+    With ``adamw_mode``, ``l2`` is 0, otherwise ``decay`` is 1. The step size is the learning rate
+    divided by the first moment's bias correction.
     """
     adamw_mode = _flag("adamw_mode", adamw_mode)
     bias_correction = _flag("bias_correction", bias_correction)
@@ -151,8 +151,8 @@ def adam_scalars(
 class CompactAdamScalars(NamedTuple):
     """Scalars of Adam for the kernels with 8- and 16-bit states.
 
-    The update divides by ``sqrt(v) * denominator_scale + denominator_offset``, which contains bias
-    correction, ``eps`` and the step size.
+    The update adds ``m / (sqrt(v) * denominator_scale + denominator_offset)``. These two scalars
+    contain bias corrections, ``eps`` and the negated step size.
     """
 
     grad_scale: float
@@ -175,9 +175,9 @@ def _clamp(value: float) -> float:
 def compact_adam_scalars(
     seed: int | None = None, /, **hyper: Unpack[AdamHyper]
 ) -> CompactAdamScalars:
-    """Convert the result of `adam_scalars` for the kernels with compact states.
+    """Derive the scalars of kernels with 8- and 16-bit states from `adam_scalars`.
 
-    ``seed``, checked by `check_seed`, is for the rounding of 16-bit states, None for 8-bit ones.
+    ``seed``, checked by `check_seed`, is for the rounding of 16-bit states; None for 8-bit states.
     """
     grad_scale, decay, l2, weight1, beta2, weight2, root, eps, neg_step = adam_scalars(**hyper)
     if neg_step == 0.0:  # a step size of zero: an infinite denominator makes the quotient zero
@@ -204,7 +204,7 @@ def check_seed(seed: Any) -> int:
 
 def random_key(seed: int, step: int) -> int:
     """Return the 64-bit key of the random numbers of update number ``step``."""
-    number = operator.index(step) % 2**64  # NumPy integers would overflow
+    number = operator.index(step) % 2**64  # a NumPy integer would overflow
     words = seed.to_bytes(8, "little") + number.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
@@ -267,7 +267,7 @@ def sgd_scalars(
 
 
 def resolve_num_threads(num_threads: int | None) -> int:
-    """Check and return the thread count.
+    """Check the thread count, and return it, limited to `_MAX_THREADS`.
 
     None means torch's thread count if torch is loaded, otherwise the number of usable CPUs.
     """

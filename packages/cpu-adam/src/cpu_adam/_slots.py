@@ -1,14 +1,14 @@
 """States of parameters: creation at the first step, and verification at every step.
 
-With many small parameters, most of a step's time is spent in Python. Everything done at every step
-therefore works on columns of all parameters, by `map` and similar functions.
+With many small parameters, most of a step's time is spent in Python. Checks of every step therefore
+work on columns of values, one per parameter or tensor, by `map` and similar functions.
 
 [Note: checks of a step]
-A `Slot` is one parameter's verified memory: dtypes, shapes, strides, storages, and addresses. A
-`Snapshot` of slots checks that all of these are unchanged. A `Table` of slots has the kernel's
-arguments in columns, and checks the gradients, which are new at every step. A `Roster` has a
-group's slots, a snapshot of all of them, and a table of those with a gradient. All are reused until
-a tensor is replaced.
+A `Slot` is the memory of one parameter and its state, fully verified when it is created. Later
+steps compare only a `Snapshot` of slots: identities and extents of tensors, and parameters'
+strides. A `Table` of slots has the kernel's arguments in columns, and checks the gradients, which
+are new at every step. A `Roster` has a group's slots, a snapshot of all of them, and a table of
+those with a gradient. It is reused until its `is_current` is false.
 
 [Note: extents]
 A tensor's extent identifies the memory that it may use: first element's address, dtype, numel,
@@ -104,7 +104,7 @@ def check_param(param: Tensor, master_dtype: str | None) -> None:
 def fill_state(
     param: Tensor, state: dict[str, Any], state_dtype: str, master_dtype: str | None
 ) -> None:
-    """Create missing states and master weights, and convert a step count of another type."""
+    """Create missing states and master weights, and make the step count an fp32 CPU tensor."""
     step = state.get("step", 0.0)
     if not isinstance(step, Tensor) or step.dtype is not torch.float32 or not step.is_cpu:
         number = finite_number("state 'step'", step)
@@ -139,7 +139,7 @@ _dtype = attrgetter("dtype")
 
 
 def _extents_of(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
-    """Return the tensors' extents in columns. See [Note: extents]."""
+    """Return the tensors' extents, a column per property. See [Note: extents]."""
     return [
         tuple(map(Tensor.data_ptr, tensors)),
         tuple(map(_dtype, tensors)),
@@ -158,7 +158,7 @@ class Watched(NamedTuple):
 
     name: str
     value: Tensor | None  # None: the state must not have this entry
-    part: Tensor  # local tensor of ``value``
+    part: Tensor  # local tensor of ``value``, or of the parameter if it is None
     extent: tuple[Any, ...]  # extent of ``part`` at verification
 
 
@@ -207,8 +207,8 @@ class Slot:
         extent: extent of ``local``; see [Note: extents].
         shape, stride, numel, is_contiguous: layout of ``local``.
         watched: the verified entries of the state.
-        out_type: element type of the parameter if it is a copy of the master weight.
-        addresses: the kernel's arguments besides the gradient: master, states, out.
+        out_type: element type of the kernel's ``out``, NO_OUT or SPLIT.
+        addresses: master (split: parameter), states, and ``out``, the remainder (split) or 0.
         step_address: address of the fp32 number of updates so far.
     """
 
@@ -259,7 +259,7 @@ class Slot:
         return address
 
     def grad_memory(self, grad: Tensor) -> tuple[Tensor, int, int]:
-        """Return the gradient in the parameter's layout, its address and its type.
+        """Return the gradient in the parameter's layout, its address and its element type.
 
         The tensor may be a copy that the caller must keep alive.
         """
@@ -287,7 +287,7 @@ Settings = tuple[str, str | None]
 
 _kind = attrgetter("__class__", "dtype", "layout", "is_cpu")
 
-# Types of gradients that can be checked in columns.
+# Kinds of gradients that `Table` checks in columns instead of one by one.
 _PLAIN = frozenset((Tensor, dtype, torch.strided, True) for dtype in TYPES)
 
 
@@ -297,7 +297,7 @@ def _are_same(found: Iterable[object], expected: Sequence[object]) -> bool:
 
 
 class Snapshot:
-    """Parameters and states as they were verified, for comparison at later steps."""
+    """Identities, extents and strides of verified memory, for comparison at later steps."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._params = [slot.param for slot in slots]
@@ -312,7 +312,7 @@ class Snapshot:
         self._strides = [slot.stride for slot in slots]
 
     def is_current(self, states: States) -> bool:
-        """Return whether nothing changed. ``states`` maps parameters to state dictionaries."""
+        """Return whether all are unchanged. ``states`` maps parameters to state dictionaries."""
         local = self._params if self._is_local else list(map(local_of, self._params))
         return (
             _are_same(map(states.__getitem__, self._params), self._states)
@@ -327,7 +327,7 @@ class Table:
 
     Attributes:
         local: the parameters, or the local tensors of DTensors.
-        masters, others: columns of `Slot.addresses`: the first, and a list of the others.
+        masters, others: first column of `Slot.addresses`, and a list of the other columns.
         numels: numbers of elements.
         out_types: as `Slot.out_type`.
         step_addresses: as `Slot.step_address`.
@@ -378,10 +378,10 @@ class Table:
 
 
 class Roster:
-    """The parameters of a group, and the slots of those that ever had a gradient.
+    """The parameters of a group, and their slots. Without a gradient a parameter may lack a slot.
 
-    Creation verifies parameters that have a gradient, and fills their states. Slots of ``known``,
-    the previous roster, are reused if they are current.
+    Creation fills the states of parameters that have a gradient, and verifies them. Unchanged slots
+    of ``known``, the previous roster, are reused.
     """
 
     def __init__(
@@ -419,7 +419,7 @@ class Roster:
     def is_current(
         self, params: Sequence[Tensor], settings: Settings, states: States, has_grad: Sequence[bool]
     ) -> bool:
-        """Return whether all parameters with a gradient have a slot, and nothing has changed."""
+        """Return whether arguments and memory are as before, and every gradient has a slot."""
         return (
             settings == self._settings
             and len(params) == len(self._params)
@@ -429,7 +429,7 @@ class Roster:
         )
 
     def table_of(self, has_grad: list[bool]) -> Table:
-        """Return the table of the parameters with a gradient. The last step's table is reused."""
+        """Return the table of parameters with a gradient, reused if they are the last step's."""
         if self._table is None or self._has_row != has_grad:
             slots = compress(self._slots, has_grad)
             self._table = Table([slot for slot in slots if slot is not None])

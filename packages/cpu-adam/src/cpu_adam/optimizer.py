@@ -46,10 +46,10 @@ class CPUAdam(Optimizer):
     """Adam (Kingma and Ba, 2015) or AdamW (Loshchilov and Hutter, 2019) on CPU parameters.
 
     A step takes one pass over memory, and usually one kernel call for all parameters of a group.
-    fp32 parameters are updated directly. bf16 and fp16 parameters are updated through an fp32
-    master weight and rounded to nearest even. The state has the names of torch's Adam: ``step``
-    (0-d fp32 tensor), ``exp_avg`` and ``exp_avg_sq`` (fp32). For fp32 parameters, `CPUAdam` and
-    torch's Adam can load each other's ``state_dict``.
+    fp32 parameters are updated directly. bf16 and fp16 parameters are the rounded copy of an fp32
+    master weight, which is updated. The state has the names of torch's Adam: ``step`` (0-d fp32
+    tensor), ``exp_avg`` and ``exp_avg_sq`` (by default fp32). With fp32 parameters and moments,
+    `CPUAdam` and torch's Adam can load each other's ``state_dict``.
 
     ``master_dtype`` is the format of master weights. ``"float32"`` is a copy in the state
     (``master_weight``). ``"split"``, for bf16 parameters only, uses the parameter as the upper half
@@ -64,7 +64,7 @@ class CPUAdam(Optimizer):
     tensor: convert to fp32 before resharding. `cpu_adam.convert_state` changes the formats of
     moments and masters. A loaded state dict keeps its formats.
 
-    A DTensor parameter is updated through its local tensor, and its state consists of DTensors.
+    A DTensor parameter is updated through its local tensor. Its moments and master are DTensors.
     ``GradScaler`` leaves unscaling, and skipping after an overflow, to this class.
 
     Args:
@@ -95,10 +95,10 @@ class CPUAdam(Optimizer):
     num_threads: int | None
 
     is_elementwise = True
-    """Each element is updated independently, as offloading and partitioning engines require."""
+    """Elements (int8 moments: blocks of 128) are independent, so engines may partition them."""
 
     host_kernel: ClassVar[ModuleType] = _functional
-    """The functions that compute this update for an engine that keeps the state itself."""
+    """Module whose functions compute this update for an engine that keeps the state itself."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class CPUAdam(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient, unless ``GradScaler`` found an overflow.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -199,10 +199,11 @@ class CPUAdam(Optimizer):
         """Load a ``state_dict`` of this class, or of torch's Adam or AdamW.
 
         The base class casts state to the parameter's dtype, which would round master weights and
-        moments of 16-bit parameters. Here they keep their dtype.
+        moments of 16-bit parameters. Here they keep a dtype that this class uses, or become fp32.
 
         Raises:
-            TypeError: a moment, scale or master is not a tensor. Nothing has been loaded then.
+            TypeError: a state is not a dictionary, or a moment, scale or master in it is not a
+                tensor. Nothing has been loaded then.
         """
         loaded: dict[str, Any] = {}
 
@@ -248,7 +249,7 @@ class CPUAdam(Optimizer):
         super().__setstate__(state)
         self._rosters = []
         for group in self.param_groups:
-            # torch's Adam saves this setting under another key.
+            # torch's Adam saves adamw_mode under another key.
             decoupled = group.get("decoupled_weight_decay", self.defaults["adamw_mode"])
             group.setdefault("adamw_mode", decoupled)
             group.setdefault("bias_correction", self.defaults["bias_correction"])
@@ -266,10 +267,7 @@ class CPUAdam(Optimizer):
 
 
 class _Update:
-    """Step of one group. The constructor checks and collects all memory, and `run` updates it.
-
-    ``roster`` is the group's verified memory, which the next step reuses.
-    """
+    """Step of one group. The constructor checks and collects all memory, and `run` updates it."""
 
     def __init__(
         self,
@@ -318,7 +316,7 @@ class _Update:
 def _batches(
     keys: list[tuple[int, int, float]], columns: list[list[int]]
 ) -> Iterable[tuple[tuple[int, int, float], list[int]]]:
-    """Group rows by key. Return (key, flattened rows) for each key."""
+    """Group the rows of ``columns`` by key. Return (key, flattened rows) for each key."""
     rows = zip(*columns, strict=True)
     if keys.count(keys[0]) == len(keys):
         return [(keys[0], list(chain.from_iterable(rows)))]

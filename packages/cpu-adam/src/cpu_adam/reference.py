@@ -1,11 +1,11 @@
 """Reference definition of the kernels in NumPy. Every compiled kernel computes the same bits.
 
 [Note: the order of operations]
-The formulas are those of torch.optim's for-loop (``foreach=False``), and each operation is rounded
-to fp32. On CPUs with FMA, torch's lerp, addcmul and add(alpha=) round a multiplication and addition
-once. These operations are calls of `fma` below. Only the square root differs: torch's, on x86, is
-off by 1 ulp for about one number in six. Here the root is correctly rounded (IEEE 754), as in
-torch's fused Adam.
+Adam with fp32 states, Adagrad and SGD have the formulas of torch.optim's for-loop
+(``foreach=False``). Each operation is rounded to fp32. On CPUs with FMA, torch's lerp, addcmul and
+add(alpha=) round a multiplication and addition once, as `fma` below does. Only the square root
+differs: torch's, on x86, is off by 1 ulp for about one number in six. Here it is correctly rounded,
+as in torch's fused Adam.
 
 Sign and payload of NaNs depend on the CPU, so all NaNs count as equal.
 """
@@ -87,8 +87,7 @@ def adam_step(
 ) -> None:
     """Compute `cpu_adam.adam_step` slowly, on NumPy arrays of one shape.
 
-    Arguments are the same, but bf16 arrays (``grad``, ``out``) are ``uint16``. Several gradients
-    are a list or tuple.
+    Arguments are the same, without ``copies`` and ``num_threads``, but bf16 arrays are ``uint16``.
     """
     scale, decay, l2, weight1, b2, weight2, correction2_sqrt, epsilon, neg_step_size = _in_float32(
         adam_scalars(**hyper)
@@ -100,7 +99,7 @@ def adam_step(
             g = fma(p, l2, g)
         else:
             p = p * decay
-        # torch's lerp starts from the nearer end
+        # torch's lerp adds to the nearer of its two ends
         if abs(weight1) < np.float32(0.5):
             m = fma(weight1, g - exp_avg, exp_avg)
         else:
@@ -179,10 +178,10 @@ def _compact_adam(
     moments: tuple[Any, Any],
     f: Any,
 ) -> tuple[Float32Array, Float32Array, Float32Array]:
-    """Update a master weight as Adam with compact states does.
+    """Update a master weight as Adam with 8- and 16-bit states does.
 
-    ``f`` has the scalars in fp32. ``moments`` are already multiplied by their decay. Returns both
-    moments and the square root of the second.
+    ``f`` has the scalars in fp32. ``moments`` are already multiplied by beta1 and beta2. Returns
+    the new moments and the square root of the second.
     """
     p: Any = param.astype(np.float32) if remainder is None else combine_master(param, remainder)
     g: Any = _widen(grad)
@@ -214,16 +213,16 @@ def _in_blocks(values: Array) -> Array:
 
 
 def _compress(values: Float32Array) -> Float32Array:
-    """Approximate the square root of non-negative numbers.
+    """Approximate the square root of positive normal numbers. Zero gives 1.5 * 2**-64.
 
-    The result has half the exponent and is linear in between. It is within 6.1% of the root,
-    monotone, and exactly invertible.
+    The result has half the exponent and is linear between powers of two. It is within 6.1% of the
+    root and monotone. `_expand` inverts it up to the lowest bit.
     """
     return ((values.view(np.uint32) >> 1) + _HALF_OF_ONE).view(np.float32)
 
 
 def _expand(values: Float32Array) -> Float32Array:
-    """Invert `_compress`. Zero gives zero."""
+    """Invert `_compress` up to the lowest bit. Zero gives zero."""
     bits: Array = values.view(np.int32) - np.int32(_HALF_OF_ONE)
     expanded: Float32Array = (np.maximum(bits, 0) << 1).view(np.float32)
     return expanded
@@ -252,7 +251,7 @@ def dequantize_exp_avg_sq_root(
 
 
 def _block_scales(magnitudes: Float32Array, top: np.float32) -> tuple[Float32Array, Float32Array]:
-    """Return each row's scale, and the factor that maps the row's maximum to ``top``."""
+    """Return each row's scale, and the factor that maps its maximum to ``top``. Tiny rows get 0."""
     largest = magnitudes.max(axis=1)  # NaN if the row contains NaN
     is_zero = largest < np.float32(2.0**-100)
     scale = np.where(is_zero, np.float32(0), largest).astype(np.float32)
@@ -266,8 +265,8 @@ def quantize_moments(
     """Encode the first moment and the square root of the second in 8 bits, with scales.
 
     Each block of 128 elements has a scale per moment: its maximum magnitude. A code of the first
-    moment is ``_compress(value * top / scale)``, rounded to nearest, with the value's sign. A code
-    of a root is the leading bits of the fp32 number ``root / scale``, 16 codes per power of two.
+    moment is ``_compress(|value| * 16127 / scale)``, rounded to nearest, with the value's sign. A
+    code of a root is ``root / scale`` rounded to 5 significant bits, 16 codes per power of two.
     Code 255 means 1, and code 0 means ``17 / 2**20`` or less. No code of a root means zero, because
     a zero root would make the update explode. A block whose maximum is below ``2**-100`` is stored
     as zero. A block with a non-finite element in either moment gets codes of 0 and scales of NaN.

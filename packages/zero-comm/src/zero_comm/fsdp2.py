@@ -5,7 +5,7 @@
 
 [Note: FSDP2's buffers]
 All-gather: FSDP2 passes the flat shards of a parameter group, which are a slice of the gather's
-output. The gather quantizes them into a separate buffer, exchanges the messages, and dequantizes
+output. A custom gather quantizes them into a separate buffer, exchanges messages, and dequantizes
 all slices of the output, including this rank's. All ranks therefore compute with the same weights,
 while the sharded parameters keep every bit. If a group has parameters of several dtypes, FSDP2
 passes bytes, which are sent exactly.
@@ -14,9 +14,9 @@ Reduce-scatter: FSDP2 passes one flat buffer of gradients in the reduce dtype wi
 Two hops reduce it (`zero_comm.collectives.two_hop`).
 
 Both run on FSDP2's streams and use the process group that FSDP2 passes, the shard group. With a
-replicate dimension (HSDP), FSDP2 still runs its own all-reduce across replicas. Each root module
-reduces on its own stream. There is one reducer per group and stream, so two roots never write to
-the same buffers at once.
+replicate dimension (HSDP), FSDP2 still runs its own all-reduce across replicas. On an accelerator
+each root module reduces on its own stream. There is one reducer per group and stream, so that
+roots do not overwrite each other's buffers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zero_comm.quantizer.message import Packing
 from zero_comm.transport.torch_collectives import TorchCollectives
 from zero_comm.transport.torch_compat import all_gather_single, premultiplier, reduce_scatter_single
 
-# Modules whose gather or reduction `apply` has set. It leaves hooks on other modules unchanged.
+# Modules whose gather or reduction `apply` has set. A format of None restores only these.
 _GATHERING: WeakSet[FSDPModule] = WeakSet()
 _REDUCING: WeakSet[FSDPModule] = WeakSet()
 
@@ -60,8 +60,8 @@ def apply(
 
     It applies to every FSDPModule in the tree of ``module``. Every rank must call it, after
     ``fully_shard`` and outside of forward and backward. Another call changes the settings, and
-    ``weights=None, gradients=None`` restores FSDP2's collectives. Shards that no message would
-    shorten are sent exactly. With one rank per shard group nothing changes.
+    ``weights=None, gradients=None`` restores FSDP2's collectives. A shard whose message would not
+    be shorter is sent exactly. With one rank per shard group nothing changes.
 
     Args:
         module: the root module, or any submodule.
@@ -92,7 +92,7 @@ def apply(
         )
     reducers: dict[tuple[dist.ProcessGroup, object], SliceReducer] = {}
     for index, part in enumerate(modules):
-        # Any, because the base classes in FSDP2's type stubs have no public name.
+        # Any, because FSDP2 annotates these parameters with private classes.
         if packing is not None or part in _GATHERING:
             gather: Any = _Gather(packing)
             part.set_custom_all_gather(gather)
@@ -108,7 +108,7 @@ def apply(
 
 
 class _Comm:
-    """Base of both collectives, which allocates FSDP2's buffers in ordinary memory."""
+    """Base of the gather and the reduction. FSDP2 calls ``allocate`` for its buffers."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -116,7 +116,7 @@ class _Comm:
 
 @dataclass(eq=False)
 class _Gather(_Comm):
-    """Gather of messages, or exact shards if ``packing`` is None. See [Note: FSDP2's buffers]."""
+    """All-gather of messages, or of exact shards if ``packing`` is None or shortens nothing."""
 
     packing: Packing | None
 
@@ -145,7 +145,7 @@ class _Gather(_Comm):
 class _Arrival(dist.Work):
     """Work of a gather of messages, whose first ``wait`` dequantizes them into the output.
 
-    FSDP2 waits on the stream that reads the output, which then also dequantizes.
+    FSDP2 calls ``wait`` on the stream that reads the output, so this stream also dequantizes.
     """
 
     def __init__(self, work: dist.Work | None, packing: Packing, rows: Tensor, out: Tensor) -> None:
@@ -169,15 +169,15 @@ class _Arrival(dist.Work):
 
 @dataclass(eq=False)
 class _ReduceScatter(_Comm):
-    """Reduction of messages, or of exact gradients if ``fmt`` is None. See [Note: FSDP2's buffers].
+    """Reduce-scatter by `SliceReducer`, or by torch if ``fmt`` is None.
 
-    All modules of one `apply` share ``reducers``: one reducer per process group and stream.
+    All modules of one `apply` call share ``reducers``: one per process group and stream.
     """
 
     fmt: GradientFormat | None
     ranks_per_node: int | DeviceMesh | None
     reducers: dict[tuple[dist.ProcessGroup, object], SliceReducer]
-    index: int  # of the module, which is a key of the error feedback
+    index: int  # of the module: selects its errors in error feedback
 
     def __call__(
         self,

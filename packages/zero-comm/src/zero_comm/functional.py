@@ -24,21 +24,21 @@ def quantized_all_gather(
 ) -> Tensor:
     """Gather every rank's shard as quantized messages (ZeRO++, arXiv 2306.10209: qwZ).
 
-    Every rank of the group must call it, with a shard of the same shape and dtype. Return a new
-    tensor: all shards concatenated along the first dimension in rank order. All ranks get identical
-    results, because a rank also quantizes and dequantizes its own shard. A shard that is not
-    floating point, or that a message would not shorten, is gathered exactly.
+    Every rank of the group must call it, with a shard of the same shape and dtype and the same
+    other arguments. Return a new tensor: all shards concatenated along the first dimension in rank
+    order. All ranks get identical results, because a rank also dequantizes its own message. Shards
+    are gathered exactly if their dtype cannot be quantized or if messages would not be shorter.
 
     Args:
         shard: at least 1-D, never changed. Gradients do not flow through.
         format: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.
         group: process group, None for the default group. Without torch.distributed initialized, the
             calling process is the only rank.
-        has_checksum: whether messages carry a checksum.
+        has_checksum: whether messages carry a checksum. Accelerators check only such messages.
 
     Raises:
         ValueError: an argument does not fit.
-        CorruptMessageError: a message is damaged. The error names its sender.
+        CorruptMessageError: a received message is damaged. The error names the sender.
     """
     packing = Packing(format, has_checksum=has_checksum)
     if shard.dim() == 0:
@@ -66,9 +66,9 @@ def quantized_reduce_scatter(
     qgZ (ZeRO++, arXiv 2306.10209, section 3.3), see [Note: the two hops] in
     `zero_comm.collectives.two_hop`. Every rank of the group must call it, with a tensor of the same
     shape and dtype and the same other arguments. Return a new tensor, whose first dimension has
-    ``full.shape[0] / ranks`` elements. Sums are in fp32 and in rank order, so that all runs are
-    equal. A slice that a message would not shorten is reduced exactly. Other arguments and errors
-    are those of `quantized_all_gather`.
+    ``full.shape[0] / ranks`` elements. The order of additions is fixed, so results are
+    reproducible. Sums are in fp32. If messages would not be shorter, slices are sent exactly, and
+    fp64 is summed in fp64. Other arguments and errors are those of `quantized_all_gather`.
 
     Args:
         full: fp32, bf16, fp16 or fp64, never changed. The number of ranks divides its first
@@ -76,8 +76,8 @@ def quantized_reduce_scatter(
         between: format between nodes. None: same as ``format``.
         op: "avg" or "sum".
         ranks_per_node: number of consecutive ranks that share a node, or a 2-D DeviceMesh whose
-            last dimension is within a node. None uses the launcher's environment, with one small
-            exchange at the first call.
+            last dimension is within a node. None derives it from the launcher's environment, by an
+            all-gather in the group's first such call.
         seed: seed of stochastic rounding. None rounds to the nearest.
     """
     if op not in ("avg", "sum"):

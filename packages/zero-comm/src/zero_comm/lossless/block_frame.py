@@ -37,12 +37,12 @@ integer. The code is the integer, or the largest code if the integer is not smal
 has twice the width and stores the excess over the largest code, for the integers with the largest
 code only. Levels end when no code is the largest one, or at the width of an element. In a level of
 2-bit or 4-bit codes, byte ``j`` of the ``q = ceil(n w / 8)`` bytes holds the codes of integers
-``j``, ``j + q``, ..., the first in the lowest bits. Absent codes are zero. ``w`` is smaller than
-the width of an element, so ``s`` is 0 to 2 for 16 bits and 0 to 3 for 32 bits.
+``j``, ``j + q``, ..., the first in the lowest bits. Absent codes are zero. The first level's ``w``
+is smaller than an element's width, so ``s`` is 0 to 2 for 16 bits and 0 to 3 for 32 bits.
 
-Codes whose width doubles suit a step of Adam, whose differences are nearly geometric in their
-binary logarithm. They cost 0.1 to 0.5 bits more than the entropy ("Lossless differences of
-weights" in integration/lab/evidence/benchmarks.md).
+Widths that double suit the differences of an Adam step, whose binary logarithms are nearly
+geometrically distributed. Measured codes took up to 0.5 bits per weight more than the entropy
+("Lossless differences of weights" in integration/lab/evidence/benchmarks.md).
 
 [Note: the value buffer]
 The bits of an element are rotated left by one, which moves the sign to the lowest bit. The highest
@@ -94,20 +94,20 @@ def num_blocks(numel: int) -> int:
 
 
 def descriptors_nbytes(numel: int) -> int:
-    """Return the bytes of all descriptors, which is also the offset of the codes."""
+    """Return the size of all descriptors in bytes, which is also the offset of the codes."""
     return num_blocks(numel) * 2
 
 
 def max_buffer_nbytes(numel: int, itemsize: int) -> int:
-    """Return the largest possible size in bytes of a buffer, in which all blocks are raw."""
+    """Return the size in bytes of a buffer whose blocks are all raw, the largest possible."""
     return descriptors_nbytes(numel) + numel * itemsize
 
 
 def num_starts(itemsize: int) -> int:
-    """Return the number of widths that the first level of a difference may have."""
+    """Return how many values ``s`` can have in [Note: the difference buffer]."""
     return 3 if itemsize == 2 else 4
 
 
 def fixed_nbytes(width: int, itemsize: int) -> int:
-    """Return the bytes of a coded block of values without its escapes."""
+    """Return the size in bytes of a coded block of values without its escapes."""
     return 1 + (itemsize - 1) * BLOCK_NUMEL + width * BITMAP_NBYTES

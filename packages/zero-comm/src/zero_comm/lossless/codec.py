@@ -22,28 +22,28 @@ class Codec(Protocol):
     Tensors are flat, contiguous, on one device, and do not overlap. Elements have 2 or 4 bytes.
     """
 
-    name: str  # in ``ZERO_COMM_BACKEND``
+    name: str  # as in ``ZERO_COMM_BACKEND``
 
     def encode(self, *operands: Tensor, out: Tensor, num_threads: int | None = None) -> Tensor:
         """Encode the last operand into ``out``, and return the number of bytes written.
 
         The difference coding has two operands, the old and the new elements, of one dtype and
         length. The value coding has one operand. ``out`` is uint8, has `max_buffer_nbytes` bytes
-        and an even address. The compiled codec leaves the bytes after the result undefined, the
-        others write zeros. The result is an int64 scalar on the same device. ``num_threads`` of
-        the compiled kernel defaults to torch's thread count.
+        and an even address. After the encoding, the compiled codec leaves bytes undefined, and the
+        others write zeros. The result is an int64 scalar on the same device. Only the compiled
+        codec uses ``num_threads``. None means torch's thread count.
         """
 
     def measure(self, *operands: Tensor) -> Tensor:
         """Return the number of bytes that `encode` would write. The compiled codec lacks it."""
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
-        """Decode ``buffer`` into ``values``, and return the number of bytes of the coded elements.
+        """Decode ``buffer`` into ``values``, and return the number of bytes of the encoding.
 
         With the difference coding ``values`` must hold the old elements. ``buffer`` starts at an
         even address with the bytes that `encode` wrote. The result is an int64 scalar on the same
-        device, negative if no encoder can have written the bytes. ``values`` are then undefined.
-        Only the compiled codec refuses further bytes at the end of ``buffer``.
+        device. It is negative or exceeds the length of ``buffer`` if the bytes are malformed, and
+        ``values`` are then undefined. Only the compiled codec refuses further bytes at the end.
         """
 
 
@@ -57,8 +57,8 @@ def encode_difference(old: Tensor, new: Tensor) -> Tensor:
     """Encode the change from ``old`` to ``new`` without losing a bit, and return the bytes.
 
     The dtype may be any of 16 or 32 bits. NaN, signed zeros and denormals keep their bits. [Note:
-    the difference buffer] defines the bytes: uint8, 1-D, on the same device. They are at most ``2 /
-    256`` bytes per element longer than ``new``.
+    the difference buffer] defines the bytes: uint8, 1-D, on the same device. They are longer than
+    ``new`` by at most 2 bytes per block of 256 elements, the last of which may be incomplete.
 
     Args:
         old: any shape.
@@ -84,8 +84,8 @@ def apply_difference(values: Tensor, difference: Tensor) -> None:
         difference: uint8, 1-D, on the device of ``values``.
 
     Raises:
-        ValueError: an argument does not fit, or `encode_difference` did not make the bytes for such
-            a tensor. ``values`` may then have changed in part.
+        ValueError: an argument does not fit, or the bytes do not describe such a tensor. ``values``
+            may then have changed in part.
     """
     _decode("differences", "difference", difference, values)
 
@@ -93,8 +93,8 @@ def apply_difference(values: Tensor, difference: Tensor) -> None:
 def encode_values(values: Tensor) -> Tensor:
     """Encode ``values`` of any shape without losing a bit, and return the bytes.
 
-    Gradients take about 11 of the 16 bits of bfloat16. [Note: the value buffer] defines the bytes.
-    The dtypes, the largest size and the errors are those of `encode_difference`.
+    bf16 gradients take about 11 bits per element. [Note: the value buffer] defines the bytes. The
+    dtypes, the largest size and the errors are those of `encode_difference`.
     """
     _check_itemsize("values", values)
     return _encode("values", values)

@@ -1,9 +1,8 @@
-"""Messages of losslessly coded weights and gradients, which the receiver checks before use.
+"""Messages of losslessly coded weights and gradients, which the receiver checks.
 
 [Note: the sealed message]
 A header of 48 bytes in native byte order precedes a buffer of [Note: the block frame]. Zeros pad
-the buffer to a multiple of 16 bytes, and further zeros may follow. The header has these fields
-(offset, bytes, contents)::
+the buffer to a multiple of 16 bytes. The header has these fields (offset, bytes, contents)::
 
     0   2  ZD for differences, ZV for values
     2   1  version of this layout: 1
@@ -11,15 +10,15 @@ the buffer to a multiple of 16 bytes, and further zeros may follow. The header h
     4   4  elements of a block
     8   8  number of elements
     16  16 old and new version of the weights; zeros for values
-    32  8  bytes of the buffer
-    40  8  checksum of the padded buffer (`zero_comm.quantizer.checksum`), XOR its bytes
+    32  8  size of the buffer in bytes, without padding
+    40  8  checksum of the padded buffer (`zero_comm.quantizer.checksum`) XOR that size
 
 Every message has a checksum, because a damaged difference would corrupt all later weights
-unnoticed. Zeros do not change the checksum, so the XOR finds a length that is wrong by padding.
+unnoticed. Appended zeros do not change the checksum, so the XOR protects the size as well.
 
 [Note: checks on a device]
-On a host a damaged message is refused before it is decoded. On an accelerator a check would make
-the host wait for the device, so all messages are decoded and `Checks` keeps the results there.
+A host compares header and checksum before it decodes a message. With an accelerator this would make
+the host wait for the device, so all messages are decoded and `Checks` keeps the results on it.
 An engine adds the number of damaged messages to the statistics that all ranks sum in a step, before
 it decides on the update. Later messages count in the next step. Messages of an evaluation after the
 last step are never counted.
@@ -48,7 +47,7 @@ _FIXED: Final = "=2sBBIqqq"
 _LENGTHS: Final = "=qq"
 _LENGTHS_AT: Final = struct.calcsize(_FIXED)
 _LETTERS: Final = {"differences": b"ZD", "values": b"ZV"}
-# Words of error messages: the contents, a wrong origin, what ranks must share, the expected bytes.
+# Phrases of error messages: the contents, a wrong origin, what ranks must share, expected bytes.
 _WORDS: Final = {
     "differences": ("differences", "of other weights", "versions", "differences"),
     "values": ("gradients", "of another unit", "model", "coded values"),
@@ -63,7 +62,7 @@ class Checks:
         self._num_counted = 0
 
     def add(self, is_good: Tensor, unit: int, senders: Sequence[int], coding: Coding) -> None:
-        """Keep the check of a message per sender: bool, 1-D, on a device."""
+        """Keep ``is_good``, bool [senders] on a device: whether each sender's message is sound."""
         self._found.append((is_good, unit, senders, coding))
 
     def num_damaged(self) -> Tensor | None:
@@ -88,7 +87,7 @@ class Checks:
 
 
 def message_nbytes(buffer_nbytes: _Count) -> _Count:
-    """Return the bytes of a message with a buffer of ``buffer_nbytes``, a multiple of 16."""
+    """Return the size in bytes, a multiple of 16, of a message with a buffer of this size."""
     return HEADER_NBYTES + -(-buffer_nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -97,7 +96,7 @@ def max_message_nbytes(numel: int, itemsize: int) -> int:
 
 
 def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
-    """Whether ``numel`` elements should be sent as a message, which may be up to 2% longer."""
+    """Whether to send ``numel`` elements as a message, which may be longer by up to 2%."""
     # Below 4 KiB the exchange of message lengths takes longer than a message saves.
     return dtype.itemsize in frame.ITEMSIZES and numel * dtype.itemsize >= _SHORTEST_NBYTES
 
@@ -105,11 +104,11 @@ def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
 def pack(
     coding: Coding, *operands: Tensor, message: Tensor, versions: tuple[int, int] = (0, 0)
 ) -> Tensor:
-    """Write a message, and return its bytes, a multiple of 16: int64, 0-dim, on the device.
+    """Write a message, and return its size in bytes, a multiple of 16: int64, 0-dim, on the device.
 
     ``operands`` are those of `zero_comm.lossless.codec.Codec.encode`. ``message`` is uint8, has
-    `max_message_nbytes` bytes and starts at a multiple of 16. Bytes after the result are zeros on
-    an accelerator, and undefined on a host.
+    `max_message_nbytes` bytes and starts at a multiple of 16. Zeros fill its remaining bytes on an
+    accelerator. On a host they are undefined.
     """
     values, buffer = operands[-1], message[HEADER_NBYTES:]
     nbytes = find_codec(coding, values.device).encode(*operands, out=buffer)
@@ -135,11 +134,11 @@ def unpack(
 ) -> None:
     """Decode the message in each of ``rows``, uint8 [senders, bytes], into its flat ``values``.
 
-    ``values`` hold the old version of a difference. The row of sender ``own`` is left out. Rows
+    For differences, ``values`` hold the old version. The row of sender ``own`` is not decoded. Rows
     start at multiples of 16 bytes and may have extra bytes at their end, which are zeros on an
     accelerator. On a host a message that is damaged or of other elements or versions raises
     CorruptMessageError, and its ``values`` are unchanged unless wrong bytes have the right
-    checksum. An accelerator adds its checks to ``checks`` instead.
+    checksum. On an accelerator the results of the checks are added to ``checks`` instead.
     """
     codec, each = find_codec(coding, rows.device), zip(rows, values, senders, strict=True)
     if rows.is_cpu:
@@ -196,13 +195,13 @@ def _checked_buffer(
 
 
 def _fixed_part(coding: Coding, values: Tensor, versions: tuple[int, int]) -> bytes:
-    """Return the part of the header that sender and receiver must agree on."""
+    """Return the first 32 bytes of the header, which sender and receiver must agree on."""
     facts = 1, values.element_size(), frame.BLOCK_NUMEL, values.numel()
     return struct.pack(_FIXED, _LETTERS[coding], *facts, *versions)
 
 
 class GradientMessages:
-    """`zero_comm.transport.protocol.SliceCodec` of messages at multiples of 16 bytes."""
+    """`SliceCodec` of value messages, whose addresses must be multiples of 16."""
 
     def __init__(self, checks: Checks) -> None:
         self.checks = checks

@@ -1,4 +1,4 @@
-"""Lossless codec of compiled kernels for host memory, with torch's thread count.
+"""Lossless codec of compiled kernels for host memory.
 
 `zero_comm.quantizer.native_backend` selects the instruction set, at best AVX-512 VBMI2.
 """

@@ -1,7 +1,7 @@
-"""Lossless codecs in plain torch operations for every device. Other codecs must match their bytes.
+"""Lossless codecs in plain torch operations for every device. Other codecs write the same bytes.
 
-The notes of `zero_comm.lossless.block_frame` define the bytes. All shapes depend on the number of
-elements alone, so that the host never waits for a device. Absent bytes and elements are masked.
+The notes of `zero_comm.lossless.block_frame` define the bytes. Shapes depend only on the number of
+elements and the dtype, so that the host never waits for a device. Unused positions are masked.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _Measured = tuple[Tensor, dict[int, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Consecutive blocks of a uint8 buffer. Other tensors are int64, [blocks, 1] by default."""
+    """Consecutive blocks of a uint8 buffer. Other tensors are int64, [blocks, 1] unless noted."""
 
     buffer: Tensor
     mode: Tensor
     nbytes: Tensor
     begin: Tensor  # offset of the block's bytes in ``buffer``
-    present: Tensor  # number of elements
-    lane: Tensor  # [256]: the numbers of a block's elements
+    present: Tensor  # number of elements in the block
+    lane: Tensor  # [256]: indices of the elements in a block
     itemsize: int
 
     def store(self, at: Tensor, values: Tensor, is_stored: Tensor, nbytes: int = 1) -> None:
-        """Add the bytes of ``values`` at offsets ``at`` of the zeroed buffer, lowest byte first."""
+        """Write the low ``nbytes`` of ``values``, lowest first, at ``at`` of the zeroed buffer."""
         at, values = torch.where(is_stored, at, 0), torch.where(is_stored, values, 0)
         for byte in range(nbytes):
             part = (values >> 8 * byte & 0xFF).to(torch.uint8)
             self.buffer.index_add_(0, (at + byte).flatten(), part.flatten())
 
     def load(self, at: Tensor, is_loaded: Tensor, nbytes: int = 1) -> Tensor:
-        """Return int64 values of ``nbytes`` bytes, 0 where masked out. ``at`` may be too large."""
+        """Return int64 values of ``nbytes`` bytes, 0 where masked. ``at`` may exceed the buffer."""
         at, last = torch.where(is_loaded, at, 0), len(self.buffer) - 1
         values = torch.zeros_like(at)
         for byte in range(nbytes):
@@ -61,10 +61,10 @@ class TorchCodec(ABC):
 
     @abstractmethod
     def _measure(self, bits: list[Tensor], present: Tensor, itemsize: int) -> _Measured:
-        """Return the integers to code, and the sizes of each block by mode above 1, [blocks, 1].
+        """Return the integers to code, and for each mode above 1 the blocks' sizes, [blocks, 1].
 
-        The integers of an empty block are zeros. A mode that a block cannot have takes
-        ``_IMPOSSIBLE`` bytes.
+        The integers of an empty block are zeros. If a block cannot have a mode, its size is
+        ``_IMPOSSIBLE``.
         """
 
     @abstractmethod
@@ -73,7 +73,7 @@ class TorchCodec(ABC):
 
     @abstractmethod
     def _read(self, old: Tensor, blocks: _Blocks) -> tuple[Tensor, Tensor]:
-        """Return new bits of blocks of modes above 1, and whether they are sound, [blocks, 1]."""
+        """Return the new bits except of raw blocks, and if modes above 1 are sound, [blocks, 1]."""
 
     def measure(self, *operands: Tensor) -> Tensor:
         end = _full(frame.descriptors_nbytes(operands[0].numel()), operands[0])
@@ -99,7 +99,7 @@ class TorchCodec(ABC):
         return end
 
     def _choose(self, operands: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the new bits, each block's mode and bytes, and the integers to code."""
+        """Return the new bits, each block's mode and size in bytes, and the integers to code."""
         itemsize, bits = operands[0].element_size(), [_bits(operand) for operand in operands]
         _, present = _places(len(bits[0]), operands[0])
         coded, candidates = self._measure(bits, present, itemsize)
@@ -127,7 +127,7 @@ class TorchCodec(ABC):
             is_raw = mode == frame.RAW
             raw = blocks.load(begin + lane * itemsize, is_raw & (lane < present), itemsize)
             new = torch.where(is_raw, raw, new).flatten()[: len(elements)]
-            # Bits above the largest signed integer become negative, so that none overflows.
+            # Bits above the largest signed integer become negative, so that the copy fits.
             signed = new - ((new >> (8 * itemsize - 1)) << 8 * itemsize)
             elements.view(INTEGERS[itemsize]).copy_(signed)
             is_sound = torch.where(is_raw, nbytes == present * itemsize, is_sound)
@@ -136,14 +136,14 @@ class TorchCodec(ABC):
 
 
 def _chunks(numel: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the ranges of blocks, and of their elements, that are coded at once."""
+    """Yield ranges of blocks that are coded at once, and the ranges of their elements."""
     for first in range(0, frame.num_blocks(numel), _CHUNK_BLOCKS):
         last = first + _CHUNK_BLOCKS
         yield slice(first, last), slice(first * BLOCK_NUMEL, last * BLOCK_NUMEL)
 
 
 def _full(number: int, like: Tensor) -> Tensor:
-    """Return an int64 scalar on a tensor's device, without a copy from the host."""
+    """Return an int64 scalar on the device of ``like``, without a copy from the host."""
     return torch.full((), number, dtype=torch.int64, device=like.device)
 
 
@@ -155,7 +155,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _places(num: int, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places in a block, [256], and each block's number of elements, [num, 1]."""
+    """Return the indices in a block, [256], and each block's number of elements, [num, 1]."""
     first = torch.arange(num, device=values.device)[:, None] * BLOCK_NUMEL
     lane = torch.arange(BLOCK_NUMEL, device=values.device)
     return lane, (values.numel() - first).clamp(max=BLOCK_NUMEL)
@@ -214,7 +214,7 @@ class TorchDifferences(TorchCodec):
         position = blocks.load(begin + 1 + lane, is_listed)
         is_falling = (position[:, 1:] <= position[:, :-1]) & is_listed[:, 1:]
         is_sound = is_sound & ~is_falling.any(1, keepdim=True)
-        # Unused entries of ``position`` are 0, and add nothing to the mark of element 0.
+        # Unused entries of ``position`` are 0, and add 0 to the mark of element 0.
         marks = torch.zeros_like(old).scatter_add_(1, position, (is_listed & is_sound).long())
         is_set = (blocks.load(begin + lane // 8, is_bitmap & is_sound) >> lane % 8 & 1) > 0
         is_changed = is_member = ((marks > 0) | is_set | is_dense) & is_sound
@@ -239,7 +239,7 @@ class TorchDifferences(TorchCodec):
 
 
 def _layout(blocks: _Blocks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return which blocks are lists, bitmaps and dense ones, and each block's ``s``."""
+    """Return whether each block is a list, a bitmap or dense, and the ``s`` of these blocks."""
     mode, number = blocks.mode, frame.num_starts(blocks.itemsize)
     is_list = (mode >= frame.LIST) & (mode < frame.LIST + number)
     is_bitmap = (mode >= frame.BITMAP) & (mode < frame.BITMAP + number)
@@ -261,7 +261,7 @@ def _level_nbytes(numel: Tensor, width: int) -> Tensor:
 
 
 def _levels_nbytes(values: Tensor, counts: Tensor, width: int, bits: int) -> Tensor:
-    """Return the bytes of the levels of each block's non-negative ``values``, [blocks, 256].
+    """Return the size in bytes of the levels of each block's ``values``, [blocks, 256].
 
     ``counts`` is the number of non-negative values per block. Negative values are not stored.
     """
@@ -273,7 +273,7 @@ def _levels_nbytes(values: Tensor, counts: Tensor, width: int, bits: int) -> Ten
 
 
 def _code_places(is_here: Tensor, width: int) -> tuple[Tensor, Tensor | int, Tensor]:
-    """Return the byte offset and shift of each code in a level, and the level's bytes."""
+    """Return the byte offset and bit shift of each code in a level, and the level's byte count."""
     rank, q = is_here.cumsum(1) - 1, _level_nbytes(is_here.sum(1, keepdim=True), width)
     if width >= 8:
         return rank * (width // 8), 0, q
@@ -340,7 +340,7 @@ class TorchValues(TorchCodec):
 
 
 def _coded_layout(blocks: _Blocks) -> tuple[Tensor, Tensor]:
-    """Return the ``w`` of coded blocks, any possible one for others, and the escapes' offset."""
+    """Return the ``w`` of coded blocks, and their escapes' offset. Undefined for other blocks."""
     width = (blocks.mode - frame.CODED).clamp(0, frame.MAX_WIDTH)
     return width, frame.fixed_nbytes(0, blocks.itemsize) + width * frame.BITMAP_NBYTES
 

@@ -50,7 +50,7 @@ class TritonCodec:
         return torch.where(is_bad == 0, nbytes.sum() + start, -1)
 
     def _choose(self, operands: tuple[Tensor, ...], descriptors: Tensor) -> Tensor:
-        """Fill ``descriptors``, and return the bytes of each block."""
+        """Fill ``descriptors``, and return the size of each block in bytes."""
         given, numel = map(_integers, operands), operands[0].numel()
         _launch(self._kernels.choose_kernel, operands[0], *given, descriptors, numel)
         return _nbytes_of(descriptors)
@@ -72,7 +72,7 @@ def _integers(x: Tensor) -> Tensor:
 
 
 def _nbytes_of(descriptors: Tensor) -> Tensor:
-    """Return the bytes of each block in the codes, int64."""
+    """Return the size of each block's codes in bytes, int64."""
     return (descriptors & NBYTES_MASK).long()
 
 

@@ -1,8 +1,8 @@
 """Triton kernels for [Note: the difference buffer] in `block_frame`. A program codes one block.
 
 `triton_frame` has the functions that the kernels share with `triton_values`. The **members** of a
-block are the elements whose integers its levels store. A member's **rank** is its number among the
-members.
+block are the elements whose integers its levels store. A member's **rank** is the number of members
+before it.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
@@ -29,7 +29,7 @@ def choose_kernel(
     # The mode is in the lowest 4 bits, so the minimum prefers the lowest mode of equal size.
     best = present * (BITS // 8) * 16 + RAW
     for START in tl.static_range(NUM_STARTS):
-        # Bytes of the levels of all z, and of z - 1 of changed elements.
+        # Sizes of the levels of all z, and of z - 1 of changed elements.
         of_all = tl.zeros_like(changed) + BLOCK * (2 << START) // 8
         of_changed = _level_nbytes(changed, 2 << START)
         bound = tl.full([], 0, tl.uint32)
@@ -102,9 +102,8 @@ def decode_kernel(
 ) -> None:
     """Change the elements of a block in place.
 
-    A block that no encoder can have written is left unchanged and sets ``is_bad``, int32. This
-    applies to all blocks if their total size exceeds ``codes_nbytes``. A block reads only its own
-    bytes.
+    A malformed block is left unchanged and sets ``is_bad``, int32. This applies to all blocks if
+    their total size exceeds ``codes_nbytes``. Codes are read only within the block's bytes.
     """
     present = frame.count_present(numel)
     mode, nbytes, end = frame.place_of_block(descriptors_ptr, ends_ptr)
@@ -113,7 +112,7 @@ def decode_kernel(
     at = end - nbytes
     is_good = tl.load(ends_ptr + tl.num_programs(0) - 1) <= codes_nbytes
     if is_list | is_bitmap | (num_all > 0):
-        # Each lane decodes consecutive elements of the block, or listed ones if it is a list.
+        # A lane decodes consecutive elements of the block, or consecutive entries of a list.
         place = element
         is_member = element < num_all
         if is_list:
@@ -129,7 +128,7 @@ def decode_kernel(
         elif is_bitmap:
             is_good = is_good & (nbytes >= BITMAP_NBYTES)
             byte = tl.arange(0, frame.LANES)
-            # A mask must have the shape of the loaded block, so a scalar is_good is not enough.
+            # tl.load needs a mask of the shape that it loads, so a scalar is_good is not enough.
             is_read = byte < is_good.to(tl.int32) * frame.LANES
             bitmap = tl.load(codes_ptr + at + byte, mask=is_read, other=0).to(tl.int32)
             is_member = ((bitmap[None, :] >> tl.arange(0, frame.EACH)[:, None]) & 1) > 0
@@ -197,9 +196,9 @@ def _level_nbytes(count: tl.tensor, width: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _layout(mode: tl.tensor, present: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return if a block is a list, if a bitmap, the members of other blocks, and the first width.
+    """Return is_list, is_bitmap, the members of raw and dense blocks (else 0), and the first width.
 
-    A raw block is a level of whole elements.
+    A raw block is one level whose codes are whole elements.
     """
     NUM_STARTS: tl.constexpr = 3 if BITS == 16 else 4
     is_list = (mode >= LIST) & (mode < LIST + NUM_STARTS)

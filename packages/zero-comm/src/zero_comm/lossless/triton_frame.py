@@ -4,8 +4,8 @@
 block, so a block's mode and width are scalars that the program branches on. The elements of a block
 form a matrix of ``LANES`` columns. In a warp of ``LANES`` threads each thread (lane) holds one
 column, so a column's sum needs no exchange between threads. Elements are passed as int16 or int32
-and processed as uint32. Descriptors and codes may start at any even address. The kernels are not
-specialized on addresses, so one compilation serves all.
+and processed as uint32. Descriptors and codes may start at any even address. Kernels are not
+specialized on the alignment of these addresses, so one compilation serves all.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
@@ -35,7 +35,7 @@ UNSPECIALIZED = {  # arguments of `triton.jit`
 
 @triton.jit
 def elements(NUM: tl.constexpr) -> tl.tensor:
-    """Return the numbers of the first ``NUM`` elements of each lane."""
+    """Return the indices in the block of each lane's first ``NUM`` elements."""
     return tl.arange(0, LANES)[None, :] * EACH + tl.arange(0, NUM)[:, None]
 
 
@@ -101,13 +101,13 @@ def largest_code(width: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def row(x: tl.tensor, ROW: tl.constexpr) -> tl.tensor:
-    """Return element ``ROW`` of each lane, a constant, so the compiler selects a register."""
+    """Return element ``ROW`` of each lane. It is a constant, so the compiler selects a register."""
     return tl.sum(tl.where(tl.arange(0, EACH)[:, None] == ROW, x, 0), 0)
 
 
 @triton.jit
 def count_before(is_member: tl.tensor) -> tl.tensor:
-    """Return for each lane the number of members in the lanes before."""
+    """Return for each lane the number of members in the lanes before it."""
     held = tl.sum(is_member.to(tl.int32), 0)
     return tl.cumsum(held, 0) - held
 
@@ -120,7 +120,7 @@ def bits_by_lane(is_set: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def store_ranked(ptr: tl.tensor, codes: tl.tensor, is_member: tl.tensor, nbytes: tl.tensor) -> None:
-    """Store ``nbytes`` bytes of each member in the order of ranks, the lowest byte first."""
+    """Store the lowest ``nbytes`` bytes of the members' codes without gaps, in element order."""
     for byte in range(nbytes):
         rank = count_before(is_member)
         for ROW in tl.static_range(EACH):
@@ -136,22 +136,22 @@ def store_packed(
 ) -> None:
     """Store a level of 2-bit or 4-bit codes.
 
-    Each lane first concatenates the codes of its members into a word. Then neighbouring groups of
-    lanes are concatenated in turn, until lane k has the codes of the ranks from ``EACH`` k on. A
-    group's codes are at the start of its words, with zeros behind them.
+    Each lane first concatenates the codes of its members into a word. Each step then concatenates
+    the words of neighbouring groups of lanes, until lane k has codes ``EACH * k`` to ``EACH * k +
+    EACH - 1`` of the level. A group's codes fill its words from the start, followed by zeros.
     """
     lane = tl.arange(0, LANES)
     member = is_member.to(tl.int32)
     shift = (tl.cumsum(member, 0) - member) * width
     word = tl.sum(tl.where(is_member, codes << shift, 0), 0)
-    held = tl.sum(member, 0)  # codes of the lane's group
+    held = tl.sum(member, 0)  # number of codes of the lane's group
     slot_mask = largest_code(width * EACH)
     for STEP in tl.static_range(5):
         size = 1 << STEP  # lanes of a group
         other = tl.gather(held, lane ^ size, 0)
         is_right = (lane & size) > 0
         within = lane & (2 * size - 1)
-        # The place, in codes of the right group, at which this lane's word begins.
+        # Index of the right group's code at which this lane's word begins, negative if before it.
         begin = within * EACH - tl.where(is_right, other, held)
         held += other
         index = begin >> 3
@@ -177,7 +177,7 @@ def store_packed(
 
 @triton.jit
 def load_ranked(ptr: tl.tensor, is_here: tl.tensor, num: tl.tensor, width: tl.tensor) -> tl.tensor:
-    """Return the uint32 codes of a level of ``num`` members, zeros for other elements."""
+    """Return the uint32 codes of a level with ``num`` members, 0 where ``is_here`` is false."""
     codes = tl.zeros([EACH, LANES], tl.uint32)
     own_width = tl.minimum(width, 8)  # bits within a byte
     nbytes = width // own_width

@@ -78,7 +78,7 @@ def decode_kernel(
     codes_nbytes: tl.tensor,
     BITS: tl.constexpr,
 ) -> None:
-    """Fill the elements of a block. Invalid blocks are treated as in `triton_differences`."""
+    """Fill the elements of a block. A malformed block is left unchanged and sets ``is_bad``."""
     present = frame.count_present(numel)
     mode, nbytes, end = frame.place_of_block(descriptors_ptr, ends_ptr)
     codes_ptr += end - nbytes

@@ -1,7 +1,7 @@
 """Codec for parameters that are uploaded from host memory to a device as lossless differences.
 
-Entry point ``lossless`` of the group ``zero_core.upload_codecs``. The host encodes, and does not
-wait for the device, which decodes. Differences have no header, because they stay in one process.
+Entry point ``lossless`` of the group ``zero_core.upload_codecs``. The host encodes. The device
+decodes, and the host does not wait. Differences have no header, because they stay in one process.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class UploadCodec:
         return checksum_of(values)
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
-        """Write the difference from ``old`` to ``new``, both in host memory, and return its bytes.
+        """Write the difference from ``old`` to ``new``, in host memory, and return its byte count.
 
-        ``out`` is uint8, has `max_nbytes` bytes and an even address. Later bytes are undefined.
+        ``out`` is uint8, has `max_nbytes` bytes and an even address. Its other bytes are undefined.
         """
         codec = find_codec("differences", old.device)
         return int(codec.encode(old, new, out=out, num_threads=num_threads))

@@ -32,14 +32,14 @@ _VARIABLE: Final = "ZERO_COMM_BACKEND"
 class Backend(Protocol):
     """Quantizes and dequantizes rows. Callers check the arguments and disable gradients.
 
-    ``x`` and ``out`` are [k, n], contiguous, fp32, bf16, fp16 or fp64. k and n may be 0. Their
-    addresses are multiples of the element size only. ``rows`` is uint8, [groups, rows per group,
-    ``fmt.nbytes(n)``] with k rows in total, or 2-D for a single group. Each row is contiguous and
-    starts at a multiple of 16 bytes. Bytes between rows stay unchanged. All tensors are on one
-    device and do not overlap.
+    ``x`` and ``out`` are [k, n], contiguous, fp32, bf16, fp16 or fp64. k and n may be 0. Addresses
+    of ``x`` and ``out`` are multiples of the element size only. ``rows`` is uint8, [groups, rows
+    per group, ``fmt.nbytes(n)``] with k rows in total, or 2-D for a single group. Each row is
+    contiguous and starts at a multiple of 16 bytes. Bytes between rows stay unchanged. All tensors
+    are on one device and do not overlap.
     """
 
-    name: str  # in ``ZERO_COMM_BACKEND``
+    name: str  # as in ``ZERO_COMM_BACKEND``
 
     def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
         """Quantize ``x`` row by row into ``rows``, including the padding bytes.
@@ -54,7 +54,7 @@ class Backend(Protocol):
     def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
         """Fill each group's row of fp32 ``out`` with the sum of the group's rows, in row order.
 
-        ``out`` is [groups, n], or 1-D if ``rows`` is 2-D. A group has at least one row.
+        ``out`` is [groups, n], or flat. A group has at least one row.
         """
 
 
@@ -83,7 +83,7 @@ def find_backend(device: torch.device) -> Backend:
 
 
 def warn_without_kernels() -> None:
-    """Log a warning if the package was built without a compiler."""
+    """Log a warning if the compiled kernels are missing."""
     if not _is_available("native"):
         _log.warning(
             "zero_comm was installed without its compiled kernels: plain torch quantizes host "
@@ -95,7 +95,7 @@ def warn_without_kernels() -> None:
 # Preferred backend of each torch device type. ROCm devices have the type "cuda".
 _FASTEST: Final = {"cpu": "native", "cuda": "triton", "xpu": "triton"}
 
-# The module that a backend requires, and the error text if the module is missing.
+# The module that a backend requires, and the words of an error if the module is missing.
 _BACKENDS: Final = {
     "torch": ("torch", ""),
     "native": (

@@ -10,10 +10,9 @@ buffer is flat uint8 and has three parts::
     padding   to a multiple of 16                   zeros
 
 With 8 bits, byte ``i`` of a block is the code of element ``i``. With 4 bits, byte ``j`` holds the
-codes of elements ``j`` and ``j + block_size / 2``: both halves of the block stay contiguous
-operands. The total size is a multiple of 16 bytes, so in a matrix of buffers every row is aligned
-for wide loads. All backends produce the same bytes and values. Arithmetic is fp32 without fused
-multiply-add.
+codes of elements ``j`` and ``j + block_size / 2``, so that kernels access contiguous elements. The
+total size is a multiple of 16 bytes, so in a matrix of buffers every row is aligned for wide loads.
+All backends produce the same bytes and values. Arithmetic is fp32 without fused multiply-add.
 
 [Note: symmetric codes]
 The scale is the block's **maximum**: its largest magnitude, limited to at least 2**-100 and at most
@@ -22,8 +21,8 @@ maximum divided by the top **level**. A code encodes ``v = x * (1 / step)``, and
 times the step.
 
 int8 and int4: the top level is 127 or 7. The code is ``v`` rounded to the nearest integer, ties to
-even. A 4-bit pair is the int8 ``lo + 16 * hi``. It decodes to ``hi = (byte + 8) >> 4`` and the
-sign-extended low nibble.
+even. A 4-bit pair is the int8 ``code(j) + 16 * code(j + block_size / 2)``. It decodes to the
+sign-extended low nibble and to ``(byte + 8) >> 4``.
 
 e4m3 and e5m2: the top level is 448 or 57344, the largest finite ``torch.float8_e4m3fn`` or
 ``torch.float8_e5m2``. The code is ``v`` in that type, after ``v`` is clamped to the top level. With
@@ -44,11 +43,11 @@ exactly zero. Codes 1 to ``K + 1`` stand for ``k = code - 1``, where K is 254, o
     value(k) = lo if k == 0, hi if k == K, else 2 * (lo / 2 + k * (step / 2))
 
 The formulas use halves because ``hi - lo`` and ``K * step`` may overflow. If the dtype's spacing is
-about a step, the nearest ``k`` of a dequantized value may differ from the ``k`` of its origin next
-to a power of two, where the spacing changes. A second quantization must not change values. The
-encoder therefore uses ``k + 1`` or ``k - 1`` if its value, rounded to the tensor's dtype, equals
-``x`` and ``value(k)`` does not. It omits this correction with a rotation or stochastic rounding. A
-4-bit pair is ``code(j) | code(j + block_size / 2) << 4``.
+about a step, a dequantized value next to a power of two, where the spacing changes, may be nearest
+to another ``k`` than it was decoded from. A second quantization must not change values. The encoder
+therefore uses ``k + 1`` or ``k - 1`` if the value of that index, rounded to the tensor's dtype,
+equals ``x`` and ``value(k)`` does not. It omits this correction with a rotation or stochastic
+rounding. A 4-bit pair is ``code(j) | code(j + block_size / 2) << 4``.
 
 [Note: non-finite blocks]
 The scale of a block with NaN or Inf is NaN (0x7fc0, or 0x7fc00000 twice if asymmetric), and its
@@ -66,7 +65,7 @@ group 0. Arithmetic is modulo 2**32. ``mix`` is lowbias32 of Wellons' hash prosp
 Before the scale is computed, groups of 64 consecutive elements of the padded blocks are multiplied
 by the orthonormal Hadamard matrix in Sylvester order: ``x *= 0.125``, then for h = 1, 2, ..., 32
 ``(a, b) -> (a + b, a - b)`` for elements at distance ``h``, in fp32. The matrix is its own inverse,
-so decoding applies it again. Only bfloat16 limits the maximum of a rotated block.
+so decoding applies it again. The upper limit of a rotated block's maximum is that of fp32 tensors.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ ALIGNMENT: Final = 16  # bytes
 ROTATION_SIZE: Final = 64  # elements
 GROUP_SEED_STEP: Final = 0x9E3779B1  # added to the seed for each group of rows
 
-# 16-bit tensors shrink by a factor of 1.98 with 8 bits and 3.88 with 4 bits, scales included.
-# Blocks of 4-bit codes are smaller: with 7 levels an outlier costs its neighbours more precision.
+# 16-bit tensors shrink by a factor of 1.98 with int8 and 3.88 with int4, scales included. int4 has
+# smaller blocks than int8: with 7 levels an outlier costs its neighbours more precision.
 DEFAULT_BLOCK_SIZE: Final[Mapping[str, int]] = MappingProxyType(
     {"int8": 256, "int4": 128, "e4m3": 128, "e5m2": 128}
 )
@@ -122,7 +121,7 @@ class BlockFormat:
 
     @classmethod
     def make(cls, spec: str | BlockFormat) -> BlockFormat:
-        """Return ``spec`` if it is a format, or the default symmetric format of a kind."""
+        """Return ``spec`` if it is a `BlockFormat`, else the symmetric default of kind ``spec``."""
         if isinstance(spec, BlockFormat):
             return spec
         return cls(spec, DEFAULT_BLOCK_SIZE.get(spec, 8))
@@ -144,7 +143,7 @@ class BlockFormat:
 
     @property
     def top_index(self) -> int:
-        """K of [Note: asymmetric codes], the number of steps of a block."""
+        """K of [Note: asymmetric codes], the number of steps between a block's extremes."""
         return _TOP_INDEX[self.kind]
 
     @property
@@ -164,20 +163,20 @@ class BlockFormat:
         return -(-numel // self.block_size)
 
     def codes_nbytes(self, numel: int) -> int:
-        """Return the bytes of all codes, which is also the offset of the scales."""
+        """Return the size of all codes in bytes, which is also the offset of the scales."""
         return self.num_blocks(numel) * self.block_nbytes
 
     def used_nbytes(self, numel: int) -> int:
-        """Return the bytes of codes and scales, which is also the offset of the padding."""
+        """Return the size of codes and scales in bytes, which is also the offset of the padding."""
         return self.num_blocks(numel) * (self.block_nbytes + self.scale_nbytes)
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of the whole buffer."""
+        """Return the size of the whole buffer in bytes."""
         return -(-self.used_nbytes(numel) // ALIGNMENT) * ALIGNMENT
 
 
 def quantized_nbytes(numel: int, format: str | BlockFormat = "int8") -> int:
-    """Return the bytes of the buffer that `zero_comm.quantize` makes of ``numel`` elements.
+    """Return the size in bytes of the buffer that `zero_comm.quantize` makes of ``numel`` elements.
 
     See [Note: the quantized buffer]. ``format`` is "int8", "int4", "e4m3", "e5m2" or a
     `BlockFormat`.

@@ -2,9 +2,9 @@
 
 The checksum is the sum modulo 2**64 of mixed 64-bit words, each multiplied by two odd numbers.
 Words are grouped into turns of 1,024. One factor depends on the word's position in its turn, the
-other is ``2 k + 1`` in turn k. Mixing (shift, multiply, shift) is invertible and spreads a word's
-highest bits. Without mixing, sign changes of a whole column of weights would cancel. A single
-changed word is always detected, and several accidental changes with probability 1 - 2**-64.
+other is ``2 k + 1`` in turn k. Mixing (xor-shift, multiply, xor-shift) is invertible and spreads a
+word's highest bits: unmixed, changes of an even number of highest bits would cancel. A single
+changed word is always detected, several accidental changes with probability about 1 - 2**-64.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORDS_PER_TURN: Final = 1024
 ODD: Final = -7046029254386353131  # golden ratio: ``k * ODD | 1`` is the factor of a turn's word k
 MIX: Final = -2960836687051489901  # 0xd6e8feb86659fd93, the multiplier of Degski's 64-bit mixer
 LOW_HALF: Final = 0xFFFFFFFF  # clears the sign bits after a right shift by 32
-_TURNS_AT_ONCE: Final = 256  # bounds the workspace to 2 MiB
+_TURNS_AT_ONCE: Final = 256  # limits each workspace of a row to 2 MiB
 
 
 def checksums(rows: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ contents)::
     16  8  flags: 1 if a block may hold NaN, 2 if there is a checksum
     24  8  checksum of the buffer (`zero_comm.quantizer.checksum`) plus the flags, or 0
 
-On a host every message is checked before use: the header, and that every block's scale is finite
-and positive, or NaN if the header allows it. On an accelerator a check makes the host wait for the
-device, so only messages with a checksum are checked there. An engine's collectives defer the check
-until their result is waited for. A host that waits while it launches could otherwise deadlock with
-a rank that waits for its launches.
+On a host every message is checked before use: header, checksum if there is one, and scales. A scale
+is finite and positive (asymmetric: finite, ``lo <= hi``), or NaN if the header allows it. On an
+accelerator a check makes the host wait for the device, so only messages with a checksum are checked
+there. An engine's collectives defer the check until their result is waited for, because a host that
+waits while it launches could deadlock with a rank that waits for its launches.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class CorruptMessageError(RuntimeError):
 class Packing:
     """Packs rows of elements into messages of one format, and unpacks received messages.
 
-    ``has_checksum`` enables checks on accelerators. ``defers`` postpones them to `check_deferred`,
-    for callers that must not wait for the device while they launch.
+    ``has_checksum`` adds a checksum and enables checks on accelerators. ``defers`` postpones those
+    checks to `check_deferred`, for callers that must not wait for the device while they launch.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Packing:
         return dtype in QUANTIZABLE_DTYPES and self.nbytes(numel) < numel * dtype.itemsize
 
     def pack(self, values: Tensor, rows: Tensor, *, seed: int | None = None) -> None:
-        """Quantize flat, contiguous ``values`` into messages, each with an equal part of them.
+        """Quantize equal parts of flat, contiguous ``values``, each into its own message.
 
         ``rows`` is uint8, [messages, `nbytes`] or [groups, messages per group, `nbytes`], with
         contiguous messages. A ``seed`` selects stochastic rounding.
@@ -89,13 +89,13 @@ class Packing:
             rows.view(torch.int64)[..., _CHECKSUM_AT // 8] = _checksums(rows)
 
     def unpack(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
-        """Dequantize messages, one from each of ``senders``, into flat ``out`` of a float dtype."""
+        """Dequantize a message from each of ``senders``, in order, into flat floating ``out``."""
         numel = out.numel() // math.prod(rows.shape[:-1])
         self._check(rows, numel, senders)
         dequantize_rows(rows[..., HEADER_NBYTES:], numel, self.format, out)
 
     def unpack_sum(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
-        """Fill flat fp32 ``out`` with the sums of the messages of each group, in message order."""
+        """Fill flat fp32 ``out`` with the sums of each group's messages, added in their order."""
         numel = out.numel() // (len(rows) if rows.dim() == 3 else 1)
         self._check(rows, numel, senders)
         dequantize_sum(rows[..., HEADER_NBYTES:], numel, self.format, out)
@@ -109,7 +109,7 @@ class Packing:
         return self._templates[key]
 
     def _fixed(self, numel: int) -> bytes:
-        """Return the part of the header that sender and receiver must agree on."""
+        """Return the first 16 bytes of the header, which sender and receiver must agree on."""
         fmt = self.format
         code = _KIND_CODES.index(fmt.kind)
         code += 16 * (not fmt.is_symmetric) + 32 * fmt.has_rotation
@@ -130,12 +130,12 @@ class Packing:
                 self._deferred.append(verify)
 
     def check_deferred(self) -> None:
-        """Check the messages whose checks were deferred. The host waits for the device."""
+        """Run the deferred checks, for which the host waits for the device."""
         while self._deferred:
             self._deferred.pop(0)()
 
     def _inspect(self, rows: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return headers, [messages, 32], and whether scales and checksums are good, [messages]."""
+        """Return headers, [messages, 32], and whether scales and checksums fit, [messages] each."""
         fmt, headers = self.format, rows[..., :HEADER_NBYTES].clone()
         start, stop = (HEADER_NBYTES + at(numel) for at in (fmt.codes_nbytes, fmt.used_nbytes))
         scales = rows[..., start:stop]

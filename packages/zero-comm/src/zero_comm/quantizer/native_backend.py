@@ -1,8 +1,8 @@
 """Quantizer backend of compiled kernels for host memory, with torch's thread count.
 
 The kernels use the best instruction set that the machine supports. The environment variable
-``ZERO_COMM_ISA`` ("generic", "avx2" or "avx512") forces one. It is read at first use. All
-instruction sets produce the same bytes.
+``ZERO_COMM_ISA`` ("generic", "avx2", "avx512" or "avx512_vbmi2") forces one. It is read at first
+use. All instruction sets produce the same bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class NativeBackend:
 
 
 def sum_words(words: Tensor, odd: Tensor) -> int:
-    """Return the checksum of `zero_comm.quantizer.checksum` of int64, contiguous, 1-D ``words``."""
+    """Return the `zero_comm.quantizer.checksum` of ``words``: int64, contiguous, 1-D."""
     place = on_host(words).data_ptr()
     return _kernels.checksum(active_isa(), place, words.numel(), odd.data_ptr())
 
@@ -111,7 +111,7 @@ def _shape(
 
 
 def _place(rows: Tensor) -> tuple[int, int, int]:
-    """Return the address, the stride in bytes, and the number of rows."""
+    """Return the address, the stride in bytes, and the number of ``rows``."""
     return on_host(rows).data_ptr(), rows.stride(0), len(rows)
 
 

@@ -39,21 +39,20 @@ def quantize(
 ) -> Tensor:
     """Quantize a tensor block by block into one flat buffer of bytes, and return the buffer.
 
-    In every finite block ``|x - dequantize(quantize(x))|`` is at most half a step, plus the
-    rounding of fp32 and of the output dtype. With fp8 half the local spacing of fp8 numbers
-    replaces half a step. Zeros stay zeros. Quantizing a dequantized tensor again in the same dtype
-    changes nothing. With a rotation these bounds hold for the Euclidean norm of the error of 64
+    In every finite block ``|x - dequantize(quantize(x))|`` is at most half a step (fp8: half the
+    local spacing of fp8 numbers), plus the rounding of fp32 and of the output dtype. Zeros stay
+    zeros. Without a seed, dequantized tensors can be quantized again in the same dtype unchanged.
+    With a rotation neither holds, and the bound is that of the root mean square error of 64
     elements. With a seed the error is below one step and zero on average. Blocks do not affect each
     other. [Note: the quantized buffer] defines the bytes. Papers: ZeRO++ (arXiv 2306.10209), qwZ;
     SDP4Bit (arXiv 2410.15526) for the rotation.
 
     Args:
-        x: any shape, fp32, bf16, fp16 or fp64, read in flat order. Not differentiable. An fp64
-            value outside fp32's range counts as Inf, and with a rotation so does a sum of 64
-            outside it.
+        x: any shape, fp32, bf16, fp16 or fp64, read in flat order. Not differentiable. Values
+            outside fp32's range count as Inf: of fp64, or of any dtype after the rotation.
         format: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.
-        seed: selects stochastic rounding. A seed gives the same bytes everywhere. Only the low 32
-            bits count. See [Note: stochastic rounding].
+        seed: selects stochastic rounding. A seed gives the same bytes on every device. Only the low
+            32 bits count. See [Note: stochastic rounding].
         nonfinite: treatment of NaN and Inf. "carry" turns their block into NaN without a host
             synchronization. "refuse" raises ValueError.
         out: buffer for the bytes: uint8, 1-D, contiguous, `quantized_nbytes` long, on the device of
@@ -187,8 +186,8 @@ def dequantize_rows(rows: Tensor, numel: int, format: str | BlockFormat, out: Te
 def dequantize_sum(rows: Tensor, numel: int, format: str | BlockFormat, out: Tensor) -> None:
     """Sum the dequantized rows of each group in fp32, in row order.
 
-    Arguments and errors are those of `dequantize_rows`, with at least one row. ``out`` is fp32 and
-    receives the sum of each group, in group order.
+    Arguments and errors are those of `dequantize_rows`, with at least one row per group. ``out`` is
+    fp32 and receives the sum of each group, in group order.
     """
     fmt = BlockFormat.make(format)
     _check_rows("rows", rows, fmt.nbytes(numel), out.device)
@@ -201,7 +200,7 @@ def dequantize_sum(rows: Tensor, numel: int, format: str | BlockFormat, out: Ten
 
 
 def check_float(name: str, dtype: torch.dtype) -> None:
-    """Raise ValueError unless ``dtype``, of the argument ``name``, can be quantized."""
+    """Raise ValueError, about argument ``name``, if ``dtype`` cannot be quantized."""
     if dtype not in QUANTIZABLE_DTYPES:
         raise ValueError(f"{name} must be fp32, bf16, fp16 or fp64, got {dtype}")
 

@@ -1,7 +1,7 @@
 """Codes and scales in Triton: the formulas of `block_format`, bit for bit.
 
-Every function takes one **tile**: fp32 [blocks, columns], one block per row. Columns beyond the
-block size hold zeros. Results must be exact on every GPU and in Triton's interpreter:
+A **tile** is fp32 [blocks, columns], one block per row, with zeros in columns beyond the block
+size. Results must be bit-identical on every GPU and in Triton's interpreter:
 
 - Division is `tl.div_rn`, because ``/`` may be approximate. Fused multiply-add is disabled.
 - The bits of magnitudes, as integers, reveal non-finite blocks. A float maximum may drop NaN.
@@ -50,7 +50,7 @@ def _mix(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _integer(v: tl.tensor) -> tl.tensor:
-    """Round fp32 below 2**22 to the nearest int32, ties to even."""
+    """Round fp32 of magnitude below 2**22 to the nearest int32, ties to even."""
     return (v + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
@@ -123,9 +123,9 @@ def _float8_codes(
 ) -> tl.tensor:
     """Return the fp8 bytes of ``v``.
 
-    The byte is the exponent of q, counted from emin, in the exponent bits plus ``|v| / q`` rounded
-    to an integer. The sum is right even if rounding carries into the next exponent, and for
-    subnormals, which have no leading bit.
+    Besides the sign, a byte is ``max(exponent of |v|, emin) - emin`` in the exponent bits plus
+    ``|v| / q`` rounded to an integer. The leading bit of normal numbers adds 1 to the exponent. The
+    sum is right even if rounding carries into the next exponent.
     """
     MANTISSA: tl.constexpr = 3 if KIND == "e4m3" else 2
     SMALLEST_EXPONENT: tl.constexpr = -6 if KIND == "e4m3" else -14

@@ -84,7 +84,7 @@ def _launch(
 
 
 def constants_of(fmt: BlockFormat) -> dict[str, Any]:
-    """Return the compile-time arguments of all kernels for a format, and the number of warps."""
+    """Return the compile-time arguments that all kernels share, and the number of warps."""
     if fmt.block_size > LARGEST_BLOCK_SIZE:
         raise ValueError(
             f"the triton backend takes blocks of up to {LARGEST_BLOCK_SIZE} elements, got "
@@ -103,18 +103,18 @@ def constants_of(fmt: BlockFormat) -> dict[str, Any]:
 
 
 def _typed(x: Tensor) -> Tensor:
-    # The kernels convert bfloat16 themselves, from int16.
+    # The kernels convert bfloat16 themselves, from and to int16.
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
 def _place(rows: Tensor) -> tuple[int, int, int]:
-    """Return the strides of groups and of their rows, and the number of rows per group."""
+    """Return the strides of groups and of rows in a group, and the number of rows per group."""
     groups = in_groups(rows)
     return _stride(groups), _stride(groups[0]), groups.shape[1]
 
 
 def _stride(rows: Tensor) -> int:
-    """Return the stride of rows in elements. A single row has 0, which compiles as aligned."""
+    """Return the first dimension's stride, or 0 for size 1, which compiles as aligned."""
     return rows.stride(0) if len(rows) > 1 else 0
 
 

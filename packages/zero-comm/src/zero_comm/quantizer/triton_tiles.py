@@ -1,10 +1,9 @@
 """Triton kernels that quantize and dequantize, one tile per program.
 
 [Note: tiles]
-A **tile** is several whole blocks of one row of elements: a matrix with one block per row and
-columns padded to a power of two. Programs are numbered tile by tile, row after row. Only the last
-tile of a row needs a mask for its end. Other tiles are accessed without a mask, because masked
-accesses are narrow.
+A **tile** is one or more whole blocks of a row of elements: a matrix with one block per row and
+columns padded to a power of two. Programs are numbered tile by tile, row after row. Elements of
+full tiles without padded columns are accessed without a mask, because masked accesses are narrow.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
@@ -264,7 +263,7 @@ def _pack(
 def _store_bytes(
     ptr: tl.tensor, values: tl.tensor, mask: tl.tensor, NUM_BYTES: tl.constexpr
 ) -> None:
-    """Store int32 ``values``, little-endian, at any alignment."""
+    """Store the low ``NUM_BYTES`` of int32 ``values``, little-endian, at any alignment."""
     byte = tl.arange(0, NUM_BYTES)[None, :]
     shifted = values[:, None] >> (8 * byte)
     tl.store(ptr[:, None] + byte, shifted.to(tl.uint8), mask=mask[:, None] & (byte >= 0))

@@ -21,7 +21,7 @@ class Work(Protocol):
     """Handle of a running collective, such as `torch.distributed.Work`."""
 
     def wait(self) -> object:
-        """Block until the caller may read the result (on CUDA: the caller's current stream)."""
+        """Wait for the result. On CUDA perhaps only the caller's current stream waits."""
 
 
 @runtime_checkable
@@ -29,7 +29,7 @@ class TransportCollectives(Protocol):
     """Collectives over flat tensors of any dtype, including bytes.
 
     Every rank must call the same methods in the same order. Buffers may be reused after ``wait``. A
-    rank may change a ``shard`` only after an exchange that every rank entered after its gathers.
+    ``shard`` may change only after an exchange that every rank enters after reading the result.
     """
 
     @property
@@ -45,7 +45,7 @@ class TransportCollectives(Protocol):
         """Start to fill ``out`` with every rank's ``shard``, in rank order."""
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        """Start to sum this rank's slice of every rank's ``full`` into ``out``, exactly."""
+        """Start to sum this rank's slice of every rank's ``full`` into ``out``, unquantized."""
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         """Start to fill slice k of ``out`` with slice ``rank`` of rank k's ``parts``.
@@ -56,14 +56,14 @@ class TransportCollectives(Protocol):
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
         """Return collectives among the given ranks, renumbered in the given order.
 
-        Every rank must call it equally often, each time with its own subgroup.
+        Every rank must call it equally often, each time with the subgroup that contains it.
         """
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a zeroed 1-D tensor with the fastest transfers, which the collectives keep."""
+        """Allocate 1-D zeros in memory with the fastest transfers, which may never be freed."""
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
-        """Run ``job``, which may wait for works, asynchronously after earlier jobs of its kind."""
+        """Run ``job``, perhaps asynchronously, after earlier jobs with equal ``is_reduction``."""
 
 
 @runtime_checkable
@@ -96,7 +96,7 @@ class SliceCodec(Protocol):
         """Return the largest possible size of a message in bytes."""
 
     def pack(self, values: Tensor, message: Tensor) -> Tensor:
-        """Write the message of ``values``, and return its bytes: int64, 0-dim, on its device."""
+        """Write ``values`` as a message. Return its size in bytes: int64, 0-dim, on its device."""
 
     def unpack(self, message: Tensor, values: Tensor, *, sender: int, unit: int) -> None:
         """Fill ``values`` from a message of rank ``sender``."""
@@ -110,7 +110,7 @@ class CodingCollectives(TransportCollectives, Protocol):
         """Return the same collectives, but with reductions that send messages of ``codec``."""
 
     def prepare(self, gathered: Gathered, reduced: Reduced, device: torch.device) -> None:
-        """Prepare exchanges, as `zero_comm.collectives.quantized.QuantizedCollectives` does."""
+        """Prepare later exchanges, for example by compiling their kernels."""
 
 
 @runtime_checkable

@@ -4,7 +4,7 @@
 A queue runs one job after another. On a host the queue is one thread. On an accelerator the calling
 thread launches the job's kernels on the queue's stream. The stream first waits for the caller's
 current stream, which writes the job's input. A thread that waits for the future makes its current
-stream wait for the job. The caller must keep a job's memory alive until then.
+stream wait for the job. The caller must keep the job's memory alive until that wait.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StreamQueue:
         self._stream = torch.Stream(device, priority=-1)
 
     def run(self, job: Callable[[], Tensor]) -> Future[Tensor]:
-        """Launch ``job`` after the work of the current stream. Launch errors are raised at once."""
+        """Run ``job`` now. Its kernels run after the current stream's work. Raises its errors."""
         future: Future[Tensor] = Future(devices=[self._device])
         # The caller's stream may still write the job's input.
         self._stream.wait_event(torch.accelerator.current_stream(self._device).record_event())

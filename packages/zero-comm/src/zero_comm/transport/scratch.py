@@ -11,8 +11,8 @@ from zero_comm.transport.protocol import TransportCollectives
 class Scratch:
     """One buffer per purpose, dtype and device, which grows to the largest requested size.
 
-    A tensor from `take` is valid until the next request for the same purpose. A ``transport``
-    allocates the buffers and never frees them.
+    A tensor from `take` is valid until the next `take` of the same purpose, dtype and device. With
+    a ``transport``, its `zeros` allocates the buffers, and `nbytes` counts outgrown ones.
     """
 
     def __init__(self, transport: TransportCollectives | None = None) -> None:
@@ -30,17 +30,17 @@ class Scratch:
                 self._outgrown_nbytes += 0 if outgrown is None else outgrown.nbytes
                 buffer = self._transport.zeros(numel, dtype, device)
             else:
-                with torch.inference_mode(False):  # training may reuse it after evaluation
+                with torch.inference_mode(False):  # training cannot write to inference tensors
                     buffer = torch.empty(numel, dtype=dtype, device=device)
             self._buffers[key] = buffer
         return buffer[:numel]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All current buffers. Their contents are undefined between two jobs."""
+        """All current buffers. Between jobs their contents are undefined."""
         return list(self._buffers.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, including outgrown buffers that the transport still holds."""
+        """Bytes of all buffers, and of outgrown ones that the transport may still hold."""
         return self._outgrown_nbytes + sum(b.nbytes for b in tuple(self._buffers.values()))

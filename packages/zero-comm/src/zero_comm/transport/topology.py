@@ -1,8 +1,8 @@
 """Discovery of the number of ranks per node.
 
-Ranks of one node have equal **node keys**, and neighbouring nodes have different keys. Each rank
-computes its key from the launcher's environment, and one small exchange collects all keys. Two-hop
-collectives need nodes of equal size with consecutive ranks. `ranks_per_node_of` returns that size.
+Ranks of one node have equal **node keys**, and different nodes have different keys. Each rank
+computes its key from the launcher's environment or the host name, and an all-gather collects all
+keys. Two-hop collectives need equally sized groups of consecutive ranks that share a node.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _FOUND: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 def node_key(env: Mapping[str, str], rank: int) -> str:
     """Return the key of this process's node, from the launcher's variables or the host's name.
 
-    torchrun sets ``GROUP_RANK``. With only ``LOCAL_WORLD_SIZE``, nodes are runs of that many ranks.
-    SLURM sets ``SLURM_NODEID``. Open MPI sets no node number, so the host name is the key.
+    torchrun sets ``GROUP_RANK``. With only ``LOCAL_WORLD_SIZE``, a node has that many consecutive
+    ranks. SLURM sets ``SLURM_NODEID``. Otherwise, as with Open MPI, the host name is the key.
     """
     if "LOCAL_WORLD_SIZE" in env:
         if "GROUP_RANK" in env:
@@ -62,7 +62,7 @@ def ranks_per_node_of(keys: Sequence[object]) -> int:
 def check_ranks_per_node(
     collectives: TorchCollectives, given: int | DeviceMesh | None
 ) -> int | None:
-    """Return the ranks per node given by the caller, or raise ValueError."""
+    """Return ``given`` as a number or None. Raises ValueError if it does not fit the group."""
     if given is None:
         return None
     if isinstance(given, int):
@@ -85,9 +85,9 @@ def check_ranks_per_node(
 def find_ranks_per_node(
     collectives: TorchCollectives, given: int | None, device: torch.device
 ) -> int:
-    """Return the number of consecutive ranks per node: as given, or as found by a collective.
+    """Return ``given``, or the number of consecutive ranks per node (1 without a process group).
 
-    Without a number all ranks of the group must make the first call, on ``device``.
+    If ``given`` is None, all ranks must make a group's first call, an all-gather on ``device``.
     """
     group = collectives.group
     if given is not None or group is None:

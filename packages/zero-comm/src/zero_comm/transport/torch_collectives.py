@@ -3,13 +3,13 @@
 [Note: one order]
 A process group matches collectives by the order in which its ranks start them. Here the calling
 thread starts every collective immediately, and `TorchCollectives.launch` runs its job before it
-returns. The order is therefore the same on every rank. A **subgroup** needs no process group of its
-own. Its exchanges are all-to-alls of the whole group with empty parts for ranks outside the
-subgroup. NCCL sends nothing for an empty part, and gloo an empty message.
+returns. Collectives therefore start in the order of the calls. A **subgroup** needs no process
+group of its own. Its exchanges are all-to-alls of the whole group with empty parts for ranks
+outside the subgroup. NCCL sends nothing for an empty part, and gloo an empty message.
 
 The alternative, ``dist.new_group``, must be called by every rank of the job in the same order. It
 can hang if ranks reach their first reduction at different times, as pipeline stages do. With
-``use_local_synchronization`` it names a group by the number of groups that a rank was in before.
+``use_local_synchronization`` its ranks must have been in equally many groups before.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _SumWork:
 
 
 class TorchCollectives:
-    """`zero_comm.transport.protocol.TransportCollectives` over a process group of any backend.
+    """`zero_comm.transport.protocol.TransportCollectives` over a torch process group.
 
     Tensors are flat and contiguous, and are sent as bytes. All ranks of the group must call the
     same methods in the same order, see [Note: one order]. ``group`` None is the default group, or
@@ -94,7 +94,7 @@ class TorchCollectives:
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
-        """Start to fill ``out`` with every rank's ``shard``, which may be its slice of ``out``."""
+        """Start to fill ``out`` with all shards. ``shard`` may be this rank's slice of ``out``."""
         self._check_out(out, shard.numel() * self.world_size, shard.dtype)
         if self._is_silent(shard):
             return _copied(out, shard)
@@ -127,7 +127,7 @@ class TorchCollectives:
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``.
 
-        ``wait`` adds in fp32 (fp64 for fp64 input) and in rank order, so that all runs are equal.
+        ``wait`` adds in fp32 (fp64 for fp64) and in rank order, so that results are reproducible.
         """
         received = torch.empty_like(full)
         work = self.all_to_all(received, full, unit=unit)

@@ -1,4 +1,4 @@
-"""Functions of torch.distributed whose names differ between releases, from torch 2.10 on.
+"""Functions of torch.distributed that differ between releases or are private, for torch >= 2.10.
 
 torch 2.13 renamed ``all_gather_into_tensor`` to ``all_gather_single`` and ``reduce_scatter_tensor``
 to ``reduce_scatter_single``. The old names may warn and are used only if the new ones are missing.
@@ -22,7 +22,7 @@ def all_gather_single(
 
 
 def count_groups() -> int:
-    """Return the number of process groups that include this rank, with the default group."""
+    """Return the number of process groups that include this rank, the default group included."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
