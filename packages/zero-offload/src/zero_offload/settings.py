@@ -94,7 +94,7 @@ class OffloadSettings:
     Attributes:
         ratio: the host's share of the elements, unless ``parameters`` or ``device_budget`` is set.
         nvme_path: folder of the state file; None keeps optimizer state in host memory.
-        buffer_count: maximum blocks of the file in host memory; 3 let transfers overlap updates.
+        buffer_count: maximum blocks of the file in host memory; 3 are enough to overlap transfers.
         undo_buffer_size: maximum bytes of `HostTier.speculate`'s undo log; None for no limit.
     """
 

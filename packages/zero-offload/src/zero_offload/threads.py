@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 def num_kernel_threads() -> int:
     """Return the number of threads for a host kernel: torch's number if it is above 1.
 
-    Otherwise `share_under_torchrun`, because torchrun sets ``OMP_NUM_THREADS`` to 1 by default.
+    Otherwise return `share_under_torchrun`, as torchrun sets ``OMP_NUM_THREADS`` to 1 by default.
     """
     number = torch.get_num_threads()
     return number if number > 1 else share_under_torchrun()

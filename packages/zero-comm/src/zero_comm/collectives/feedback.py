@@ -49,7 +49,7 @@ class ErrorFeedback:
         self._num_uses: dict[object, int] = {}
 
     def compensate(self, key: object, values: Tensor) -> None:
-        """Add the kept error to ``values`` (fp32, flat). After ``reset_T`` calls drop it instead."""
+        """Add the kept error to ``values`` (fp32, flat), or drop it after ``reset_T`` calls."""
         uses = self._num_uses[key] = self._num_uses.get(key, 0) + 1
         if uses > self._settings.reset_T:
             self._num_uses[key] = 1

@@ -53,7 +53,7 @@ from zero_comm.transport.scratch import Scratch
 from zero_comm.transport.torch_collectives import DoneWork, Rehearsal
 
 _log = logging.getLogger(__name__)
-_PUBLISHED = "published"  # key in `QuantizedCollectives._gathers`, beside formats and None
+_PUBLISHED = "published"  # key of the `PublishedGather` in `_gathers`, beside formats and None
 _REHEARSED = 4096  # maximum elements of a shard that `prepare` sends
 
 

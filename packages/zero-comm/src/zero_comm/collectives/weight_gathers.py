@@ -150,7 +150,7 @@ class WeightGather(ABC):
         return [entry.values for entry in tuple(self._entries.values())]
 
     def _entry(self, unit: int, numel: int, dtype: torch.dtype, device: torch.device) -> _Entry:
-        """Return the unit's entry, or a new one without a version if that has another form."""
+        """Return the unit's entry, or a new one without a version if none has this form."""
         entry = self._entries.get(unit)
         if entry is not None:
             kept = entry.values
@@ -283,7 +283,7 @@ def numbers_of(
 
 
 def exchange(numbers: Sequence[Tensor], num_ranks: int, gather: _Gather) -> Callable[[], Tensor]:
-    """Exchange the ``numbers`` of units. The result waits and returns int64, [ranks, units, 3].
+    """Exchange units' ``numbers``. Return a function that waits for them, [ranks, units, 3].
 
     ``gather`` fills its first argument with every rank's second one.
     """
@@ -421,7 +421,7 @@ class PublishedGather(LosslessGather):
             return torch.zeros(numel, dtype=dtype, device=device)
 
     def _held(self, out: Tensor, kept: Tensor) -> list[Tensor]:
-        """Return every rank's values of the last version: ``out`` with this rank's ``kept``."""
+        """Return every rank's values of the last version: ``out``, but ``kept`` for this rank."""
         slices = [*out.view(self._transport.world_size, -1)]
         slices[self._transport.rank] = kept
         return slices

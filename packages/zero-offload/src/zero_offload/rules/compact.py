@@ -103,7 +103,7 @@ def _scales(magnitudes: Tensor, top: float) -> tuple[Tensor, Tensor]:
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
-    """Return fp32 master weights of bf16 parameters and int16 remainders, 0 for parameters 0."""
+    """Return fp32 master weights of bf16 parameters and int16 remainders, 0 for a parameter 0."""
     upper = param.view(torch.int16).to(torch.int32) << 16
     is_zero = (upper & 0x7FFFFFFF) == 0
     return torch.where(is_zero, upper, upper + remainder.to(torch.int32)).view(torch.float32)

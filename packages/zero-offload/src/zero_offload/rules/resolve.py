@@ -142,7 +142,7 @@ def resolve_rule(
 ) -> Rule | None:
     """Return the rule that computes an optimizer's update by a kernel, or None for torch.
 
-    Torch updates if the class has no rule, no kernel has its function, or only torch supports a
+    Torch updates if the class has no rule, ``kernel`` lacks its function, or only torch supports a
     setting. With 16-bit or 8-bit states these cases, and rules other than Adam's, raise ValueError.
     """
     if check_state_dtype(state_dtype) != "float32":
@@ -187,7 +187,7 @@ def _has_amsgrad(groups: Groups) -> bool:
 
 
 def _may_start_late(groups: Groups) -> bool:
-    """Return whether a group may get momentum later. Only torch then starts undampened."""
+    """Return whether a group may get momentum later, which only torch begins undampened."""
     momenta = [bool(group["momentum"]) for group in groups]
     return any(momenta) and not all(momenta) and any(group["dampening"] for group in groups)
 

@@ -173,7 +173,7 @@ class BlockPipeline:
         while self._ahead:
             block, parts = self._ahead[0]
             if block in self._reading or block in self._held or block in self._writing:
-                return  # Its earlier announcement is still being served.
+                return  # The block's earlier announcement is still in progress.
             if block in self._prefetched:
                 self._ahead.popleft()
                 self._reading[block] = self._prefetched.pop(block)
@@ -205,7 +205,7 @@ class FileStepper(RuleStepper):
 
     file: BlockFile
     is_in_place = False
-    is_sequential = True  # blocks are read in this order
+    is_sequential = True  # blocks are read in the order of `plan`
 
     def __init__(
         self,

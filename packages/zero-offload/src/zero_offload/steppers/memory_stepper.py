@@ -66,7 +66,7 @@ class HostRing:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._memory: Tensor | None = None
-        self._spans: deque[RingSpan] = deque()  # from the oldest span in use on
+        self._spans: deque[RingSpan] = deque()  # in order, from the oldest span in use on
         self._head = 0  # offset of the next span
 
     def take(self, nbytes: int) -> RingSpan | None:
@@ -121,7 +121,7 @@ _MOST_BUFFERS = 6
 
 
 def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
-    """Return a capacity for records of all elements. Their buffers have ``num_bytes``."""
+    """Return the ring capacity for records of all elements, whose buffers have ``num_bytes``."""
     num_spans = len(geometry.pieces) + len(geometry.shards)
     num_spans += geometry.numel // geometry.published_numel
     return aligned(num_bytes) + ALIGNMENT * _MOST_BUFFERS * num_spans
@@ -205,7 +205,7 @@ class MemoryStepper(RuleStepper):
         span = ring.take(sum(aligned(home.nbytes) for home in homes))
         if span is None:
             return None
-        # All-gathers or copies to the device may read these until the step is confirmed.
+        # All-gathers or copies to the device may read these buffers until the step is confirmed.
         shadowed = (MASTER, PARAM) if self.is_in_place else (PARAM,)
         record, at = Record(chunk, [], [], span), 0
         for run, start, stop, block, stored in spans:

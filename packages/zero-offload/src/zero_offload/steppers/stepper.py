@@ -169,7 +169,7 @@ class Stepper(ABC):
         """Update a chunk. Write each run's rounded values to ``out``'s memory, unless in place."""
 
     def round_values(self, start: int, values: Tensor, out: Tensor) -> None:
-        """Write master weights ``values`` of ``start`` on to ``out``, rounded as in `update`."""
+        """Write ``values``, the master weights from ``start`` on, to ``out``, rounded."""
         out.copy_(values.to(self.geometry.master_dtype))
 
     @abstractmethod

@@ -109,7 +109,7 @@ class AutoRatio:
         self.report: RatioReport | None = None
         self._samples: list[Sample] = []
         self._is_first = True  # the next step is the first at its ratio
-        self._device_s: float | None = None  # last measured seconds per element
+        self._device_s: float | None = None  # last measured seconds per device element
         self._baseline_s: float | None = None  # cost at the settled ratio
         self._restart()
 
@@ -334,7 +334,7 @@ class AutoTier(TwinTier):
             super().wait_part(part, start, stop)
 
     def begin_round(self) -> None:
-        """Measure the last step, and resplit unless the next step's gradients were offered."""
+        """Measure the last step, and resplit unless gradients of the next one were offered."""
         sample = self._take_sample()
         if not self._fresh:  # Otherwise gradients of the new step have been offered already.
             before = self.controller.report

@@ -52,7 +52,7 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """Clock for the seconds of device work enqueued in `measure`. `take` waits for no event."""
+    """Clock for the seconds of device work enqueued in `measure`. `take` omits unfinished work."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

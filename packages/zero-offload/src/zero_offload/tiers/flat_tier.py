@@ -67,7 +67,7 @@ class FlatTier(ABC):
     """A StateTier with one stepper.
 
     Reading and writing state first waits for pending steps, except `peek_state`. After a failed
-    step these calls, new gradients, ``step`` and `wait_params` raise `OffloadError`.
+    step these calls, `offer_grad`, ``step`` and `wait_params` raise `OffloadError`.
     """
 
     _update_s = 0.0  # seconds of updates in the caller's thread
@@ -110,7 +110,7 @@ class FlatTier(ABC):
         return self.mover.offer(start, grad, self._grads)
 
     def _admit(self, start: int, grad: Tensor) -> None:
-        """Check a gradient, and wait for a step that may still read the range's last one."""
+        """Check a gradient, and wait for steps that still read earlier ones of the range."""
         if grad.dim() != 1 or not grad.is_contiguous() or not grad.is_floating_point():
             raise ValueError(
                 f"a gradient must be 1-D, contiguous and floating point; got {grad.dtype} of "

@@ -302,7 +302,7 @@ def within_budget(
     is_accelerated: bool,
     adds_grads: bool = False,
 ) -> Intervals:
-    """Return the fewest host elements at ``end`` with which the device part fits in ``budget``."""
+    """Return the fewest host elements, at ``end``, whose complement fits in ``budget`` bytes."""
 
     def fits(num_host: int) -> bool:
         held = device_bytes(

@@ -188,7 +188,7 @@ class Speculation:
             self._is_over = True
 
     def wait(self) -> None:
-        """Block until no chunk is being updated, so that no gradient is read. `end` it first."""
+        """Block until no chunk is being updated, so that no gradient is read. Call `end` first."""
         with self.changed:
             self.changed.wait_for(lambda: not self._is_entered)
 
@@ -305,7 +305,7 @@ class Worker:
         return job.phase is Phase.KEEP and self.log is not None and self.log.has(job.chunks[index])
 
     def _admit(self) -> None:
-        """Move chunks to the ready heap, in order, up to one whose gradient has not arrived."""
+        """Move waiting chunks to the ready heap, in order, until one must still wait."""
         while self._waiting:
             job, index = self._waiting[0]
             arrival = job.arrivals[index]

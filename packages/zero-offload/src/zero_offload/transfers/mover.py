@@ -94,7 +94,7 @@ def resolve_upload_codec(codec: UploadCodec | str | None) -> UploadCodec | None:
 
 
 def part_numel(published_numel: int) -> int:
-    """Return a difference's maximum elements, so that with overhead it is no longer than a run."""
+    """Return a difference's maximum elements: with overhead it fits in ``published_numel``."""
     numel = published_numel - published_numel // 16
     return max(numel - numel % _WORD_NUMEL, _WORD_NUMEL)
 
@@ -398,7 +398,7 @@ class HostMover(Mover):
         return self.append(start, grad, ledger, 0)
 
     def append(self, start: int, grad: Tensor, ledger: GradLedger, layer: int) -> Release | None:
-        """Start to copy a micro-step's gradient to a layer, at most ``published_numel`` at once."""
+        """Start to copy a micro-step's gradient to a layer, by ``published_numel`` elements."""
         event = None
         staging = self._staging_of(self.kept_dtype(grad.dtype), layer)
         longest = self.geometry.published_numel
@@ -489,7 +489,7 @@ class HostMover(Mover):
                 self.differences.open(start, stop)
 
     def _staged_numel(self, spans: Sequence[tuple[int, int]]) -> dict[torch.dtype, int]:
-        """Return the elements to stage by dtype: at least a longest run, for later reuse."""
+        """Return the elements to stage by dtype, at least the longest run's for reuse."""
         needs: dict[torch.dtype, int] = {}
         for start, stop in spans:
             view = self.geometry.view(start, stop)
