@@ -64,7 +64,7 @@ warn_without_kernels()
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import `zero_comm.fsdp2` on first use, because torch's FSDP2 takes seconds to import."""
+    """Import `zero_comm.fsdp2` on first use, because it imports torch's FSDP2, which is slow."""
     if name != "fsdp2":
         raise AttributeError(f"module 'zero_comm' has no attribute {name!r}")
     return importlib.import_module("zero_comm.fsdp2")

@@ -4,8 +4,7 @@
 A bucket has ``numel`` gradients of one dtype. Padding gives every rank a slice of equal length. Two
 quantized hops (`zero_comm.collectives.two_hop`) reduce the slices, so every rank has the average of
 its own slice. The averages are then gathered, by default quantized. Every rank dequantizes the same
-messages, including its own, so all ranks get the same bits. Each gradient is sent once in the
-reduction's format and once in the gather's format. A ring all-reduce also sends it twice.
+messages, including its own, so all ranks get the same bits.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with its own types.
@@ -42,12 +41,12 @@ def ddp_comm_hook(
     has_checksum: bool = False,
     timeout: timedelta | None = None,
 ) -> Hook:
-    """Create a hook that averages DDP's gradients quantized (qgZ of ZeRO++, arXiv 2306.10209).
+    """Create a hook that averages DDP's gradients in quantized messages (qgZ, arXiv 2306.10209).
 
     Every rank must call it and pass the result to ``ddp.register_comm_hook(None, hook)``, with one
     hook per DDP module. Buckets are exchanged while backward runs: in a thread on hosts, on a
     separate stream on accelerators. Buckets too small for shorter messages are averaged exactly. A
-    block with NaN or Inf arrives as NaN on all ranks. See [Note: reduction of a bucket].
+    quantized block with NaN or Inf arrives as NaN on all ranks. See [Note: reduction of a bucket].
 
     Args:
         gradients: format of reduced gradients: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.

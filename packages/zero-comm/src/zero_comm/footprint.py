@@ -72,7 +72,7 @@ class ReduceFootprint:
 
 def expected_difference_nbytes(numel: int, dtype: torch.dtype, learning_rate: float) -> int:
     """Return the expected bytes of a step's fp32, bf16 or fp16 difference, without the header."""
-    bits = 0.0625  # no change: a 16-bit descriptor per block
+    bits = 0.0625  # if no weight changes: a 16-bit descriptor per block
     if learning_rate > 0.0:
         precision = 1 - math.log2(torch.finfo(dtype).eps)
         power = math.log2(learning_rate / _STD) + precision
@@ -100,9 +100,9 @@ def comm_footprint(
 ) -> CommFootprint:
     """Return the closed forms for the collectives of a configuration.
 
-    Arguments and errors are those of `zero_comm.create_collectives`. ``learning_rate`` of the
-    optimizer determines [Note: expected bytes]. None counts the largest possible size of
-    differences and coded gradients.
+    Arguments and errors are those of `zero_comm.create_collectives`. The optimizer's
+    ``learning_rate`` determines the [Note: expected bytes]. None counts whole weights instead of
+    differences, and the largest possible coded gradients.
     """
     return CommFootprint(config, world_size, ranks_per_node, learning_rate)
 
@@ -110,7 +110,7 @@ def comm_footprint(
 def upload_nbytes(*, numel: int, dtype: torch.dtype, learning_rate: float | None = None) -> int:
     """Return the expected bytes of a lossless difference uploaded from the host to a device.
 
-    ``learning_rate`` is that of the optimizer. None counts the parameters' own bytes.
+    ``learning_rate`` is the optimizer's. None counts the parameters' bytes, as do short uploads.
     """
     if learning_rate is None or not is_worthwhile(dtype, numel):
         return numel * dtype.itemsize
@@ -168,7 +168,7 @@ class CommFootprint:
     def reduction(self, numel: int, dtype: torch.dtype) -> ReduceFootprint | None:
         """Return the footprint of a reduction, or None for the engine's own collective.
 
-        ``numel`` is the size of a rank's received shard, ``dtype`` the communication dtype.
+        ``numel`` is the size of the shard that a rank receives, ``dtype`` the communication dtype.
         """
         fmt = self._settings.gradients
         if self._world_size == 1 or fmt is None:
@@ -197,7 +197,7 @@ class CommFootprint:
         shards: Iterable[tuple[int, torch.dtype, bool]],
         reduced: Iterable[tuple[int, torch.dtype, torch.dtype]],
     ) -> dict[str, int]:
-        """Return the bytes that a rank holds between exchanges, keyed as in `private_nbytes`.
+        """Return the bytes held between exchanges, as in `QuantizedCollectives.private_nbytes`.
 
         Args:
             shards: elements, dtype and trainability of each segment's shard of weights.

@@ -1,9 +1,9 @@
 """Settings of the block ``offload_optimizer`` in a DeepSpeed-style config.
 
-The engine reads ``update_in_backward``. As in DeepSpeed, keys for NVMe have no effect with
-``"device": "cpu"``. Keys of DeepSpeed that never have an effect are ``pipeline``, ``pipeline_read``
-and ``pipeline_write``, because reads and writes always overlap with the update, ``fast_init``, and
-``cpuadam_cores_perc`` of ``super_offload``. Any other key with a true value raises ValueError.
+The engine reads ``update_in_backward``. As in DeepSpeed, ``nvme_path`` and ``buffer_count`` have no
+effect without ``"device": "nvme"``. DeepSpeed's keys ``pipeline``, ``pipeline_read``,
+``pipeline_write``, ``fast_init`` and ``cpuadam_cores_perc`` are accepted without effect. An unknown
+key with a true value raises ValueError.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "undo_buffer_size": _whole,
     "lossless_upload": _boolean,
 }
-"""Validator of each key of the config that is a field of `OffloadSettings`."""
+"""Validators of `OffloadSettings`' fields, except ``nvme_path`` and ``buffer_count``."""
 _SHARES = ("ratio", "parameters", "device_budget")
 _KNOWN = {
     *("device", "nvme_path", "buffer_count", "update_in_backward", *_CHECKS),
@@ -89,12 +89,12 @@ _KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class OffloadSettings:
-    """Settings of optimizer offload, named like the arguments of `OffloadedOptimizer`.
+    """Settings of optimizer offload.
 
     Attributes:
         ratio: the host's share of the elements, unless ``parameters`` or ``device_budget`` is set.
         nvme_path: folder of the state file; None keeps optimizer state in host memory.
-        buffer_count: blocks of the file in host memory; with 3, reads, updates and writes overlap.
+        buffer_count: maximum blocks of the file in host memory; 3 are enough to overlap transfers.
         undo_buffer_size: maximum bytes of `HostTier.speculate`'s undo log; None for no limit.
     """
 
@@ -141,7 +141,7 @@ class OffloadSettings:
 
     @classmethod
     def check(cls, keys: Mapping[str, Any], prefix: str = "") -> OffloadSettings:
-        """Validate keys, or raise ValueError. A key whose value is None is ignored."""
+        """Return the settings in ``keys``, or raise ValueError. A value None means the default."""
         given = {key: value for key, value in keys.items() if value is not None}
         shares = [f"{prefix}{key}" for key in _SHARES if key in given]
         if len(shares) > 1:

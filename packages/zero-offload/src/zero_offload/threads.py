@@ -14,8 +14,7 @@ _log = logging.getLogger(__name__)
 def num_kernel_threads() -> int:
     """Return the number of threads for a host kernel: torch's number if it is above 1.
 
-    torchrun sets ``OMP_NUM_THREADS`` to 1 by default, which leaves torch one thread. Kernels then
-    use `share_under_torchrun` threads. The number of threads never changes a kernel's result.
+    Otherwise return `share_under_torchrun`, as torchrun sets ``OMP_NUM_THREADS`` to 1 by default.
     """
     number = torch.get_num_threads()
     return number if number > 1 else share_under_torchrun()
@@ -23,10 +22,11 @@ def num_kernel_threads() -> int:
 
 @functools.cache
 def share_under_torchrun() -> int:
-    """Return this rank's share of torchrun's CPU cores, or 1 without torchrun.
+    """Return this rank's share of torchrun's CPU cores.
 
     The cores that the torchrun process may use are divided equally among its ranks. A rank that is
-    bound to fewer cores (``torchrun --numa-binding``, numactl) uses at most that many.
+    bound to fewer cores (``torchrun --numa-binding``, numactl) uses at most that many. The result
+    is 1 if torchrun did not start several ranks with ``OMP_NUM_THREADS=1``.
     """
     found = os.environ
     is_torchruns = "TORCHELASTIC_RUN_ID" in found and found.get("OMP_NUM_THREADS") == "1"

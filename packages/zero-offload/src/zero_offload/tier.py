@@ -51,7 +51,7 @@ def create_tier(
     - ``ratio``, 0 to 1: the last ``round(ratio * numel)`` elements.
     - ``"ratio": "auto"``: the number of last elements that an `AutoTier` measures to be fastest.
     - ``parameters``: the parameters whose names match one of these patterns.
-    - ``device_budget``: all but the first elements whose state fits in this many device bytes.
+    - ``device_budget``: all but the first elements whose device memory fits in this many bytes.
 
     With ``"host_share": "first"`` a ratio or a budget gives the host the first elements instead. If
     ``device`` is a CPU, none of these keys changes the result: host and device use the same update,

@@ -1,10 +1,10 @@
 """Error feedback, which adds a gradient's quantization error to the next gradient.
 
 After LoCo (Xie et al., arXiv 2407.04480), section 3. A rank adds its kept error to a gradient
-before quantizing it. The kept error is a moving average of quantization errors in 8 bits. It is
-dropped every ``reset_T`` reductions, because it belongs to older weights, and after a skipped step,
-because the step's gradients overflowed. When an fp16 loss scale doubles, which is rare, the kept
-error has half its weight in one reduction.
+before quantizing it. The kept error is a moving average of quantization errors, in 8 bits. It is
+dropped after ``reset_T`` reductions, because it belongs to older weights. `ErrorFeedback.forget`
+drops it after non-finite gradients. When an fp16 loss scale doubles, errors from before have half
+the weight that they should have.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ErrorFeedback:
         self._num_uses: dict[object, int] = {}
 
     def compensate(self, key: object, values: Tensor) -> None:
-        """Add the kept error to ``values`` (fp32, flat) in place."""
+        """Add the kept error to ``values`` (fp32, flat), or drop it after ``reset_T`` calls."""
         uses = self._num_uses[key] = self._num_uses.get(key, 0) + 1
         if uses > self._settings.reset_T:
             self._num_uses[key] = 1
@@ -61,8 +61,8 @@ class ErrorFeedback:
     def update(self, key: object, values: Tensor, arrived: Tensor) -> None:
         """Update the kept error from ``values`` and their values after quantization, ``arrived``.
 
-        Both are flat fp32. ``values`` is overwritten. The error counts as zero where ``arrived`` is
-        not finite, because such a step is skipped.
+        Both are flat fp32. ``values`` is overwritten. The new error counts as zero where it is not
+        finite, because such a step is skipped.
         """
         beta = self._settings.err_beta
         fresh = values.sub_(arrived).mul_(1.0 - beta)

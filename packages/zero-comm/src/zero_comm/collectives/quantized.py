@@ -1,13 +1,13 @@
 """Collectives of a sharded-training engine with compression: qwZ, hpZ, qgZ and lossless coding.
 
-`QuantizedCollectives` wraps the engine's collectives (`zero_comm.transport.protocol`), has the same
-methods, and chooses how each tensor is sent. `weight_gathers` and `two_hop` do the sending.
+`QuantizedCollectives` wraps the engine's collectives (`zero_comm.transport.protocol`) and chooses
+how each tensor is sent. `weight_gathers` and `two_hop` send it.
 
 [Note: what is sent exactly]
 Values with a negative version are never compressed. Engines use negative versions for values that
-are not weights, such as reduced gradients. Values that are not floating point are never quantized.
-Shards too small for a shorter message are sent exactly. The choice depends only on arguments that
-are equal on all ranks.
+are not weights, such as reduced gradients. Only `QUANTIZABLE_DTYPES` are quantized. Shards too
+small for a shorter message are sent exactly. Whether a shard is quantized depends only on arguments
+that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from zero_comm.transport.scratch import Scratch
 from zero_comm.transport.torch_collectives import DoneWork, Rehearsal
 
 _log = logging.getLogger(__name__)
-_PUBLISHED = "published"  # key of the `PublishedGather`; other keys are formats
-_REHEARSED = 4096  # elements of the largest shard that `prepare` sends
+_PUBLISHED = "published"  # key of the `PublishedGather` in `_gathers`, beside formats and None
+_REHEARSED = 4096  # maximum elements of a shard that `prepare` sends
 
 
 def create_collectives(
@@ -79,8 +79,8 @@ def create_collectives(
         frozen: units whose weights are never trained.
 
     Returns:
-        A `QuantizedCollectives`, or ``native`` if nothing is compressed or there is one rank, with
-        a codec if only ``zero_lossless_gradients`` is set.
+        A `QuantizedCollectives`, or ``native`` if nothing is compressed or there is one rank, or
+        ``native.coded(...)`` if only gradients are coded losslessly.
 
     Raises:
         ValueError: a setting is out of range, or ``native`` does not support it. The message names
@@ -121,7 +121,7 @@ def create_collectives(
 class QuantizedCollectives:
     """Collectives that compress weights and gradients. `create_collectives` creates them.
 
-    Several exchanges may run at once and finish in any order. Methods are not thread-safe.
+    Gathers run in order, and so do reductions. Both may run at once. Methods are not thread-safe.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class QuantizedCollectives:
         Args:
             out: 1-D, contiguous, ``world_size * shard.numel()`` elements. Filled when ``wait`` of
                 the result returns.
-            shard: 1-D, contiguous; never written to.
+            shard: 1-D, contiguous. Its values do not change.
             unit: key of the kept memory.
             version: must grow whenever any rank's shard may have changed. Negative for values that
                 are not weights. Ignored for frozen weights, which change only at `forget_values`.
@@ -187,11 +187,11 @@ class QuantizedCollectives:
         return LOSSLESS in self._gathers
 
     def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
-        """Start to exchange the message lengths of later gathers on an accelerator. A collective.
+        """Start to exchange lengths and checksums of later lossless gathers. A collective.
 
-        The host then does not wait for the device when it launches these gathers. An item of
-        ``shards`` is a unit, its version, ``out`` if it overlaps the shard, and the shard. After a
-        change of shards all ranks must call it again, which replaces earlier announcements.
+        The host then waits once for all these gathers instead of in each. An item of ``shards`` is
+        a unit, its version, ``out`` if it overlaps the shard, and the shard. All ranks must call it
+        with the same units and versions. It replaces earlier announcements.
         """
 
         def job() -> None:
@@ -222,7 +222,7 @@ class QuantizedCollectives:
         return _Exchange(self._transport.launch(job, is_reduction=True), reduction.packings)
 
     def prepare(self, gathered: Gathered, reduced: Reduced, device: torch.device) -> None:
-        """Compile the Triton kernels of later exchanges, by exchanging zeros with no other rank."""
+        """Compile the Triton kernels of later exchanges by a rehearsal without other ranks."""
         rank, size, reduction = self._transport.rank, self._transport.world_size, self._reduction
         coded = [r for r in reduced if reduction and reduction.shortens(r[1], r[0] // size)]
         if isinstance(self._transport, CodingCollectives):
@@ -233,7 +233,7 @@ class QuantizedCollectives:
         used = QuantizedCollectives(
             alone, self._settings, Checks(), ranks_per_node=per_node, frozen=self._frozen
         )
-        # Shards are multiples of 32 elements, so the longest shard uses the kernels of all.
+        # An engine's shards are multiples of 32 elements, so the longest uses the kernels of all.
         longest = {(g[0] in self._frozen, g[2]): g for g in sorted(gathered, key=itemgetter(1))}
         for unit, numel, dtype in longest.values():
             out = torch.zeros(size, min(numel, _REHEARSED), dtype=dtype, device=device)
@@ -266,7 +266,7 @@ class QuantizedCollectives:
             self._transport.launch(self._reduction.forget, is_reduction=True).wait()
 
     def forget_errors(self) -> None:
-        """Drop gradient errors after a skipped step. All ranks must call it after reductions."""
+        """Drop gradient errors after non-finite gradients. All ranks must call it together."""
         if self._reduction is not None and self._reduction.feedback is not None:
             self._transport.launch(self._reduction.feedback.forget, is_reduction=True).wait()
 
@@ -303,7 +303,7 @@ class QuantizedCollectives:
         return found
 
     def _make_gathers(self, ranks_per_node: int) -> dict[str | None, WeightGather]:
-        """Create the gather of each format, with the key None for exact values."""
+        """Create the gathers by format, with the key None for exact values."""
         group_size = self._settings.group_size(ranks_per_node)
         is_one_group = group_size == self._transport.world_size
         if is_one_group and not self._packings:
@@ -325,7 +325,7 @@ class QuantizedCollectives:
         return gathers
 
     def _gather_for(self, shard: Tensor, unit: int, *, is_kept: bool) -> WeightGather | None:
-        """Return a shard's gather, None for the transport's. ``is_kept``: it overlaps ``out``."""
+        """Return a shard's gather, None for the transport's. ``is_kept``: ``out`` overlaps it."""
         settings = self._settings
         if settings.is_lossless and unit not in self._frozen:
             if not is_worthwhile(shard.dtype, shard.numel()):
@@ -338,7 +338,7 @@ class QuantizedCollectives:
 
 
 class ExactGradients(QuantizedCollectives):
-    """`QuantizedCollectives` whose transport sends and adds gradients exactly."""
+    """`QuantizedCollectives` with exact gradients, which the transport sends and adds."""
 
     _transport: AddingCollectives
 

@@ -1,6 +1,6 @@
 """Settings of the collectives, read from a resolved ``zero_optimization`` block.
 
-The block has DeepSpeed's key names and plain Python values. Keys for other packages are ignored.
+The block has plain Python values. Keys of DeepSpeed have the same name. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CommSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CommSettings:
-        """Read a resolved ``zero_optimization`` block. Missing keys have DeepSpeed's defaults."""
+        """Read a resolved ``zero_optimization`` block, or raise ValueError."""
         read = _Reader(config)
         for what in ("weights", "gradients"):
             if read.flag(f"zero_lossless_{what}") and read.flag(f"zero_quantized_{what}"):
@@ -74,7 +74,7 @@ class CommSettings:
         )
 
     def group_size(self, ranks_per_node: int) -> int:
-        """Return the number of ranks per gather group: those of hpZ's partition or of a node."""
+        """Return the number of ranks in a gather group: hpZ's partition size or a node's ranks."""
         return self.partition_size if self.partition_size > 1 else ranks_per_node
 
     def weight_packing(self, kind: str) -> Packing:

@@ -12,7 +12,7 @@ then holds its node's sums of N slices.
 Hop 2, between nodes: each of the N sums is quantized again and sent to its owner, in one all-to-all
 of N messages. The owner sums them in fp32 in node order.
 
-Per rank, only (N - 1) / W of the gradient leaves the node. Every element is rounded at most twice.
+Per rank, only (N - 1) / W of the gradient leaves the node. An element is quantized at most twice.
 With one rank per node there is only hop 2, and on one node only hop 1.
 """
 
@@ -95,7 +95,7 @@ class TwoHopReduce:
         self._hops = [hop for hop in (self._intra_node, self._inter_node) if hop is not None]
         self.packings = [hop.packing for hop in self._hops]
         self.feedback = None if fmt.error_feedback is None else ErrorFeedback(fmt.error_feedback)
-        # Every rank, use and ``seed`` gets its own seed of stochastic rounding.
+        # Every rank and ``seed`` gets its own first seed of stochastic rounding.
         stream = seed * size + rank
         self._first_seed = (stream * 0x85EBCA6B + 1) % 2**32 if fmt.is_stochastic else None
         self._num_seeds = 0
@@ -144,7 +144,7 @@ class TwoHopReduce:
         hop.packing.unpack_sum(rows, sums.view(-1), senders=[*hop.senders] * num_parts)
 
     def _pack(self, packing: Packing, slices: Tensor, rows: Tensor, *, key: object) -> None:
-        """Pack ``slices``, [parts, ranks of the hop, s], into ``rows`` of the same shape."""
+        """Pack ``slices``, [parts, ranks of the hop, s], into ``rows``, [parts, ranks, bytes]."""
         seed = None
         if self._first_seed is not None:
             seed = (self._first_seed + (self._num_seeds + 1) * GROUP_SEED_STEP) % 2**32
@@ -217,7 +217,7 @@ class SliceReducer:
         out.copy_(total.mul_(scale))
 
     def forget_errors(self) -> None:
-        """Drop the kept errors of error feedback. Every rank must call it."""
+        """Drop the kept errors of error feedback. Every rank must call it between reductions."""
         if self._two_hop is not None and self._two_hop.feedback is not None:
             self._two_hop.feedback.forget()
 

@@ -31,7 +31,7 @@ rank sends the change since its last published version (`zero_comm.lossless.mess
 Sender and receivers must hold the same earlier values. Only gathers write to secondary shards. A
 buffer that the engine keeps, as in stages 1 and 2, may have been edited by user code. Each rank
 therefore computes a checksum of its buffer, with its own slice as published. The ranks exchange
-checksums, versions and message lengths. All ranks send whole values if checksums or versions
+checksums, versions and message lengths. All of them send whole values if checksums or versions
 differ, if nothing was published before, or if the longest difference is not shorter. A rank that
 lost its kept values thus enters the same collectives as the others. The exchange is part of the
 gather, and the host waits for it. An engine on accelerators announces the gathers of all units
@@ -57,7 +57,7 @@ from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import TransportCollectives
 from zero_comm.transport.scratch import Scratch
 
-# Versions of the kept and of the gathered values, equal on all ranks.
+# Versions of the kept values and of those to gather.
 _Versions = tuple[int, int]
 _Gather = Callable[[Tensor, Tensor], None]
 _NONE: Final = -1  # version of memory without values
@@ -73,7 +73,7 @@ class Origin(TypedDict):
 
 
 class Grid:
-    """Groups of equally many ranks. Every rank must construct it. See [Note: the two phases]."""
+    """Groups of ``group_size`` ranks. Every rank must construct it. See [Note: the two phases]."""
 
     def __init__(self, transport: TransportCollectives, group_size: int) -> None:
         rank, size = transport.rank, group_size
@@ -118,7 +118,7 @@ _Shared = tuple[TransportCollectives, Grid, Scratch]  # arguments of `WeightGath
 class WeightGather(ABC):
     """Gathers weights, and keeps memory per unit with the version of the weights in it.
 
-    Jobs run one after another. ``transport`` allocates kept memory, ``scratch`` message buffers.
+    Gathers run one after another. By default ``transport`` allocates the kept memory.
     """
 
     kept_kind: str  # key of the kept memory in `QuantizedCollectives.private_nbytes`
@@ -150,7 +150,7 @@ class WeightGather(ABC):
         return [entry.values for entry in tuple(self._entries.values())]
 
     def _entry(self, unit: int, numel: int, dtype: torch.dtype, device: torch.device) -> _Entry:
-        """Return the unit's entry, or a new entry without a version if size or type changed."""
+        """Return the unit's entry, or a new one without a version if none has this form."""
         entry = self._entries.get(unit)
         if entry is not None:
             kept = entry.values
@@ -227,7 +227,7 @@ class SecondaryGather(WeightGather):
     def _refresh(
         self, secondary: Tensor, shard: Tensor, versions: _Versions, **origin: Unpack[Origin]
     ) -> None:
-        """Fill ``secondary``, [groups, s], with the current shards of its groups: phase 1."""
+        """Phase 1: fill ``secondary``, [groups, s], with the current shards of `Grid.peers`."""
         if self._packing is None:
             self._grid.gather_inter_group(secondary, shard, **origin)
             return
@@ -270,7 +270,7 @@ def numbers_of(
     """Return the three numbers that ranks compare: int64, [3]. See [Note: lossless differences].
 
     They are the bytes of this rank's message, the version of the kept values, and a checksum of
-    ``held``, which are the values that the ranks must hold alike.
+    ``held``, values that must be equal on the ranks. Without kept values they are 0, -1 and 0.
     """
     total = zero = torch.zeros((), dtype=torch.int64, device=new.device)
     if before == _NONE:
@@ -283,7 +283,7 @@ def numbers_of(
 
 
 def exchange(numbers: Sequence[Tensor], num_ranks: int, gather: _Gather) -> Callable[[], Tensor]:
-    """Start to exchange the ``numbers`` of units. The result waits, and returns [ranks, units, 3].
+    """Exchange units' ``numbers``. Return a function that waits for them, [ranks, units, 3].
 
     ``gather`` fills its first argument with every rank's second one.
     """
@@ -305,7 +305,7 @@ def exchange(numbers: Sequence[Tensor], num_ranks: int, gather: _Gather) -> Call
 
 
 class LosslessGather(WeightGather):
-    """Gathers weights as lossless differences, if every rank has the earlier values."""
+    """Gathers weights as lossless differences, or whole if a rank lacks the earlier values."""
 
     def __init__(self, announced: Announced, checks: Checks, *shared: *_Shared) -> None:
         super().__init__(*shared)
@@ -326,7 +326,7 @@ class LosslessGather(WeightGather):
         gather: _Gather,
         held: Sequence[Tensor] = (),
     ) -> Tensor | None:
-        """Return a message, cut to the longest of any of ``ranks``. None: send whole values.
+        """Return a message of the length of the longest of ``ranks``. None: send whole values.
 
         Without an announcement ``gather`` exchanges the numbers, and the host waits for them.
         """
@@ -385,7 +385,7 @@ class PublishedGather(LosslessGather):
     """Gathers weights into buffers that still hold the values of the previous gather.
 
     It keeps this rank's slice of each unit as published, because the slice in the buffer is the
-    shard itself. See [Note: lossless differences].
+    shard itself, which an update changes. See [Note: lossless differences].
     """
 
     kept_kind = "published weights"
@@ -416,12 +416,12 @@ class PublishedGather(LosslessGather):
         entry.version = version
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # Ordinary memory is enough, because the slice itself is never sent.
+        # The transport's memory is not needed, because the kept slice is never sent.
         with torch.inference_mode(False):
             return torch.zeros(numel, dtype=dtype, device=device)
 
     def _held(self, out: Tensor, kept: Tensor) -> list[Tensor]:
-        """Return every rank's values of the last version, as this rank holds them."""
+        """Return every rank's values of the last version: ``out``, but ``kept`` for this rank."""
         slices = [*out.view(self._transport.world_size, -1)]
         slices[self._transport.rank] = kept
         return slices

@@ -1,21 +1,21 @@
 """Adam and AdamW with moments of 16 or 8 bits.
 
 Moments are bf16 with stochastic rounding, or 8-bit block-wise (Dettmers et al., 2021, arXiv
-2110.02861). The master weight of a bf16 parameter is kept split.
+2110.02861). The master weight of a bf16 parameter can be split: see [Note: split master].
 
 [Note: 8-bit codes]
-128 elements form a block with an fp32 scale, their largest magnitude. A first moment's code
-approximates the square root of its magnitude divided by the scale, with the moment's sign and 127
-for the scale itself. The approximation halves the exponent and is linear in between. A second
-moment's code has 8 leading bits of its square root divided by the scale: 16 codes per power of two,
-from 255 for the scale to 0 for ``17 / 2**20``. With scale 0 all elements are 0.
+128 elements form a block with an fp32 scale: the largest magnitude of first moments, or the
+largest square root of second moments. A scale below ``2**-100`` becomes 0, a non-finite one NaN.
 
-Encoding decoded values restores all codes and scales, unless a block's largest root is below
-``2**-56`` (1.4e-17). Then fp32 squares of small roots lose bits.
+A first moment's code is about ``127 * sqrt(magnitude / scale)``, with the moment's sign. The root
+is approximated by halving the exponent, with linear interpolation between powers of two. A second
+moment's code stands for its square root divided by the scale, rounded to 4 mantissa bits: 255 for
+1, 16 codes per power of two, and 0 for ``17 / 2**20`` or less.
 
 [Note: split master]
 An fp32 master weight is kept as its bf16 parameter, rounded to nearest (ties to the greater
-magnitude), and an int16 remainder, the lower half of its bits. Together they restore all bits.
+magnitude), and an int16 remainder, the lower half of its bits. Together they restore all bits, but
+not of NaN, and not of magnitudes below ``2**-134``, which become 0.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ from zero_offload.protocols import Bf16AdamKernel, EightBitAdamKernel
 from zero_offload.rules.rule import MASTER, MOMENTS, PARAM, REMAINDER, AdamRule, Grad, Rule, Stored
 
 WINDOW_NUMEL = 1 << 15
-"""Elements that are converted at once: whole blocks that fit in a CPU cache.
-
-Torch uses one thread for so few elements, which is faster for a dozen short operations.
-"""
+"""Elements that are converted at once: a multiple of `BLOCK_NUMEL` that fits in a CPU cache."""
 BLOCK_NUMEL = 128
 
 _HALF_OF_ONE = 0x3F800000 // 2
@@ -49,18 +46,18 @@ def _rows(values: Tensor) -> Tensor:
 
 
 def _expand(codes: Tensor) -> Tensor:
-    """Return the magnitude of a first moment's code, up to a constant factor."""
+    """Return the magnitudes of first moments with codes >= 0, up to a constant factor."""
     bits = codes.to(torch.float32).view(torch.int32) - _HALF_OF_ONE
     return (bits.clamp(min=0) << 1).view(torch.float32)
 
 
 # The device is explicit because the module may be imported under torch.device("meta").
 _LARGEST = float(_expand(torch.tensor([127], device="cpu"))[0])
-_TOP = _LARGEST - 1.0  # less than 127 in code units, so that rounding never gives 128
+_TOP = _LARGEST - 1.0  # A block's largest element is scaled to this, which rounds to code 127.
 
 
 def decode_exp_avg(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return first moments of int8 ``codes`` (n) and fp32 ``scales`` (one per block)."""
+    """Return fp32 first moments of int8 ``codes``, [n], and fp32 ``scales``, one per block."""
     rows = _rows(codes).to(torch.int32)
     magnitudes = _expand(rows.abs()) * (scales[:, None] * (1.0 / _LARGEST))
     magnitudes = torch.where(rows.abs() == 127, scales[:, None], magnitudes)
@@ -68,10 +65,10 @@ def decode_exp_avg(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode_exp_avg(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 codes and fp32 scales of first moments. Nonfinite blocks have scale NaN."""
+    """Return int8 codes and fp32 scales. A block with NaN or Inf has codes 0 and scale NaN."""
     rows = _rows(values)
     scales, inverse = _scales(rows.abs(), _TOP)
-    # Invert `_expand`, without rounding to a whole code.
+    # Invert `_expand`. The result is not rounded to a code yet.
     bits = ((rows.abs() * inverse[:, None]).view(torch.int32) >> 1) + _HALF_OF_ONE
     magnitudes = bits.view(torch.float32)
     codes = torch.where(rows < 0, -magnitudes, magnitudes).round()
@@ -80,15 +77,15 @@ def encode_exp_avg(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_exp_avg_sq(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return second moments of uint8 ``codes`` (n) and fp32 ``scales`` of their square roots."""
+    """Return fp32 second moments of uint8 ``codes``, [n], and fp32 ``scales``, one per block."""
     bits = (_rows(codes).to(torch.int32) << _ROOT_SHIFT) + _ROOT_BASE
     roots = bits.view(torch.float32) * scales[:, None]
     return roots.square_().view(-1)[: codes.numel()]
 
 
 def encode_exp_avg_sq(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uint8 codes and fp32 scales of second moments. Nonfinite blocks have scale NaN."""
-    # In double precision the root of a rounded fp32 square rounds to the original number.
+    """Return uint8 codes and fp32 scales. A block with NaN or Inf has codes 0 and scale NaN."""
+    # In double precision the root of a normal fp32 square rounds to the number that was squared.
     rows = _rows(values).double().sqrt_().float()
     scales, inverse = _scales(rows, 1.0)
     bits = (rows * inverse[:, None]).view(torch.int32).clamp(min=_ROOT_BASE) - _ROOT_BASE
@@ -98,7 +95,7 @@ def encode_exp_avg_sq(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scales(magnitudes: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """Return each row's scale, NaN if nonfinite, and the factor from the scale to ``top``."""
+    """Return scales (0 below `_LEAST_SCALE`, NaN if not finite) and ``top / scale`` (or 0)."""
     largest = magnitudes.amax(dim=1)
     largest = torch.where(largest < _LEAST_SCALE, 0.0, largest)
     largest = torch.where(largest.isfinite(), largest, torch.nan)
@@ -106,14 +103,14 @@ def _scales(magnitudes: Tensor, top: float) -> tuple[Tensor, Tensor]:
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
-    """Return fp32 master weights of bf16 parameters and int16 remainders. Zero stays zero."""
+    """Return fp32 master weights of bf16 parameters and int16 remainders, 0 for a parameter 0."""
     upper = param.view(torch.int16).to(torch.int32) << 16
     is_zero = (upper & 0x7FFFFFFF) == 0
     return torch.where(is_zero, upper, upper + remainder.to(torch.int32)).view(torch.float32)
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return bf16 parameters and int16 remainders of fp32 master weights. NaN stays NaN."""
+    """Return bf16 parameters and int16 remainders of fp32 master weights."""
     return upper_half(master), master.view(torch.int32).to(torch.int16)
 
 
@@ -126,7 +123,7 @@ def upper_half(master: Tensor) -> Tensor:
 
 _SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
 _RANDOM_BLOCK = 1 << 20
-"""Elements after which the random numbers of stochastic rounding repeat."""
+"""Maximum elements of a kernel call. Each call of a step rounds by the same random numbers."""
 
 
 def _windows(numel: int) -> Iterator[slice]:
@@ -135,20 +132,20 @@ def _windows(numel: int) -> Iterator[slice]:
 
 
 class _CompactAdamRule(AdamRule):
-    """Adam with compact moments, and split master weights for bf16 parameters."""
+    """Adam with 16-bit or 8-bit moments. `for_params` splits bf16 parameters' master weights."""
 
     def __init__(self, kernel: Any, *, is_decoupled: bool, is_master_split: bool = False) -> None:
         super().__init__(kernel, is_decoupled=is_decoupled)
         self.is_master_split = is_master_split
 
     def for_params(self, dtype: torch.dtype) -> Rule:
-        """Return the rule with split master weights for bf16, whole ones for fp32 and fp16."""
+        """Return the rule for parameters of ``dtype``: bf16 has split master weights."""
         return type(self)(
             self._kernel, is_decoupled=self._is_decoupled, is_master_split=dtype == torch.bfloat16
         )
 
     def stored(self, numel: int) -> Mapping[str, tuple[torch.dtype, int]]:
-        """Return the halves of a split master weight. Subclasses add the moments."""
+        """Return the buffers of split master weights, if any. Subclasses add the moments."""
         halves = {PARAM: (torch.bfloat16, numel), REMAINDER: (torch.int16, numel)}
         return halves if self.is_master_split else {}
 
@@ -171,7 +168,7 @@ class _CompactAdamRule(AdamRule):
 
     @abstractmethod
     def call_kernel(self, param: Tensor, grad: Grad, stored: Stored, **kw: Any) -> None:
-        """Call the kernel. ``param`` are master weights, or upper halves with a ``remainder``."""
+        """Call the kernel. ``param`` is bf16 if ``remainder`` is a tensor, else fp32."""
 
     def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
         if name == MASTER and self.is_master_split:
@@ -243,7 +240,7 @@ class EightBitAdamRule(_CompactAdamRule):
         return read(stored[name][low:stop], scales)[start - low :]
 
     def encode(self, name: str, stored: Stored, start: int, values: Tensor) -> None:
-        """Overwrite a state. A partly overwritten block is encoded again as a whole."""
+        """Overwrite a moment or master weights. Partly overwritten blocks are encoded again."""
         if name == MASTER:
             super().encode(name, stored, start, values)
             return

@@ -1,15 +1,15 @@
 """Choice of the host kernel and the update rule for an optimizer class.
 
-Kernels are entry points of group ``zero_core.adam_kernels``. Only the requested kernel is loaded.
+A kernel's name is that of its entry point in the group ``zero_core.adam_kernels``.
 
-An optimizer is elementwise if the new value and state of an element depend only on that element,
-its gradient, its state and step counts. Only such an optimizer can update parts of a parameter on
-host and device (Twin-Flow, ZeRO-Offload++).
+An optimizer is elementwise if the new value and state of an element depend only on settings, step
+counts, and the element's value, gradient and state. Only such an optimizer can update one part of a
+parameter on the host and another on the device (Twin-Flow, ZeRO-Offload++).
 
 [Note: a kernel's own optimizer class]
 A kernel package may have a torch optimizer class, such as cpu-adam's ``CPUAdam``, which declares
-its kernel (`HostKernelOptimizer`). The host then uses this kernel, and an accelerator torch's Adam,
-which computes the same update.
+its kernel (`HostKernelOptimizer`). By default the host then uses this kernel. An accelerator uses
+torch's Adam with the same settings.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ _KNOWN: dict[OptimizerClass, str] = {
     optim.Adagrad: "adagrad",
     optim.SGD: "sgd",
 }
-"""Rules of torch's own classes. A subclass may differ and is not included."""
+"""Names of the rules of torch's classes. A subclass may differ and is not included."""
 _KINDS = ("adam", "adagrad", "sgd", "lion")
-"""Values of the class attribute ``update_rule``."""
+"""Values of an optimizer class's ``update_rule`` that select a rule."""
 
 
 def resolve_kernel(
@@ -91,8 +91,8 @@ def resolve_kernel(
 ) -> AdamKernel | None:
     """Return the kernel for an optimizer class, or None for torch's own update.
 
-    ``kernel`` is an object with ``adam_step``, the name of an entry point, or None. ``"auto"``
-    selects the first installed kernel if a kernel can compute the class.
+    ``kernel`` is an object with ``adam_step``, the name of an entry point, or None. ``"auto"`` is
+    the alphabetically first entry point, or None if there is none or the class has no update rule.
     """
     if kernel is None:
         return None
@@ -119,7 +119,7 @@ def _checked(kernel: Any) -> AdamKernel:
 
 
 def _kind(optimizer_class: OptimizerClass) -> str | None:
-    """Return the rule's name: torch's own classes by identity, others by ``update_rule``."""
+    """Return the name of a class's rule, from `_KNOWN` or ``update_rule``, or None."""
     if optimizer_class in _KNOWN:
         return _KNOWN[optimizer_class]
     declared: object = optimizer_class
@@ -142,8 +142,8 @@ def resolve_rule(
 ) -> Rule | None:
     """Return the rule that computes an optimizer's update by a kernel, or None for torch.
 
-    Torch computes the update if there is no kernel, if the kernel lacks the function, or if only
-    torch supports a setting. An unsupported ``state_dtype`` raises ValueError.
+    Torch updates if the class has no rule, ``kernel`` lacks its function, or only torch supports a
+    setting. With 16-bit or 8-bit states these cases, and rules other than Adam's, raise ValueError.
     """
     if check_state_dtype(state_dtype) != "float32":
         return _compact_rule(kernel, optimizer_class, groups, state_dtype)
@@ -187,7 +187,7 @@ def _has_amsgrad(groups: Groups) -> bool:
 
 
 def _may_start_late(groups: Groups) -> bool:
-    """Return whether a group may get momentum later. Torch does not dampen its first gradient."""
+    """Return whether a group may get momentum later, which only torch begins undampened."""
     momenta = [bool(group["momentum"]) for group in groups]
     return any(momenta) and not all(momenta) and any(group["dampening"] for group in groups)
 
@@ -200,8 +200,8 @@ _ONLY_SERVED = {"state_dtype": ("float32",), "master_dtype": (None, "float32")}
 class HostUpdate:
     """Kernel and torch class that compute an optimizer's update.
 
-    ``defaults`` are the optimizer's settings, with all defaults. ``is_kernels_own`` is whether the
-    class is a kernel's, see [Note: a kernel's own optimizer class].
+    ``defaults`` are the optimizer class's defaults with the caller's settings. ``is_kernels_own``:
+    whether the class declares its kernel, see [Note: a kernel's own optimizer class].
     """
 
     defaults: Mapping[str, Any]
@@ -210,7 +210,7 @@ class HostUpdate:
     is_kernels_own: bool
 
     def groups(self, groups: Groups, *, is_host_alone: bool) -> Groups:
-        """Return ``param_groups`` with the settings of `torch_class`, or raise ValueError."""
+        """Return the groups with the settings of `torch_class`, or raise ValueError."""
         if not self.is_kernels_own:
             return groups
         return [_as_torch_adam(group, is_host_alone) for group in groups]
@@ -221,7 +221,7 @@ def resolve_update(
     settings: Mapping[str, Any],
     adam_kernel: AdamKernel | str | None,
 ) -> HostUpdate:
-    """Return the update of a class. Its constructor checks the keyword arguments ``settings``."""
+    """Return an optimizer class's update. ``settings`` are arguments of its constructor."""
     defaults = _defaults(optimizer_class, settings)
     declared: object = optimizer_class
     if not isinstance(declared, HostKernelOptimizer):

@@ -1,13 +1,13 @@
-"""Update rules, and those with fp32 states: Adam, Adagrad, SGD, Lion.
+"""Base class of update rules, and the rules with fp32 states: Adam, Adagrad, SGD, Lion.
 
 [Note: rules]
 rule    computes an optimizer's update on flat host memory. The caller owns master weights,
         gradients and states, in memory or in a buffer of a state file.
 state   the form in a checkpoint: one number per element, under torch's name.
-stored  the form in memory: the state itself, 8-bit codes with scales, or a split master weight.
-span    elements of one call. A rule with ``block`` 1 updates any span. Other rules count blocks
-        from a piece's first element. Their span is in one piece, starts at a multiple of ``block``
-        there, and has whole blocks. The result for an element then depends on its piece only.
+stored  the form in memory: fp32 or bf16 numbers, 8-bit codes with scales, or a split master weight.
+span    elements of one call. A rule with ``block`` 1 updates any span. Other rules count blocks of
+        ``block`` elements from a piece's first element. Their span is inside one piece, and begins
+        and ends between two of its blocks or at the piece's ends.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ PARAM = "param"
 REMAINDER = "remainder"
 
 Grad = Tensor | list[Tensor]
-"""The gradient of one span: fp32, bf16 or fp16. A list is added in fp32, in order."""
+"""The gradient of one span: fp32, bf16 or fp16. Tensors in a list are summed in fp32, in order."""
 Stored = Mapping[str, Tensor]
-"""The 1-D host buffers of one span, by the names of `Rule.stored`."""
+"""The 1-D host buffers of one span, by name."""
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""Pairs of source and target, each as long as a buffer of the span."""
+"""Pairs of source, a buffer of the span, and target of the same length."""
 
 
 class Rule(ABC):
@@ -75,7 +75,7 @@ class Rule(ABC):
         return self
 
     def stored(self, numel: int) -> Mapping[str, tuple[torch.dtype, int]]:
-        """Return dtype and length of each buffer of a span of ``numel`` elements."""
+        """Return dtype and length of a span's buffers, without unsplit master weights."""
         return {name: (dtype, numel) for name, dtype in self.states.items()}
 
     def initial(self, name: str, group: Mapping[str, Any]) -> float:
@@ -84,14 +84,14 @@ class Rule(ABC):
 
     @abstractmethod
     def keywords(self, group: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Return the kernel's keywords for update ``step`` (from 1), or raise ValueError."""
+        """Return the kernel's arguments for update ``step`` (from 1), or raise ValueError."""
 
     @abstractmethod
     def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
         """Call the kernel for one span. ``kw`` are its keyword arguments. See `update`."""
 
     def hyper(self, group: Mapping[str, Any], step: int) -> Hashable:
-        """Return the settings of update ``step`` (from 1). Runs with equal settings are merged."""
+        """Return the settings of update ``step`` (from 1). Pieces with equal settings may merge."""
         sign = -1.0 if group.get("maximize", False) else 1.0  # negating the gradient is exact
         return tuple(self.keywords(group, step).items()), sign
 
@@ -105,11 +105,11 @@ class Rule(ABC):
         out: Tensor | None,
         copies: Copies = (),
     ) -> None:
-        """Update one span in place by one kernel pass.
+        """Update one span in place by the kernel.
 
         ``master`` is fp32, or None if split. ``grad`` is multiplied by ``grad_scale`` first. It is
-        a list only if the rule is ``summing``. ``out`` receives the rounded new values. Elements
-        are copied from source to target of ``copies`` before they are updated.
+        a list only if `summing` is not None. ``hyper`` is a result of `hyper`. ``out`` receives the
+        rounded new values. Targets of ``copies`` receive the values from before the update.
         """
         keywords, sign = hyper
         copied: dict[str, Any] = {}
@@ -122,19 +122,19 @@ class Rule(ABC):
         self.call(master, grad, stored, **options, **dict(keywords), **copied)
 
     def round_to(self, master: Tensor, out: Tensor) -> None:
-        """Write fp32 master weights to ``out``, rounded like `update` does."""
+        """Write fp32 master weights to ``out``, rounded as in `update`."""
         out.copy_(master)
 
     def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
-        """Return a state or whole master weights of the span's elements ``[start, stop)``.
+        """Return a state or fp32 master weights of the span's elements ``[start, stop)``.
 
-        The result is fp32 and 1-D. It is the stored memory itself if that is fp32, so copy it
-        before the buffer of a file's block is reused.
+        The result is fp32 and 1-D. It is the memory in ``stored`` itself if that is fp32, so copy
+        it before a file's buffer is reused.
         """
         return stored[name][start:stop].float()
 
     def encode(self, name: str, stored: Stored, start: int, values: Tensor) -> None:
-        """Overwrite a state or whole master weights from the span's element ``start`` on."""
+        """Overwrite a state or fp32 master weights from the span's element ``start`` on."""
         stored[name][start : start + values.numel()].copy_(values)
 
 
@@ -156,7 +156,7 @@ class AdamRule(Rule):
     """Adam or AdamW with fp32 moments by ``kernel.adam_step``.
 
     Kingma and Ba, 2015 (arXiv 1412.6980); Loshchilov and Hutter, 2019 (arXiv 1711.05101).
-    ``is_decoupled`` selects AdamW's weight decay, unless a group has another setting.
+    ``is_decoupled`` selects AdamW's weight decay, unless a group has ``decoupled_weight_decay``.
     """
 
     states = dict.fromkeys(MOMENTS, torch.float32)
@@ -222,7 +222,7 @@ class SgdRule(Rule):
                 "start with the momentum that is wanted, or pass adam_kernel=None"
             )
         return {
-            "step": min(step, 2),  # the kernel only distinguishes the first step
+            "step": min(step, 2),  # the kernel distinguishes only step 1
             "lr": setting(group, "lr"),
             "momentum": momentum,
             "dampening": float(group["dampening"]),

@@ -1,19 +1,19 @@
 """Master weights and optimizer state in a file on NVMe.
 
 As in ZeRO-Infinity (arXiv 2104.07857, sections 5.1 and 6.3) an update streams the state through a
-few host buffers. A chunk of a step is one block of the file. While a block is updated, the next
-ones are read and the last ones written.
+few host buffers. A chunk of a step has the runs in one block ([Note: blocks] of `stepper`). While a
+block is updated, the next ones are read and the last ones written.
 
 [Note: buffers]
-A block has several **parts** (master weights, each state), which are records of a `BlockFile`. Part
-``p`` of block ``i`` is record ``i * num_parts + p``, empty if the block lacks the part. Blocks are
-**announced** in the order in which they will be taken. A buffer has room for all parts of one block
-and is free, prefetched, being read, taken or being written. Three buffers are enough to read,
-update and write at the same time.
+A block has several **parts** (master weights, each state). Part ``p`` of block ``i`` is block ``i *
+num_parts + p`` of the `BlockFile`, here called **record**, empty if block ``i`` lacks the part.
+Blocks are **announced** in the order in which they will be taken. A buffer has room for all parts
+of one block and is free, prefetched, being read, taken or being written. Three buffers are enough
+to read, update and write at the same time.
 
 [Note: prefetch]
 Steps usually take the same blocks in the same order. While nothing is announced, free buffers read
-the blocks that followed in the last step. If other blocks are announced, these buffers are reused.
+the blocks that followed in the last step. Other announced blocks may reuse these buffers.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class BlockPipeline:
         self.buffer_bytes = len(self._free) * sum(self._longest)
         self._ahead: deque[tuple[int, tuple[int, ...]]] = deque()
         self._prefetched: dict[int, _Buffer] = {}
-        self._followers: dict[int, int] = {}  # the block that followed each block in the last step
-        self._last: int | None = None  # the last announced block
+        self._followers: dict[int, int] = {}  # next announced block of each block
+        self._last: int | None = None  # last block announced with all parts
         self._reading: dict[int, _Buffer] = {}
         self._held: dict[int, _Buffer] = {}
         self._writing: dict[int, _Buffer] = {}
@@ -112,7 +112,7 @@ class BlockPipeline:
         use the memory until `put`.
         """
         self._read_ahead()
-        # Until a pending write completes, no buffer is free, or this block cannot be read.
+        # No buffer is free, or the block is still being written: wait for the oldest write.
         while block not in self._reading:
             assert self._ahead[0][0] == block, "blocks are taken in the order of announcement"
             self._retire(next(iter(self._writing)))
@@ -123,7 +123,7 @@ class BlockPipeline:
         return [memory[: self._size(block, p)] for p, memory in enumerate(buffer.parts)]
 
     def put(self, block: int, parts: Iterable[int] | None = None) -> None:
-        """Start to write ``parts`` of a taken block, by default all. Then free its buffer."""
+        """Start to write a block's ``parts``, by default all. Its buffer is free when that ends."""
         buffer = self._held.pop(block)
         self._writing[block] = buffer
         for p in range(self._num_parts) if parts is None else parts:
@@ -166,14 +166,14 @@ class BlockPipeline:
         self._free.append(self._writing.pop(block))
 
     def _read_ahead(self) -> None:
-        """Start to read announced blocks while there are buffers, without blocking."""
+        """Start to read announced blocks while there are buffers. Do not wait for writes."""
         for block, buffer in list(self._writing.items()):
             if all(transfer.is_done for transfer in buffer.transfers):
                 self._retire(block)
         while self._ahead:
             block, parts = self._ahead[0]
             if block in self._reading or block in self._held or block in self._writing:
-                return  # The block was announced twice: its write must complete first.
+                return  # The block's earlier announcement is still in progress.
             if block in self._prefetched:
                 self._ahead.popleft()
                 self._reading[block] = self._prefetched.pop(block)
@@ -197,15 +197,15 @@ class BlockPipeline:
 
 
 BLOCK_NUMEL = 1 << 20
-"""Elements of a block: 4 MiB per request, 12 MiB per buffer for Adam."""
+"""Maximum elements of a block: in fp32 4 MiB per part, and 12 MiB per buffer for Adam."""
 
 
 class FileStepper(RuleStepper):
-    """`RuleStepper` with its blocks in a file, of which ``buffer_count`` are in host memory."""
+    """`RuleStepper` with its blocks in a file, and host buffers for at most ``buffer_count``."""
 
     file: BlockFile
     is_in_place = False
-    is_sequential = True  # blocks are read in the planned order
+    is_sequential = True  # blocks are read in the order of `plan`
 
     def __init__(
         self,
@@ -223,12 +223,12 @@ class FileStepper(RuleStepper):
         self._pipeline = BlockPipeline(self.file, len(layout.names), buffer_count)
         with torch.no_grad():
             for start, shard in geometry.shards:
-                if not shard.is_meta:  # an offloaded shard has no values yet
+                if not shard.is_meta:  # a shard on the meta device has no values
                     self.write(MASTER, start, shard)
         self.fill(range(len(geometry.pieces)), is_fresh=True)
 
     def num_bytes(self) -> StateBytes:
-        """Return the bytes of the buffers: the state itself takes no host memory."""
+        """Return the bytes of the buffers, because the file takes no host memory."""
         return StateBytes(0, 0, self._pipeline.buffer_bytes)
 
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
@@ -248,7 +248,7 @@ class FileStepper(RuleStepper):
         self._pipeline.put(index)
 
     def settle(self) -> None:
-        """Complete all writes and prefetch, unless a further step is announced."""
+        """Complete all writes, and start to prefetch, unless a further step is announced."""
         if self._pipeline.is_idle:
             self._pipeline.flush()
             self._pipeline.prefetch()
@@ -277,7 +277,7 @@ class FileStepper(RuleStepper):
         return found
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite a range. A block that is replaced entirely is not read first."""
+        """Overwrite a range. Buffers that are replaced entirely are not read first."""
         spans = list(self.layout.overlaps(start, start + values.numel()))
         for is_read in (False, True):
             some = [span for span in spans if self._is_replaced(name, *span) != is_read]
@@ -290,7 +290,7 @@ class FileStepper(RuleStepper):
     def _pass(
         self, name: str, spans: Sequence[tuple[int, int, int]], *, is_read: bool
     ) -> Iterator[Iterator[tuple[int, int, int, Block, dict[str, Tensor]]]]:
-        """Provide ``(index, a, b, block, buffers)`` for each span, in order.
+        """Provide an iterator that takes the block of each span: ``(index, a, b, block, buffers)``.
 
         With ``is_read`` buffers are first read from the file. All writes are complete at the end.
         """

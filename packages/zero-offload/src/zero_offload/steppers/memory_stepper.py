@@ -1,17 +1,17 @@
 """Master weights and optimizer state in host memory, and updates that can be undone.
 
 [Note: tentative updates]
-A tentative update runs before its step is confirmed, because clipping or skipping depends on the
-last gradient of backward. This is the speculation and rollback of SuperOffload (arXiv 2509.21271),
-but exact. Readers never see tentative values.
+A tentative update runs during backward, before it is known whether the step is clipped or skipped,
+as in the speculation and rollback of SuperOffload (arXiv 2509.21271). Undoing it restores all bits.
+Only the update thread sees tentative values.
 
 record  copies of all buffers of one chunk that a tentative update needs, in a ring of host memory.
 saved   buffer that only the update thread reads. It is updated, and the copy has the old values.
-shadow  buffer in a parameter shard's memory, which other threads read. The copy is updated, and the
-        shard keeps the old values.
+shadow  buffer of parameters, which other threads or copies to the device read. The copy is updated,
+        and the buffer keeps the old values.
 
-`UndoLog.keep` copies shadows to their shards. `UndoLog.undo` restores saved buffers. A chunk
-without room in the ring is not updated tentatively.
+`UndoLog.keep` copies the new values of shadows to their buffers. `UndoLog.undo` restores saved
+buffers. A chunk without room in the ring is not updated tentatively.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zero_offload.steppers.stepper import (
 )
 
 ALIGNMENT = 64
-"""Bytes of a cache line. Spans are rounded up to multiples of it."""
+"""Bytes of a cache line. The length of a ring's span is a multiple of it."""
 
 
 def aligned(nbytes: int) -> int:
@@ -49,7 +49,7 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class RingSpan:
-    """Memory that was taken from a ring: ``memory`` is uint8, 1-D."""
+    """Span of a ring that begins at byte ``start``. ``memory`` is uint8, 1-D."""
 
     start: int
     memory: Tensor
@@ -66,11 +66,11 @@ class HostRing:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._memory: Tensor | None = None
-        self._spans: deque[RingSpan] = deque()  # spans in use, and freed spans after them
+        self._spans: deque[RingSpan] = deque()  # in order, from the oldest span in use on
         self._head = 0  # offset of the next span
 
     def take(self, nbytes: int) -> RingSpan | None:
-        """Return a span of ``nbytes``, rounded up, or None if there is no room."""
+        """Return a span of ``nbytes``, rounded up to `ALIGNMENT`, or None if it does not fit."""
         needed = aligned(nbytes)
         start = self._place(needed)
         if start is None:
@@ -96,7 +96,7 @@ class HostRing:
         return 0 if needed <= tail else None
 
     def free(self, span: RingSpan) -> None:
-        """Free a span. Its memory is reused after all earlier spans are free."""
+        """Free a span. Its memory may be reused once all earlier spans are free."""
         span.is_free = True
         while self._spans and self._spans[0].is_free:
             self._spans.popleft()
@@ -106,7 +106,7 @@ class HostRing:
 class Record:
     """Copies for one chunk's tentative update, in memory ``span``.
 
-    ``saved`` are updated buffers with copies of their old values. ``shadows`` are unchanged buffers
+    ``saved`` pairs updated buffers with copies of their old values, ``shadows`` unchanged buffers
     with copies that have the new values. See [Note: tentative updates].
     """
 
@@ -121,7 +121,7 @@ _MOST_BUFFERS = 6
 
 
 def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
-    """Return the bytes of a ring for records of all elements, whose states have ``num_bytes``."""
+    """Return the ring capacity for records of all elements, whose buffers have ``num_bytes``."""
     num_spans = len(geometry.pieces) + len(geometry.shards)
     num_spans += geometry.numel // geometry.published_numel
     return aligned(num_bytes) + ALIGNMENT * _MOST_BUFFERS * num_spans
@@ -173,7 +173,7 @@ class MemoryStepper(RuleStepper):
         return StateBytes(masters, copies, sum(bytes_of.values()))
 
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
-        """Return one chunk per run, so that its values are published early. Split long runs."""
+        """Return one chunk per run, to publish early. Long runs are split if the rule allows it."""
         if self.rule.block == 1:
             runs = split_runs(runs, self.geometry.published_numel)
         return [Chunk((run,)) for run in runs]
@@ -194,7 +194,7 @@ class MemoryStepper(RuleStepper):
     def update_tentatively(
         self, chunk: Chunk, grads: GradLedger, grad_scale: float, ring: HostRing
     ) -> Record | None:
-        """Update a chunk so that it can be undone. Do nothing and return None without room."""
+        """Update a chunk so that it can be undone. Return None if the ring has no room for it."""
         spans = [
             (run, start, stop, block, block.clip(self.take(index), start, stop))
             for run in chunk.runs
@@ -205,7 +205,7 @@ class MemoryStepper(RuleStepper):
         span = ring.take(sum(aligned(home.nbytes) for home in homes))
         if span is None:
             return None
-        # All-gathers may read the shards until the step is confirmed.
+        # All-gathers or copies to the device may read these buffers until the step is confirmed.
         shadowed = (MASTER, PARAM) if self.is_in_place else (PARAM,)
         record, at = Record(chunk, [], [], span), 0
         for run, start, stop, block, stored in spans:
@@ -240,7 +240,7 @@ class MemoryStepper(RuleStepper):
     def _windows(
         self, name: str, start: int, stop: int
     ) -> Iterator[tuple[Block, dict[str, Tensor], int, int]]:
-        """Yield ``(block, buffers, a, b)`` ranges to decode or encode, except unsplit masters."""
+        """Yield ``(block, buffers, a, b)`` for windows of a range, none for unsplit masters."""
         for index, low, high in self.layout.overlaps(start, stop):
             block = self.layout.blocks[index]
             if name == MASTER and not block.rule.is_master_split:
@@ -253,7 +253,7 @@ class MemoryStepper(RuleStepper):
 
 
 class UndoLog:
-    """Records of a tier's tentative updates, used by the update thread only."""
+    """Records of a tier's tentative updates, changed by the update thread only."""
 
     def __init__(self, stepper: MemoryStepper, ring: HostRing) -> None:
         self._stepper = stepper
@@ -277,7 +277,7 @@ class UndoLog:
         return any(record.chunk is chunk for record in self._of(chunk))
 
     def round_to(self, chunk: Chunk, out: SpanMemory) -> None:
-        """Write a chunk's rounded master weights to ``out``."""
+        """Write a chunk's rounded master weights to the memory that ``out`` returns."""
         for start, stop in spans_of([chunk]):
             master, rounded = self._stepper.masters.view(start, stop), out(start, stop)
             # `out` may return the upper half of the split master weight itself.
@@ -306,7 +306,7 @@ class UndoLog:
         return list(dict.fromkeys(found))
 
     def _drop(self, record: Record) -> int:
-        """Remove a record and return its number of elements. Its copies are still valid."""
+        """Remove a record, return its numel. Its copies are valid until the ring's next `take`."""
         for run in record.chunk.runs:
             self._records.discard(run.start, run.stop)
         self._ring.free(record.span)

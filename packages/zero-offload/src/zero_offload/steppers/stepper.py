@@ -1,16 +1,16 @@
-"""Storage and update of a tier's master weights and optimizer state, without transfers or threads.
+"""Storage and update of a tier's master weights and optimizer state.
 
-`Stepper.plan` runs in the caller's thread and raises all errors about its arguments.
-`Stepper.update` then runs chunk by chunk, for a host tier in its worker thread.
+`Stepper.plan` runs in the caller's thread and checks its arguments. `Stepper.update` then runs
+chunk by chunk, for a host tier in its worker thread.
 
-`RuleStepper` updates by one fused kernel pass per run. As in ZeRO-Offload (arXiv 2101.06840,
-section 5) the kernel reads the gradient in its dtype, updates master weights and states, and writes
-the rounded parameters, so that host memory is read once.
+`RuleStepper` updates by a fused host kernel. As in ZeRO-Offload (arXiv 2101.06840, section 5) one
+pass over memory reads the gradient, updates master weights and states, and writes the rounded
+parameters.
 
 [Note: blocks]
 A block is a range of elements in one shard with a `Rule` and a set of buffers, with fp32 master
-weights first unless they are split. Under a rule that updates any span, a block is a part of a
-shard, padding included. Under a rule with ``block`` > 1 it is inside one piece and starts at a
+weights first unless they are split. Under a rule that updates any span, a block is all or a part of
+a shard, padding included. Under a rule with ``block`` > 1 it is inside one piece and starts at a
 multiple of ``block`` elements from the piece's start (see `zero_offload.rules.rule`).
 """
 
@@ -41,7 +41,7 @@ from zero_offload.rules.rule import (
 from zero_offload.threads import num_kernel_threads
 
 _SQUARED_NUMEL = 1 << 20
-"""Elements whose squares are summed at once, so that the temporary sum takes 4 MiB."""
+"""Elements whose squares are summed at once, so that their fp32 gradient takes 4 MiB."""
 
 SpanMemory = Callable[[int, int], Tensor]
 """Function that returns memory for the parameters of a range inside one shard."""
@@ -60,15 +60,15 @@ def spans_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
 
 
 class ShardMasters:
-    """Master weights of a flat space in one memory, shard by shard.
+    """Master weights of a flat space on one device, shard by shard.
 
-    With ``is_in_place`` the shards are on ``device``, and are their own master weights if all have
-    the master dtype. ``upper_halves`` maps a shard's index to memory in its dtype for the upper
-    half of a split master weight. The constructor copies the shard there.
+    ``upper_halves`` maps a shard's index to memory in its dtype for the upper half of a split
+    master weight. The constructor copies the shard there. With ``is_in_place`` the other shards are
+    their own master weights if all of them have the master dtype and are on ``device``.
 
     Attributes:
         is_in_place: whether all unsplit master weights are the shards themselves.
-        num_bytes: bytes of all master weights, including shards that are master weights.
+        num_bytes: bytes of master weights (of split ones: upper halves), including shards.
         num_copy_bytes: bytes of master weights that are not memory of a shard.
     """
 
@@ -91,7 +91,7 @@ class ShardMasters:
         for i, (start, shard) in enumerate(geometry.shards):
             if i in upper:
                 master = upper[i].copy_(shard)
-            elif shard.is_meta:  # An offloaded shard has no values yet.
+            elif shard.is_meta:  # A shard on the meta device has no values.
                 master = torch.zeros(shard.numel(), dtype=dtype, device=device)
             else:
                 master = shard if self.is_in_place else shard.to(device, dtype, copy=True)
@@ -102,11 +102,11 @@ class ShardMasters:
         self._space = Geometry(geometry.numel, (), masters, 0, master_dtype=dtype)
 
     def view(self, start: int, stop: int) -> Tensor:
-        """Return a range's memory, inside one shard: the upper half if masters are split."""
+        """Return the memory of a range inside one shard: upper halves if its masters are split."""
         return self._space.view(start, stop)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return a copy of any range on the CPU, zero between shards."""
+        """Return a CPU copy of a range: zero between shards, upper halves of split masters."""
         values = torch.zeros(stop - start, dtype=self._space.master_dtype, device="cpu")
         for a, b, master in self._space.overlaps(start, stop):
             values[a - start : b - start].copy_(master)
@@ -131,12 +131,12 @@ class Stepper(ABC):
 
     Attributes:
         has_kernel: whether a host kernel, not torch, computes the update.
-        is_in_place: whether the shards are the master weights, so that `update` writes no output.
+        is_in_place: whether `update` changes the shards themselves and ignores ``out``.
         states: names and dtypes of the elementwise states, without the master weight.
         num_steps: number of updates of each piece.
         is_sequential: whether chunks must be updated in the order of `plan`.
         file: the file of master weights and states, or None if they are in memory.
-        watcher: called before states change.
+        watcher: its ``before_change`` is called before states change.
     """
 
     has_kernel: bool
@@ -152,7 +152,7 @@ class Stepper(ABC):
         self.watcher: ChangeWatcher | None = None
 
     def announce(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Call the watcher, as is required before every change of states."""
+        """Call the watcher, if any, for each span. Call this before every change of states."""
         if self.watcher is not None:
             for span in spans:
                 self.watcher.before_change(*span)
@@ -166,23 +166,23 @@ class Stepper(ABC):
 
     @abstractmethod
     def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: SpanMemory) -> None:
-        """Update a chunk. Write the rounded values of each run to ``out``, unless in place."""
+        """Update a chunk. Write each run's rounded values to ``out``'s memory, unless in place."""
 
     def round_values(self, start: int, values: Tensor, out: Tensor) -> None:
-        """Write master weights from ``start`` on to ``out``, rounded like an update does."""
+        """Write ``values``, the master weights from ``start`` on, to ``out``, rounded."""
         out.copy_(values.to(self.geometry.master_dtype))
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a 1-D CPU copy of a state or ``master_weight``, zero if not stored."""
+        """Return a 1-D CPU copy of a state or ``master_weight``, zero where none is stored."""
 
     def peek(self, name: str, start: int, stop: int) -> Tensor:
-        """Return what `read` does, in any thread, for a range that is not being updated."""
+        """Return the same as `read`, in any thread. The range must not be updated meanwhile."""
         return self.read(name, start, stop)
 
     @abstractmethod
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite an existing state or ``master_weight`` from ``start`` on."""
+        """Overwrite a state or ``master_weight`` from ``start`` on."""
 
     @abstractmethod
     def read_scalars(self, piece: int) -> dict[str, float]:
@@ -194,7 +194,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Restore the result of `read_scalars`, after `check_scalars`."""
+        """Restore the result of `read_scalars`. Call it after `check_scalars`."""
 
     def square_sum(self, terms: list[Tensor]) -> float:
         """Return the sum of squares of the sum of ``terms``, in double precision.
@@ -211,7 +211,7 @@ class Stepper(ABC):
         return found
 
     def settle(self) -> None:
-        """Complete transfers to a file, if any, after a step's last chunk, in the update thread."""
+        """Complete transfers to a file, if any. Called in the update thread at a job's end."""
         return
 
     def count(self, active: Sequence[int]) -> None:
@@ -239,7 +239,7 @@ class Block:
     kept: _Kept
 
     def clip(self, stored: Stored, start: int, stop: int) -> dict[str, Tensor]:
-        """Return the buffers of a range: a part of them, or all under a rule with blocks."""
+        """Return the buffers of a range, which is the whole block if the rule has blocks."""
         if self.rule.block == 1:
             low, high = start - self.start, stop - self.start
             return {name: values[low:high] for name, values in stored.items()}
@@ -257,8 +257,8 @@ class BlockLayout:
     """The blocks of a flat space, as pure arithmetic. See [Note: blocks].
 
     ``rules`` are the rules of the shards, all with the same ``block``. A block has at most
-    ``block_numel`` elements, rounded up to a multiple of the rule's ``block``. ``record_bytes`` are
-    the bytes of each buffer name of each block, 0 if the block lacks the buffer.
+    ``block_numel`` elements (None: no limit), rounded up to a multiple of the rule's ``block``.
+    ``record_bytes`` has, block by block, the bytes of each buffer in ``names``, 0 for none.
     """
 
     def __init__(
@@ -283,11 +283,11 @@ class BlockLayout:
         self.record_bytes = [k[0].itemsize * k[1] if k else 0 for k in kept_or_none]
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield ``(index, a, b)``: the parts of ``[start, stop)`` in blocks."""
+        """Yield ``(index, a, b)`` for each part ``[a, b)`` of the range in block ``index``."""
         return ((index, a, b) for a, b, index in self._index.overlaps(start, stop))
 
     def parts_of(self, index: int, name: str) -> list[int]:
-        """Return the indices of the buffers that store a state of a block."""
+        """Return indices in ``names`` of buffers that include those of a state of a block."""
         block = self.blocks[index]
         if name == MASTER and block.rule.is_master_split:
             return [self.names.index(PARAM), self.names.index(REMAINDER)]
@@ -315,7 +315,7 @@ class RuleStepper(Stepper):
 
     @abstractmethod
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
-        """Divide a step into chunks. Their blocks are taken in this order."""
+        """Divide the runs of a step into chunks, in ascending order."""
 
     @abstractmethod
     def take(self, index: int) -> dict[str, Tensor]:
@@ -326,7 +326,7 @@ class RuleStepper(Stepper):
         """Store the updated buffers of a block that was taken."""
 
     def fill(self, pieces: Iterable[int], *, is_fresh: bool) -> None:
-        """Write the initial values of the pieces' states. With ``is_fresh`` storage is zero."""
+        """Write the pieces' initial states, without zeros if ``is_fresh`` storage has them."""
         for span in (self.geometry.pieces[i] for i in pieces):
             for name, value in self._initial[span.group].items():
                 if value or not is_fresh:
@@ -344,7 +344,6 @@ class RuleStepper(Stepper):
         return self.chunks(runs)
 
     def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: SpanMemory) -> None:
-        """Call the kernel once per contiguous gradient memory, or once per block of the rule."""
         taken: dict[int, dict[str, Tensor]] = {}
         for run in chunk.runs:
             rounded = None if self.is_in_place else out(run.start, run.stop)
@@ -370,7 +369,7 @@ class RuleStepper(Stepper):
         out: Tensor | None,
         copies: Copies = (),
     ) -> None:
-        """Update a range of a block. ``stored`` and ``copies`` are clipped to the range."""
+        """Update a range, which ``stored`` and ``copies`` cover, with the settings ``key``."""
         is_any = block.rule.block == 1
         calls = (
             grads.segments(start, stop) if is_any else [(start, stop, grads.joined(start, stop))]

@@ -1,13 +1,13 @@
-"""Any elementwise torch optimizer over flat memory, on the host or on a device.
+"""Stepper for any elementwise torch optimizer, on the host or on a device.
 
 [Note: pieces as parameters]
 Each piece is an ``nn.Parameter`` that views the master weights. Torch's optimizer updates it and
-creates its state, which is then moved to one flat buffer per name, so that any range of elements
-can be read and written. ``optimizer.state`` refers to views of the buffers.
+creates its states. The elementwise ones are then moved to one flat buffer per name, so that any
+range of elements can be read and written. ``optimizer.state`` has views of the buffers.
 
 On a CPU torch's for-loop and foreach implementations compute the same bits for an element at any
-offset of its tensor. The kernel of ``fused=True`` rounds the last ``numel % 16`` elements of a
-tensor differently, so a split moves to a multiple of `FUSED_ALIGNMENT` elements.
+offset of its tensor. The kernel of ``fused=True`` may round the last ``numel % 16`` elements of a
+tensor differently, so a piece is split between host and device at multiples of `FUSED_ALIGNMENT`.
 
 [Note: state entries]
 To find the states of any optimizer class, the optimizer takes one step on a parameter of two
@@ -45,7 +45,7 @@ _PROBE_NUMEL = 2
 def make_optimizer(
     optimizer_class: OptimizerClass, param_groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """Return the optimizer. Some settings are read from constructor arguments only."""
+    """Create an optimizer. Some settings take effect only as arguments of the constructor."""
     names = list(inspect.signature(optimizer_class).parameters)[1:]
     settings = {name: param_groups[0][name] for name in names if name in param_groups[0]}
     return optimizer_class(param_groups, **settings)
@@ -53,7 +53,7 @@ def make_optimizer(
 
 @dataclass(frozen=True, slots=True)
 class EntryTemplate:
-    """A parameter's state entry at construction (mostly empty) and after its first update."""
+    """A parameter's entry in ``optimizer.state`` at construction and after its first update."""
 
     initial: Mapping[str, Any]
     stepped: Mapping[str, Any]
@@ -74,7 +74,7 @@ class EntryTemplate:
         return {k for k, v in self.stepped.items() if not is_elementwise(v, _PROBE_NUMEL)}
 
     def check(self, scalars: Mapping[str, float]) -> None:
-        """Raise ValueError unless an entry after an update has these scalars."""
+        """Raise ValueError unless ``scalars`` fit an entry after an update."""
         own = self.scalars()
         unknown = sorted(scalars.keys() - own - {"num_steps", "step"})
         needed = {k for k in own if self.stepped[k] is not None}
@@ -88,7 +88,7 @@ class EntryTemplate:
     def restored(
         self, scalars: Mapping[str, float], elements: Callable[[str, torch.dtype], Tensor]
     ) -> dict[str, Any]:
-        """Return an entry with ``scalars``. ``elements(name, dtype)`` is each state's memory."""
+        """Return an entry of ``scalars`` and of elementwise states ``elements(name, dtype)``."""
         values, own = {"step": int(scalars["num_steps"]), **scalars}, self.scalars()
         return {
             k: elements(k, v.dtype) if k not in own else _with_value(v, values.get(k))
@@ -97,7 +97,7 @@ class EntryTemplate:
 
 
 def is_elementwise(value: Any, numel: int) -> bool:
-    """Return whether a state has one number per element of a piece of ``numel`` elements."""
+    """Return whether a state has shape ``(numel,)``, or raise ValueError for other sizes than 1."""
     if not isinstance(value, Tensor):
         return False
     if value.shape == (numel,):
@@ -140,9 +140,9 @@ FUSED_ALIGNMENT = 16
 """Elements of a vector in torch's fused CPU kernels, or a multiple of that."""
 
 _HOST_CHUNK_NUMEL = 1 << 20
-"""Elements per optimizer call on the host. The fp32 copy of a 16-bit gradient takes 4 MiB."""
+"""Number of elements at which a chunk on the host ends. Its last run may exceed it."""
 _DEVICE_CHUNK_NUMEL = 1 << 26
-"""Elements per optimizer call on a device: few kernel launches, 256 MiB for the fp32 copy."""
+"""The same on a device, where larger chunks mean fewer kernel launches."""
 
 
 class TorchStepper(Stepper):
@@ -249,7 +249,7 @@ class TorchStepper(Stepper):
         return self._buffer(name)[span.start : span.stop]
 
     def _buffer(self, name: str) -> Tensor:
-        """Return the flat buffer of a state, which is zero-filled at first use."""
+        """Return the flat buffer of a state. It is created, with zeros, at its first use."""
         if name not in self._buffers:
             self._buffers[name] = torch.zeros(
                 self.geometry.numel, dtype=self.states[name], device=self.device
@@ -298,7 +298,7 @@ class TorchStepper(Stepper):
 
 
 def served_groups(groups: Groups, device: torch.device) -> Groups:
-    """Return the groups, without ``capturable`` on a CPU: it only concerns device graphs."""
+    """Return the groups, with ``capturable`` False on a CPU, which has no device graphs."""
     if device.type != "cpu":
         return groups
     return [{**g, "capturable": False} if g.get("capturable") else g for g in groups]

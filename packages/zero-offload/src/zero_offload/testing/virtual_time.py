@@ -1,17 +1,15 @@
 """Virtual time: a host tier's real scheduling code on streams that only advance a clock.
 
-Work on a stream takes a given number of seconds. The length of a step then follows from the order
-in which the tier enqueues, waits and updates, and is the same in every run.
+Work on a stream takes a given number of seconds, so a step takes the same time in every run.
 
 [Note: clocks]
 caller  the training thread. It runs ahead of the device except where it waits.
-worker  the thread of the host's updates. It can start a job once the caller has submitted it.
+worker  the simulated thread of the host's updates. It can start a job once that is submitted.
 stream  end time of all enqueued work. New work starts after the enqueue call, after earlier work
         and after the events that the stream waits for.
 
-An event's time is known when it is recorded. The caller drives the worker: when the caller blocks
-or asks for progress, all chunks are run that a real worker would have picked by then. Gradient
-sums, in another thread, take no time.
+An event's time is known when it is recorded. When the caller blocks or enters the tier's condition,
+it runs all chunks that a real worker would have picked by then. Gradient sums take no time.
 """
 
 from __future__ import annotations
@@ -54,7 +52,6 @@ class VirtualTime:
 
     @contextmanager
     def as_worker(self) -> Iterator[None]:
-        """Make this thread the worker in this context."""
         self.is_worker, self.worker_thread = True, threading.get_ident()
         try:
             yield
@@ -101,7 +98,7 @@ class VirtualEvent:
 
 
 class VirtualStream(torch.Stream):
-    """Stream whose work takes given times on ``lane``."""
+    """Stream whose work takes given times, which are spans of ``lane``."""
 
     time: VirtualTime
     lane: str
@@ -134,7 +131,10 @@ class VirtualStream(torch.Stream):
 
 
 class VirtualStreams(AcceleratorStreams):
-    """An accelerator's streams. Copies take ``down_s`` and ``up_s`` seconds per element."""
+    """`AcceleratorStreams` in virtual time. Copies to the device take time but write nothing.
+
+    A copy takes ``down_s`` seconds per element to the host, and ``up_s`` to the device.
+    """
 
     def __init__(self, compute: VirtualStream, down_s: float, up_s: float) -> None:
         time = compute.time
@@ -148,7 +148,7 @@ class VirtualStreams(AcceleratorStreams):
         return self._compute
 
     def wait(self, event: torch.Event) -> None:
-        """Advance the worker's clock. Waits of other threads take no time."""
+        """Advance the worker's clock in its thread. Waits in other threads take no time."""
         time = self._compute.time
         if time.is_worker and threading.get_ident() == time.worker_thread:
             event.synchronize()
@@ -165,7 +165,7 @@ class VirtualStreams(AcceleratorStreams):
 
 
 class _Blocking(threading.Condition):
-    """Condition whose waits run the worker."""
+    """Condition that runs the worker when it is entered or waited for."""
 
     def __init__(self, thread: VirtualThread) -> None:
         super().__init__()
@@ -184,10 +184,10 @@ class _Blocking(threading.Condition):
 
 
 class VirtualThread(HostThread):
-    """`HostThread` whose worker is run by the caller, on its own clock."""
+    """`HostThread` whose worker the calling thread runs, on the worker's own clock."""
 
     def __init__(self, time: VirtualTime) -> None:
-        # The base class's constructor would create the real thread.
+        # The base class's constructor would create a thread pool.
         self.time = time
         self.changed = _Blocking(self)
         self._submitted: deque[tuple[float, Job]] = deque()
@@ -202,7 +202,7 @@ class VirtualThread(HostThread):
         self._submitted.append((self.time.caller, job))
 
     def catch_up(self) -> None:
-        """Run every chunk that the worker picks before the caller's time."""
+        """Run every chunk that the worker picks by the caller's time."""
         while not self.time.is_worker and self.run_next(self.time.caller):
             pass
 

@@ -1,7 +1,7 @@
 """`AutoTier`: a `TwinTier` that measures its steps and moves to the fastest ratio.
 
-A step is measured when the next step's first gradient is offered, because the host is idle then.
-Device work that is still running counts for the next step, so that nothing waits for a measurement.
+A step is measured when the next step's first gradient is offered. If the host is still updating,
+the wait for it counts as a stall. Device work that is still running counts for the next step.
 Each rank chooses its own ratio. On a CPU no ratio changes a value. On accelerators, whose update
 may round differently, no two ranks may own the same elements.
 
@@ -13,9 +13,9 @@ each. The move pays off if it gains more than `NOISE` of the host's seconds. Bis
 largest ratio without such a stall that device memory allows.
 
 A probe is the median of `STEPS_PER_PROBE` steps. The first step at a ratio allocates memory and
-does not count. The search ends when the bisected interval is narrower than `RESOLUTION`. It
-restarts if `Sample.cost_s` differs by more than `CHANGE` for `PATIENCE` steps in a row, or if
-device memory becomes too small.
+does not count. The search ends when the bisected interval is at most `RESOLUTION` wide. It restarts
+if `Sample.cost_s` differs by more than `CHANGE` for `PATIENCE` steps in a row. If device memory
+becomes too small, the smallest ratio that fits is used.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PATIENCE = 5
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Elements and seconds of host and device in a step, and seconds that callers waited."""
+    """Elements and seconds of host and device in a step, and seconds of waits for the host."""
 
     host_numel: int
     device_numel: int
@@ -61,7 +61,7 @@ class Sample:
 
     @property
     def cost_s(self) -> float:
-        """Seconds of both sides and the stall, which are monitored at a settled ratio."""
+        """Sum of the seconds, which is monitored after the search has settled on a ratio."""
         return self.host_s + self.device_s + self.stall_s
 
 
@@ -72,9 +72,9 @@ class RatioReport:
     Attributes:
         ratio: share of the elements that the host updates from now on.
         host_s_per_element: seconds; None if the host had no elements.
-        device_s_per_element: seconds; None if the device never had elements.
+        device_s_per_element: last measured seconds; None if not measured.
         stall_s: seconds per step that callers waited for the host. This and the host's seconds are
-            from this ratio if it was probed, otherwise from the last probe.
+            from this ratio if it was probed, otherwise from the last probe or step.
         least_ratio: smallest ratio that fits in device memory, 0 for no bound.
         num_probes: number of ratios measured in this search.
         reason: explanation of the ratio.
@@ -109,7 +109,7 @@ class AutoRatio:
         self.report: RatioReport | None = None
         self._samples: list[Sample] = []
         self._is_first = True  # the next step is the first at its ratio
-        self._device_s: float | None = None  # last measured seconds per element
+        self._device_s: float | None = None  # last measured seconds per device element
         self._baseline_s: float | None = None  # cost at the settled ratio
         self._restart()
 
@@ -121,7 +121,7 @@ class AutoRatio:
         self._num_off = 0
 
     def observe(self, sample: Sample, least_ratio: float = 0.0) -> float:
-        """Record one step and return the next ratio. ``least_ratio`` is the smallest that fits."""
+        """Record one step and return the next ratio, which is at least ``least_ratio``."""
         if least_ratio > self.ratio:
             # Rounding up avoids a resplit for each small change of free memory.
             ratio = min(ceil(least_ratio / RESOLUTION) * RESOLUTION, 1.0)
@@ -215,7 +215,7 @@ class AutoRatio:
         is_off = abs(sample.cost_s - self._baseline_s) > CHANGE * self._baseline_s
         self._num_off = self._num_off + 1 if is_off else 0
         if self._num_off == PATIENCE:
-            self._restart()  # The next probe measures the present ratio.
+            self._restart()  # The next probe measures the current ratio.
 
 
 _log = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ def read_memory(device: torch.device) -> MemoryReading | None:
         free, total = torch.accelerator.get_memory_info(device)
         reserved = torch.accelerator.memory_reserved(device)
         peak = torch.accelerator.max_memory_allocated(device)
-    # raised by torch 2.10, or by a backend without memory statistics
+    # An older torch lacks a function, or a backend has no memory statistics.
     except (AttributeError, RuntimeError) as error:
         _warn_unbounded(str(error))
         return None
@@ -269,7 +269,7 @@ def read_memory(device: torch.device) -> MemoryReading | None:
 
 
 class DeviceRoom:
-    """Bound for the smallest ratio whose device share fits in device memory."""
+    """Estimates the smallest ratio whose device share fits in device memory."""
 
     def __init__(self, numel: int, element_bytes: int) -> None:
         self.element_bytes = element_bytes
@@ -278,7 +278,7 @@ class DeviceRoom:
         self._numel_at_peak = 0
 
     def bound(self, now: MemoryReading | None, device_numel: int) -> float:
-        """Return the ratio, 0 to 1. The device had ``device_numel`` elements in the last step."""
+        """Return the ratio, or 0 if unknown. ``device_numel`` counts elements in the last step."""
         if now is None or not self._numel or not self.element_bytes:
             return 0.0
         if now.peak > self._peak:
@@ -289,7 +289,7 @@ class DeviceRoom:
 
 
 class AutoTier(TwinTier):
-    """A StateTier whose host share starts with all elements and moves to the fastest ratio."""
+    """A `TwinTier` that starts with all elements on the host and finds the fastest ratio."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class AutoTier(TwinTier):
         self._room = DeviceRoom(geometry.numel, element_bytes)
         self._updates = factory.make_clock()  # clock of the device's updates
         self._stalls = factory.make_clock()  # clock of waits for the host
-        self._host_s = 0.0  # host seconds at the start of the step
+        self._host_s = 0.0  # total host seconds at the start of the step
         self._num_updated = {True: 0, False: 0}  # updated elements on host and device
 
     @property
@@ -315,7 +315,7 @@ class AutoTier(TwinTier):
         return self.controller.report
 
     def expect_micro_steps(self, count: int) -> None:
-        """Expect sums on the device too, which take more memory than gradients."""
+        """Expect sums on the device too, which may take more memory than gradients."""
         super().expect_micro_steps(count)
         shards = self.geometry.shards
         narrowest = min((shard.element_size() for _, shard in shards), default=0)
@@ -334,7 +334,7 @@ class AutoTier(TwinTier):
             super().wait_part(part, start, stop)
 
     def begin_round(self) -> None:
-        """Measure the last step, and resplit before the first gradient of the next is offered."""
+        """Measure the last step, and resplit unless gradients of the next one were offered."""
         sample = self._take_sample()
         if not self._fresh:  # Otherwise gradients of the new step have been offered already.
             before = self.controller.report

@@ -52,7 +52,7 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """Clock for the seconds of device work enqueued in `measure`. `take` waits for no event."""
+    """Clock for the seconds of device work enqueued in `measure`. `take` omits unfinished work."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ _log = logging.getLogger(__name__)
 
 
 class OffloadTiers:
-    """Factory of host and device tiers. Arguments are those of `zero_offload.create_tier`.
+    """Factory of host and device tiers. `zero_offload.create_tier` explains the arguments.
 
     ``rule`` is the update by a kernel, or None for torch's own update.
     """
@@ -146,7 +146,7 @@ class OffloadTiers:
         return HostClock() if self.device.type == "cpu" else DeviceClock(self.device)
 
     def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:
-        """Create a host tier with its own worker thread. ``share`` are the part's elements."""
+        """Create a host tier with its own worker thread. ``share``: elements of ``part``."""
         is_on_cpu = self.device.type == "cpu"
         should_pin = self._settings.pin_memory and not is_on_cpu
         memory = HostMemory(should_pin=should_pin, limit_bytes=self._settings.pin_memory_bytes)
@@ -162,7 +162,7 @@ class OffloadTiers:
             )
         folder, count = self._settings.nvme_path, self._settings.buffer_count
         if folder is None:
-            # A split master weight's upper half is in the memory that is copied to the device.
+            # On an accelerator the upper half of a split master is the memory that is copied to it.
             stepper = self._make_stepper(part, groups, is_in_place=is_on_cpu, upper=mover.hold)
         else:
             assert self.rule is not None, "refused by the constructor"
@@ -200,7 +200,7 @@ class OffloadTiers:
 
 
 class _PartStore:
-    """`ParamStore` with the offsets of a part."""
+    """`ParamStore` that accepts offsets of a part's flat space."""
 
     def __init__(self, store: ParamStore, share: Intervals) -> None:
         self._store = store

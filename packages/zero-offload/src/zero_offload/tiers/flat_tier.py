@@ -1,12 +1,12 @@
-"""State tiers over one kind of memory: a stepper, a mover, and a thread.
+"""State tiers on the host and on the compute device, each made of a stepper and a mover.
 
-`HostTier` keeps master weights and states in host memory and updates them in a worker thread.
+`HostTier` keeps master weights and states on the host and updates them in a worker thread.
 `DeviceTier` keeps them on the compute device and updates them in the caller's thread.
 
 [Note: speculation]
 `HostTier.speculate` begins a step before it is confirmed, without publishing values. ``step`` with
-the same settings and scale completes it. A step with others, a replaced or dropped gradient,
-`read_state`, `write_state` and other calls that wait for pending steps undo it first.
+the same settings and scale, and at least its pieces, completes it. Any other step undoes it, as do
+new or dropped gradients of its elements, `watch_changes`, and reads and writes of states.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class TierReport:
 
     Attributes:
         has_kernel: whether a host kernel, not torch, computes the update.
-        update_s: seconds of updates, without waits for gradients or memory.
+        update_s: host seconds of updates, without waits for gradients or memory.
         host_bytes: host memory of master weights and states, including parameter shards that are
             master weights or upper halves of them.
-        memory: bytes in the tier's memory by kind, without parameter shards: "master weights",
-            "optimizer states", "gradient copies", "published weights" and "undo log".
+        memory: bytes in the tier's memory by kind, without parameter shards: "master weights" and
+            "optimizer states", for a `HostTier` also gradient copies, published weights, undo log.
         bytes_d2h: gradient bytes copied to the host.
         bytes_h2d: parameter bytes copied to the compute device.
         stall_s: seconds that callers waited for a step.
@@ -64,10 +64,10 @@ class TierReport:
 
 
 class FlatTier(ABC):
-    """A StateTier with master weights and states in one memory.
+    """A StateTier with one stepper.
 
-    Reading and writing state first waits for pending steps. After a step that failed in the
-    background every call raises `OffloadError`.
+    Reading and writing state first waits for pending steps, except `peek_state`. After a failed
+    step these calls, `offer_grad`, ``step`` and `wait_params` raise `OffloadError`.
     """
 
     _update_s = 0.0  # seconds of updates in the caller's thread
@@ -101,7 +101,7 @@ class FlatTier(ABC):
         self._progress.drain()
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
-        """Accept the gradient of ``[start, start + grad.numel())``, in place of an earlier one.
+        """Accept the gradient of ``[start, start + grad.numel())``, which replaces an earlier one.
 
         `HostTier` copies it. `DeviceTier` reads it until ``step`` or ``discard_grads`` returns.
         Return None, or a function to call before the memory of ``grad`` is overwritten.
@@ -110,7 +110,7 @@ class FlatTier(ABC):
         return self.mover.offer(start, grad, self._grads)
 
     def _admit(self, start: int, grad: Tensor) -> None:
-        """Check a gradient, and wait for a step that may still read an earlier one."""
+        """Check a gradient, and wait for steps that still read earlier ones of the range."""
         if grad.dim() != 1 or not grad.is_contiguous() or not grad.is_floating_point():
             raise ValueError(
                 f"a gradient must be 1-D, contiguous and floating point; got {grad.dtype} of "
@@ -121,7 +121,7 @@ class FlatTier(ABC):
         self._progress.wait(start, stop)
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        """Return a CPU copy of a gradient in its dtype, or of a sum in the master dtype."""
+        """Return a CPU copy of a gradient, or of the sum of micro-steps in the master dtype."""
         self.geometry.check_range(start, stop)
         found = [torch.empty(0)]
         for a, b, terms in self._grads.segments(start, stop):
@@ -214,7 +214,7 @@ class FlatTier(ABC):
         return self._stepper.read_scalars(piece)
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Restore the result of `read_scalars`. ``num_steps`` of 0 clears the piece's state."""
+        """Restore the result of `read_scalars`. ``num_steps`` of 0 resets the piece's states."""
         self._settle()
         self._stepper.check_scalars(piece, scalars)
         span = self.geometry.pieces[piece]
@@ -229,9 +229,9 @@ class FlatTier(ABC):
 
 
 class HostTier(FlatTier):
-    """Master weights and states in host memory, updated in a worker thread.
+    """Master weights and states on the host, updated in a worker thread.
 
-    ``step`` returns at once. See `zero_offload.tiers.worker` for the order of updates.
+    ``step`` does not wait for the update. See `zero_offload.tiers.worker` for the order of updates.
     """
 
     mover: HostMover
@@ -293,7 +293,7 @@ class HostTier(FlatTier):
         super()._admit(start, grad)
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Release | None:
-        """Copy one more term of a range's gradient. See [Note: layers] of `transfers.mover`."""
+        """Start to copy a micro-step's gradient of a range, to be added to earlier ones."""
         self._admit(start, grad)
         return self._sums.add(start, grad, self._grads, is_last=is_last)
 
@@ -301,7 +301,7 @@ class HostTier(FlatTier):
         return self._sums.square_sum(start, stop, self._grads)
 
     def drop_grads(self, start: int, stop: int) -> None:
-        """Discard the gradient of a range, so that the next one added is the first."""
+        """Discard the gradient of a range, so that the next `add_grad` begins a new sum."""
         self._undo_within(start, stop)
         self._sums.replaced(start, stop)
         self._grads.discard(start, stop)

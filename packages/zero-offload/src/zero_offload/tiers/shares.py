@@ -2,9 +2,9 @@
 
 [Note: resplit]
 `Shares.resplit` creates new tiers and migrates the state in blocks, by StateTier methods only.
-Device memory never holds two tiers: state that stays on the device waits in host memory until the
-old tier is freed. Meanwhile host memory holds the host's old and new share, or one of them and the
-waiting state.
+Device memory never holds two device tiers: state that stays on the device waits in host memory
+until the old tier is freed. Host memory then holds the host's old and new share, or one of them and
+the waiting state.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from zero_offload.tiers.flat_tier import FlatTier, HostTier, TierReport
 from zero_offload.transfers.mover import Release
 
 _SQUARED_NUMEL = 1 << 24
-"""Elements whose squares are summed at once, because torch may convert them to float64."""
+"""Elements whose squares are summed at once, to limit what torch may convert to float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """Sorted ``(start, stop)`` spans of a part, and its report, None for an engine's tier."""
+    """Sorted ``(start, stop)`` spans of a part, and its report, or None if its tier has none."""
 
     is_host: bool
     spans: tuple[tuple[int, int], ...]
@@ -91,7 +91,7 @@ class Part:
 
 @dataclass(eq=False)
 class HostPart(Part):
-    """The host's part, which updates in the background."""
+    """The host's part, which is updated in the background."""
 
     is_host = True
     tier: HostTier
@@ -127,7 +127,7 @@ class DevicePart(Part):
 
     is_host = False
     has_sum: bool = False
-    # copies of gradients by dtype
+    # copies or sums of gradients, by dtype
     _memory: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False)
 
     def drain(self) -> float:
@@ -157,7 +157,7 @@ class DevicePart(Part):
         return self._memory[dtype]
 
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
-        """Compute a sum of squares, see `TwinTier.square_sum`. The result is on the device."""
+        """Enqueue a sum of squares, see `TwinTier.square_sum`. The result is on the device."""
         (memory,) = self._memory.values()
         found = memory.new_zeros((), dtype=torch.float64)
         for part in torch.split(memory[start:stop], _SQUARED_NUMEL):
@@ -203,12 +203,12 @@ class PartWatcher:
 
 
 BLOCK_NUMEL = 1 << 22
-"""Elements of one state that are copied at once: 16 MiB of fp32."""
+"""Maximum elements of one state that are copied at once: 16 MiB of fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """State in plain host memory, between two tiers."""
+    """State in host memory, on its way from an old tier to a new one."""
 
     numel: int
     states: dict[str, Tensor] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class HeldState:
         return self.states[name][start:stop]
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Copy one state's values. Its first values determine the dtype."""
+        """Copy values of one state. The first values of a state determine its dtype."""
         if name not in self.states:
             self.states[name] = torch.zeros(self.numel, dtype=values.dtype, device="cpu")
         self.states[name][start : start + values.numel()].copy_(values)
@@ -232,7 +232,7 @@ def migrate(
     write_state: Callable[[str, int, Tensor], None],
     share: Intervals,
 ) -> None:
-    """Copy all states of the elements in both shares. ``write_state`` has offsets in ``share``."""
+    """Copy all states of the elements in both shares. ``write_state`` gets offsets in ``share``."""
     common = source_share.intersection(share)
     for name in source.state_names():
         for low, high in common.spans:
@@ -243,7 +243,7 @@ def migrate(
 
 
 WIDENED_NUMEL = 1 << 26
-"""Elements of 16-bit gradients that an accelerator's tier widens at once."""
+"""Elements of 16-bit gradients that the engine's device tier converts to fp32 at once."""
 
 
 def host_share(
@@ -255,7 +255,7 @@ def host_share(
     *,
     is_accelerated: bool,
 ) -> Intervals | None:
-    """Return the elements that the host updates, or None for ratio ``"auto"``."""
+    """Return the elements that the settings give to the host, or None for ratio ``"auto"``."""
     if settings.parameters is not None:
         if len(names) != len(geometry.pieces):
             raise ValueError(
@@ -302,7 +302,7 @@ def within_budget(
     is_accelerated: bool,
     adds_grads: bool = False,
 ) -> Intervals:
-    """Return the fewest elements of one end that leave at most ``budget`` bytes on the device."""
+    """Return the fewest host elements, at ``end``, whose complement fits in ``budget`` bytes."""
 
     def fits(num_host: int) -> bool:
         held = device_bytes(
@@ -315,7 +315,7 @@ def within_budget(
         return held <= budget
 
     numel = geometry.numel
-    # Bisection works because fewer host elements need more device bytes.
+    # Bisection works because fewer host elements need at least as many device bytes.
     return end_share(numel, bisect_left(range(numel), True, key=fits), end)
 
 
@@ -330,8 +330,8 @@ def device_bytes(
     """Return the bytes of a share on the device: states, master weights, one gradient.
 
     Master weights take no bytes if all shards have the master dtype. A gradient has its shard's
-    dtype, and a sum of micro-steps the master dtype. If the master dtype is wider, an accelerator's
-    tier converts `WIDENED_NUMEL` elements at once.
+    dtype, and with ``adds_grads`` the master dtype. Without ``adds_grads`` an accelerator's tier
+    converts up to `WIDENED_NUMEL` elements at once if the master dtype is wider.
     """
     views = [view for span in share.spans for _, _, view in geometry.overlaps(*span)]
     master = geometry.master_dtype
@@ -369,7 +369,7 @@ class Shares:
         self._num_micro_steps = 0  # 0 until expect_micro_steps is called
         self._reserved: list[tuple[int, int, torch.dtype]] = []  # arguments of reserve()
         self._has_undo = False  # whether the host's part has an undo log
-        self._replaced: list[TierReport] = []  # reports of host tiers before a resplit
+        self._replaced: list[TierReport] = []  # last reports of replaced host tiers
         self._has_dropped = False  # whether the current resplit has freed a tier
         self._lost: BaseException | None = None
         self._watcher: ChangeWatcher | None = None
@@ -377,7 +377,7 @@ class Shares:
         self.make_parts(geometry.align(host, self._alignment))
 
     def make_parts(self, host: Intervals) -> None:
-        """Create the parts for the host's elements, without state, in place of existing ones."""
+        """Replace the parts by parts without state, the host's with the elements ``host``."""
         self._host = host
         self._set_parts(None, None)  # frees the old parts first
         rest = host.complement(self.geometry.numel)
@@ -412,7 +412,7 @@ class Shares:
 
     @property
     def parts(self) -> Sequence[AnyPart]:
-        """The host's part and the device's, or an error after a failed resplit."""
+        """The existing parts, the host's first. Raises OffloadError after a failed resplit."""
         self.check_whole()
         return self._present
 
@@ -477,7 +477,7 @@ class Shares:
             part.snapshots().watch_changes(PartWatcher(self._watcher, part.share))
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        """Return ``num_steps`` and the optimizer's scalars. All parts of a piece have the same."""
+        """Return ``num_steps`` and the scalars of a piece, which are equal on host and device."""
         part = next(part for part in self.parts if piece in part.local)
         return part.tier.read_scalars(part.local[piece][0])
 
@@ -488,10 +488,10 @@ class Shares:
 
     @torch.no_grad()
     def resplit(self, num_host: int) -> None:
-        """Move elements between host and device, so that the host has ``num_host`` elements.
+        """Move elements so that the host has ``num_host``, up to the alignment of split points.
 
-        Call it between steps. It waits for a pending step. No state changes, but byte counters
-        grow, because master weights are published again. See [Note: resplit].
+        Call it between steps. It waits for a pending step. States are rounded to their new tier's
+        dtypes. Byte counters grow, as master weights are published again. See [Note: resplit].
 
         Raises:
             ValueError: ``num_host`` is out of range, or parameter names select the host's elements.
@@ -524,7 +524,7 @@ class Shares:
             if self._has_dropped:
                 self._lost = error
             else:
-                # The new tier could not be allocated, and the old one is unchanged.
+                # No tier was replaced, so the old tiers still have all state.
                 self._host = before
             raise
 
@@ -533,7 +533,7 @@ class Shares:
         return host != self._host
 
     def _replace_host(self, share: Intervals) -> None:
-        """Fill a new host tier from all old tiers, then drop the old host tier."""
+        """Create a host tier, fill it from the present tiers, then drop the old host tier."""
         new = self._make_host(share) if share else None
         if new is not None:
             self._migrate_to(new.write_state, share)
@@ -543,7 +543,7 @@ class Shares:
         self._set_parts(new, self._device_part)
 
     def _replace_device(self, share: Intervals) -> None:
-        """Drop the old device tier, then create the new one and fill it from host memory."""
+        """Copy the state to host memory, drop the old device tier, and fill a new one."""
         on_host = Intervals() if self._host_part is None else self._host_part.share
         kept = share.difference(on_host)
         held = HeldState(kept.numel)
@@ -564,7 +564,7 @@ class Shares:
 
 
 class ReportingShares(Shares):
-    """`Shares` with counters, which include the host tiers that a resplit replaced."""
+    """`Shares` with sizes, and counters that include host tiers which a resplit replaced."""
 
     def report(self) -> tuple[PartReport, ...]:
         return tuple(part.report() for part in self._present)
@@ -588,7 +588,7 @@ class ReportingShares(Shares):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory of master weights and states, without transfer buffers."""
+        """Bytes of host memory of master weights and states, or of a state file's buffers."""
         return sum(r.tier.host_bytes for r in self.report() if r.tier is not None)
 
     @property
@@ -600,7 +600,7 @@ class ReportingShares(Shares):
         return None if self._host_part is None else self._host_part.tier.file
 
     def work_s(self) -> dict[str, float]:
-        """Return seconds so far of the host's updates, of file transfers, and of waits for them."""
+        """Return seconds of the host's updates, of file transfers, and of waits for the file."""
         found = {"host": sum(report.update_s for report in self._host_reports())}
         if self.file is not None:
             found |= {"file": self.file.io_s, "file wait": self.file.waited_s}
@@ -611,7 +611,7 @@ class ReportingShares(Shares):
         return self.bytes_d2h, self.bytes_h2d
 
     def recent_updates(self) -> list[tuple[float, float]]:
-        """Return start and end of the host's last updates, as `time.perf_counter` seconds."""
+        """Return start and end of the host tier's recent updates, by `time.perf_counter`."""
         return [] if self._host_part is None else list(self._host_part.tier.worker.updates)
 
     def file_traffic(self) -> tuple[int, int]:

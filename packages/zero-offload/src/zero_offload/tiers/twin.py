@@ -1,8 +1,8 @@
 """Twin-Flow: optimizer state that host and device update at the same time.
 
-As in DeepSpeed ZeRO-Offload++ (Twin-Flow) the host updates a set of elements, which are at one end
-of the flat space or in some parameters, and the device all others. A piece that is split has
-equal scalars in all parts, so a checkpoint does not depend on the split.
+As in DeepSpeed ZeRO-Offload++ (Twin-Flow) the host updates a set of elements, either at one end of
+the flat space or in parameters chosen by name, and the device all others. A piece that is split has
+equal scalars on host and device, so a checkpoint stores them once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zero_offload.tiers.shares import AnyPart, ReportingShares, state_bytes, wit
 
 
 class TwinTier(ReportingShares):
-    """A StateTier made of a host tier for some elements and a device tier for the others."""
+    """A StateTier made of a host tier for some elements and a device tier for all others."""
 
     owns_grads = True
 
@@ -34,7 +34,7 @@ class TwinTier(ReportingShares):
         self._closed = Intervals()
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
-        """Copy the gradient of ``[start, start + grad.numel())`` to host and device.
+        """Copy the gradient of ``[start, start + grad.numel())`` to host and device memory.
 
         Return None, or a function to call before the memory of ``grad`` is overwritten.
         """
@@ -53,8 +53,8 @@ class TwinTier(ReportingShares):
         """Add to the gradient of ``[start, start + grad.numel())`` on host and device.
 
         Gradients since the range's last step are added in order, in the master weights' dtype. When
-        a range that a step has updated gets its next gradient, unused gradients are dropped. See
-        [Note: layers] of `zero_offload.transfers.mover`.
+        a range that a step has updated gets its next gradient, gradients from before that step that
+        no step has used are dropped. See [Note: layers] of `zero_offload.transfers.mover`.
 
         Return None, or a function to call before the memory of ``grad`` is overwritten.
         """
@@ -76,8 +76,8 @@ class TwinTier(ReportingShares):
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
         """Start to compute the sum of squares of the gradient of ``[start, stop)``.
 
-        Return a function that waits for the result, a float64 scalar tensor on the CPU or the
-        device. Only its last digits depend on the split.
+        Return a function that returns the result, a float64 scalar tensor on the CPU or the device.
+        It waits for the host. Only the rounding depends on the split.
         """
         self._check_offered(Intervals([(start, stop)]))
         spans = [(p, p.share.local(start), p.share.local(stop)) for p in self.parts]
@@ -98,7 +98,7 @@ class TwinTier(ReportingShares):
             self.check_whole()
             left = self._closed.difference(self._fresh)
             self._closed, self._offered = Intervals(), self._fresh
-            host = self._host_part  # a gradient on the device is replaced anyway
+            host = self._host_part  # on the device the next gradient replaces it
             if host is not None:
                 for a, b in host.share.intersection(left).spans:
                     host.tier.drop_grads(host.share.local(a), host.share.local(b))
@@ -123,7 +123,7 @@ class TwinTier(ReportingShares):
         return torch.cat([values for _, values in sorted(found, key=itemgetter(0))])
 
     def begin_round(self) -> None:
-        """Do nothing at the start of an optimizer step, which may have several ``step`` calls."""
+        """Do nothing. Called at a new optimizer step, which may have several ``step`` calls."""
 
     def discard_grads(self) -> None:
         self._offered = self._fresh = Intervals()
@@ -198,8 +198,8 @@ class TwinTier(ReportingShares):
         """Begin a step over the host's elements of ``active`` before the step is confirmed.
 
         No value is published before ``step`` with the same settings and scale, which completes it.
-        Other calls undo it: see [Note: speculation] of `zero_offload.tiers.flat_tier`. The device's
-        part is updated by ``step`` only.
+        [Note: speculation] of `zero_offload.tiers.flat_tier` has the calls that undo it. ``step``
+        alone updates the device's elements.
         """
         if not self._has_undo:
             raise RuntimeError("speculate without enable_undo: call that once before")
@@ -222,12 +222,12 @@ class TwinTier(ReportingShares):
 
 
 class BudgetTier(TwinTier):
-    """A StateTier whose device part fits in a budget of device memory."""
+    """A `TwinTier` whose device part fits in a budget of device memory."""
 
     _has_state = False  # whether `write_state` or `write_scalars` was called
 
     def expect_micro_steps(self, count: int) -> None:
-        """Choose the host's elements again, because sums are wider than gradients."""
+        """Choose the host's elements again, because sums may be wider than gradients."""
         if self._has_state or self._offered or self._closed:
             raise RuntimeError(
                 "expect_micro_steps after state was written or a gradient offered: with "

@@ -5,18 +5,18 @@ A caller that needs a range of parameters waits until every run that overlaps it
 [Note: order of need]
 Backward produces gradients from the last unit to the first, and forward needs new values from the
 first to the last. Of the chunks whose gradient has arrived, the worker updates the one at the
-lowest offset, which forward needs first. The chunk updated last is then needed last, so a slow host
-rarely delays forward. If no gradient has arrived, the worker waits for the oldest copy. Updates of
-an element keep the order of steps. With `Stepper.is_sequential` chunks keep the planned order.
+lowest offset, because forward needs it first. If no gradient has arrived, the worker waits for the
+oldest copy. Updates of an element keep the order of steps. With `Stepper.is_sequential` chunks keep
+the order of `Stepper.plan`.
 
 [Note: ahead of the decision]
 Tentative chunks (see `memory_stepper`) are updated in the same order and publish nothing. When the
 speculation ends, tentative chunks that were not updated are dropped. If the step is confirmed,
 tentative updates are published, and all other chunks are updated and published. Otherwise the
-tentative updates are undone. While other copies to the device are pending, the worker prefers
-updates to publishing kept chunks.
+tentative updates are undone. While staging buffers are full (`HostMover.is_full`), the worker
+prefers updates to publishing kept chunks.
 
-`Worker.run_next` updates one chunk for any caller: a `HostThread`, or a simulated clock.
+`Worker.run_next` updates one chunk, called by a `HostThread` or by a simulation of it.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Progress:
     """Runs of all pending steps, published by one thread and awaited by others.
 
     ``changed`` guards the runs. It is notified when a run is published or a step ends. ``error`` is
-    the error of the first failed step, after which no step may run. ``stall_s`` is the time in
-    `wait`, in seconds.
+    the error of the first failed step, after which no step may run. ``stall_s`` are the seconds
+    in successful calls of `wait`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Progress:
         self.error: BaseException | None = None
 
     def begin(self, runs: Sequence[tuple[int, int]]) -> tuple[list[Published], list[Published]]:
-        """Add a step. Return an entry per run, and earlier entries that must be published first."""
+        """Add a step. Return its runs' entries, and those that must be published before them."""
         with self._changed:
             new, before = [Published() for _ in runs], self.begin_unpublished(runs)
             for (start, stop), entry in zip(runs, new, strict=True):
@@ -87,13 +87,13 @@ class Progress:
             return [entry for entry in overlapping if not entry.is_published]
 
     def publish(self, entry: Published, event: torch.Event | None) -> None:
-        """Mark a run as published. ``event`` fires when its values have arrived."""
+        """Mark a run as published. Its values have arrived after ``event``, if any."""
         with self._changed:
             entry.event, entry.is_published = event, True
             self._changed.notify_all()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End a step. If it failed, later calls raise ``error``."""
+        """End a step. If it failed, `check` raises OffloadError from then on."""
         with self._changed:
             self.error = self.error or error
             self._num_open -= 1
@@ -122,7 +122,7 @@ class Progress:
         return [entry.event for entry in hits if entry.event is not None]
 
     def is_over(self, start: int, stop: int) -> bool:
-        """Return whether all runs in a range have arrived, False after a failed step."""
+        """Return whether all runs that overlap a range have arrived, False after a failure."""
         with self._changed:
             hits = self._overlapping(start, stop)
             have_arrived = (e.is_published and (e.event is None or e.event.query()) for e in hits)
@@ -150,14 +150,14 @@ class Phase(Enum):
     TENTATIVE = "tentative"
     """Update such that it can be undone, and publish nothing."""
     KEEP = "keep"
-    """Publish tentative updates, and update chunks without one."""
+    """Publish tentative updates, and update and publish chunks without one."""
     UNDO = "undo"
     """Undo tentative updates."""
 
 
 @dataclass(slots=True, eq=False)
 class Speculation:
-    """Tentative updates of one step, guarded by ``changed``."""
+    """Tentative updates of one step. ``changed`` guards whether one is running or wanted."""
 
     groups: list[dict[str, Any]]
     grad_scale: float
@@ -168,7 +168,7 @@ class Speculation:
     _is_entered: bool = False
 
     def is_of(self, groups: list[dict[str, Any]], grad_scale: float) -> bool:
-        """Return whether a step with these frozen settings can keep the updates."""
+        """Return whether a step with these settings (`freeze_groups`) can keep the updates."""
         return (self.groups, self.grad_scale) == (groups, grad_scale)
 
     @contextmanager
@@ -188,18 +188,18 @@ class Speculation:
             self._is_over = True
 
     def wait(self) -> None:
-        """Block, after `end`, until no chunk is being updated and thus no gradient is read."""
+        """Block until no chunk is being updated, so that no gradient is read. Call `end` first."""
         with self.changed:
             self.changed.wait_for(lambda: not self._is_entered)
 
 
 @dataclass(slots=True)
 class Job:
-    """Chunks that a worker updates, publishes or undoes, for one call of a tier.
+    """Chunks that a worker updates, publishes or undoes.
 
     Attributes:
-        arrivals: arrival of each chunk's gradient; None if it is in memory.
-        before: entries of earlier steps over the same elements.
+        arrivals: arrival of each chunk's gradient; None if there is no copy to wait for.
+        before: entries over the same elements that must be published before.
         entries: `Progress` entries of each chunk's runs, if the phase publishes.
         readers: event after which parameters may be overwritten; None for no wait.
         num_left: number of chunks that were not updated yet.
@@ -245,7 +245,7 @@ class Worker:
         self._mover = mover
         self._progress = progress
         self._now = now
-        # chunks whose gradient has not arrived, in order of the copies
+        # chunks that are not ready, by job, and in order of their gradients' copies
         self._waiting: deque[tuple[Job, int]] = deque()
         self._ready: list[_Ready] = []
         self._num_ready = 0
@@ -290,7 +290,7 @@ class Worker:
         self._ready.clear()
 
     def _pop(self) -> _Ready:
-        """Return the first ready chunk. Skip kept chunks if publishing them would block."""
+        """Pop the first ready chunk. Prefer others to kept ones while staging buffers are full."""
         if self._is_kept(self._ready[0]) and self._mover.is_full:
             others = [ready for ready in self._ready if not self._is_kept(ready)]
             if others:
@@ -305,7 +305,7 @@ class Worker:
         return job.phase is Phase.KEEP and self.log is not None and self.log.has(job.chunks[index])
 
     def _admit(self) -> None:
-        """Move chunks whose gradients have arrived to the ready heap."""
+        """Move waiting chunks to the ready heap, in order, until one must still wait."""
         while self._waiting:
             job, index = self._waiting[0]
             arrival = job.arrivals[index]

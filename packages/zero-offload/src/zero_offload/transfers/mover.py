@@ -1,9 +1,9 @@
 """Copies of gradients and updated parameters between the compute device and host memory.
 
 [Note: buffers]
-gradient staging   host buffers over ``[0, numel)``, one per gradient dtype and layer, allocated at
-                   the first gradient.
-parameter staging  two small host buffers per parameter dtype. One is filled with rounded parameters
+gradient staging   host memory over ``[0, numel)`` per gradient dtype and layer, allocated by
+                   `HostMover.reserve` or at the first gradient.
+parameter staging  two host buffers per parameter dtype. One is filled with rounded parameters
                    while the other is copied to the device. An undo log adds a third.
 offloaded          parameter shard off the device. The update writes to it directly in host memory,
                    or through a `ParamStore` if it is on the meta device.
@@ -11,28 +11,28 @@ held               permanent host copy of a parameter shard in place of staging,
                    the 16-bit parameter as the upper half of a split master weight.
 published weights  the values that were sent last, if new ones are sent as differences.
 
-As in ZeRO-Offload (arXiv 2101.06840, section 4) a step copies, per element of a parameter, a 16-bit
-gradient to the host and a 16-bit value to the device.
+As in ZeRO-Offload (arXiv 2101.06840, section 4) a step copies, per element of a 16-bit parameter, a
+16-bit gradient to the host and a 16-bit value to the device.
 
 [Note: differences]
 The host keeps the values that it sent last, but other code may have written to the shard since.
 While the host updates, the device therefore computes a checksum of its values. If that equals the
-host's checksum, the host sends the lossless difference, otherwise the new values. A long span is
-sent in parts, which alternate between two buffers. Short parts are sent whole, without a checksum,
-as are up to three elements at either end, so that the others are whole checksum words.
+host's checksum, the host sends the lossless difference if it is shorter, otherwise the new values.
+A long span is sent in parts, which alternate between two buffers. Short parts are sent without a
+checksum, as are up to three elements at either end, so that the others are whole checksum words.
 
 [Note: layers]
 layer   host memory over the flat space for one micro-step's gradient, in the gradient's dtype.
 sum     host memory over the flat space in the master weights' dtype.
-folded  range whose terms were added to the sum. The sum is then its first term.
+folded  range whose gradients so far were added to the sum, which replaces them.
 
 With few micro-steps, each has its own layer, and the update adds them in its own pass. If this
 takes more than `SEPARATE_BYTES` per element, there is one layer. A background thread adds it to the
-sum while the next micro-step computes. The update always adds the last micro-step's gradient. Terms
-are added in order in the dtype of the sum, so both methods give the same bits.
+sum while the next micro-step computes. The update always adds the last micro-step's gradient. Both
+methods add in order in the dtype of the sum, so they give the same bits.
 
 At the end of backward the caller waits for the sums of squares of all gradients. An update
-therefore waits for the sums of squares of gradients that have arrived.
+therefore first waits until the sums of squares of gradients that have arrived are computed.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ from zero_offload.threads import num_kernel_threads
 
 GROUP = "zero_core.upload_codecs"
 SHORTEST_NBYTES = 1 << 16
-"""Minimum bytes of new values for which a checksum pays off."""
+"""Minimum bytes of new values that are sent as a difference."""
 NUM_BUFFERS = 2
 _WORD_NUMEL = 4
 """16-bit elements in a word of a checksum."""
 _NUM_CHECKSUMS = 64
-"""Number of checksums that are allocated at once."""
+"""Number of checksums whose host memory is allocated at once."""
 
 
 def resolve_upload_codec(codec: UploadCodec | str | None) -> UploadCodec | None:
@@ -94,7 +94,7 @@ def resolve_upload_codec(codec: UploadCodec | str | None) -> UploadCodec | None:
 
 
 def part_numel(published_numel: int) -> int:
-    """Return the maximum elements of a difference, which with overhead is no longer than a run."""
+    """Return a difference's maximum elements: with overhead it fits in ``published_numel``."""
     numel = published_numel - published_numel // 16
     return max(numel - numel % _WORD_NUMEL, _WORD_NUMEL)
 
@@ -114,7 +114,7 @@ class UploadDifferences:
         num_bytes: bytes of host memory for the values that were sent last.
         num_differences: number of parts sent as differences.
         num_changed: number of parts sent whole because the device's values had changed.
-        waited_s: seconds that the caller waited for checksums and for copies to the device.
+        waited_s: seconds that `send` waited for checksums and for copies to the device.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class UploadDifferences:
         if room:
             streams.reserve_difference(room)
         self._checksums: dict[int, Checksum] = {}  # checksums of opened parts, by first element
-        self._free_values: list[Tensor] = []  # host memory for checksums
+        self._free_values: list[Tensor] = []  # unused host memory of checksums
         if self._kept:
             self._add_values()
         self._sent: SpanMap[torch.Event] = SpanMap()
@@ -160,7 +160,7 @@ class UploadDifferences:
         self._free_values += self._memory.empty(_NUM_CHECKSUMS, torch.int64).unbind()
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
-        """Yield the parts of a span, with the values sent last, or None if these are not kept."""
+        """Yield ``(a, b, values sent last)`` parts of a span, with None if these are not kept."""
         index = self._geometry.shard_at(start)
         base, kept = self._geometry.shards[index][0], self._kept.get(index)
         if kept is None:
@@ -250,7 +250,7 @@ class Arrival:
 class Mover:
     """Mover for a tier on the compute device, which reads gradients and writes parameters in place.
 
-    Work is enqueued on the caller's current stream, after the streams that produced gradients.
+    `close_grads` orders work on the current stream after the streams that produced gradients.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class Mover:
         return view
 
     def publish(self, start: int, stop: int) -> torch.Event | None:
-        """Publish the values in `out` to the shards. Return an event if that is asynchronous."""
+        """Publish the run's values in `out` to its shard. Return an event if asynchronous."""
         view = self.geometry.view(start, stop)
         if view.is_meta:
             assert self._store is not None, "checked at construction"
@@ -338,7 +338,7 @@ class _Staging:
         self._used, self._places, self.sent = {}, {}, []
 
     def reserve(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the memory of the run that begins at ``start``, the same at each call."""
+        """Return the memory of the run at ``start``, the same at each call until `open`."""
         if start not in self._places:
             low = self._used.get(dtype, 0)
             self._used[dtype] = low + numel
@@ -356,7 +356,7 @@ class HostMover(Mover):
         bytes_h2d: parameter bytes copied from the host to the compute device so far.
         grad_bytes: bytes of the gradient staging.
         differences: sends new values as differences; None if they are sent whole.
-        arrived: event that fires when all gradients so far have arrived; None on a CPU.
+        arrived: event after which all gradients so far have arrived; None if there is no copy.
     """
 
     def __init__(
@@ -398,7 +398,7 @@ class HostMover(Mover):
         return self.append(start, grad, ledger, 0)
 
     def append(self, start: int, grad: Tensor, ledger: GradLedger, layer: int) -> Release | None:
-        """Start to copy one more term, in parts no longer than a chunk of the update."""
+        """Start to copy a micro-step's gradient to a layer, by ``published_numel`` elements."""
         event = None
         staging = self._staging_of(self.kept_dtype(grad.dtype), layer)
         longest = self.geometry.published_numel
@@ -451,7 +451,7 @@ class HostMover(Mover):
         return max(found, key=attrgetter("number"), default=None)
 
     def note_read(self, read: Future[Any]) -> None:
-        """Record a job in another thread that reads the gradients offered so far."""
+        """Record a job that computes a sum of squares of gradients offered so far."""
         self._reads = (*(r for r in self._reads if not r[1].done()), (self.arrived, read))
 
     def make_way(self) -> None:
@@ -470,7 +470,7 @@ class HostMover(Mover):
 
     @property
     def is_full(self) -> bool:
-        """Whether one of the next two `open_spans` calls would block."""
+        """Whether one of the next two buffers of parameter staging is still being sent."""
         return not all(e.query() for staging in self._staging[-2:] for e in staging.sent)
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
@@ -489,7 +489,7 @@ class HostMover(Mover):
                 self.differences.open(start, stop)
 
     def _staged_numel(self, spans: Sequence[tuple[int, int]]) -> dict[torch.dtype, int]:
-        """Return the elements to stage by dtype, at least one longest run, to reuse the memory."""
+        """Return the elements to stage by dtype, at least the longest run's for reuse."""
         needs: dict[torch.dtype, int] = {}
         for start, stop in spans:
             view = self.geometry.view(start, stop)
@@ -580,7 +580,7 @@ class GradSums:
         )
 
     def add(self, start: int, grad: Tensor, ledger: GradLedger, *, is_last: bool) -> Release | None:
-        """Start to copy one more term to a free layer. Return a `Release`, or None on a CPU."""
+        """Start to copy a gradient to a free layer. Return a `Release`, or None on a CPU."""
         layers, has_sum = num_layers(self.num_micro_steps, self._mover.kept_dtype(grad.dtype))
         stop, release = start + grad.numel(), None
         for a, b, terms in ledger.terms(start, stop):
@@ -597,7 +597,7 @@ class GradSums:
         return release
 
     def _fold(self, start: int, stop: int, ledger: GradLedger) -> None:
-        """Start to add a range's terms to the sum, which becomes its only term."""
+        """Start to add a range's layers to the sum, which replaces them in ``ledger``."""
         jobs: list[tuple[int, Tensor, list[tuple[int, int, list[Tensor]]]]] = []
         for a, b, (base, total) in self._mover.sums().overlaps(start, stop):
             jobs.append((a, total[a - base : b - base], ledger.segments(a, b)))
@@ -630,7 +630,7 @@ class GradSums:
         return future
 
     def replaced(self, start: int, stop: int) -> None:
-        """Mark a range as not folded, and wait until no job reads its memory."""
+        """Mark a range as not folded. Wait for all jobs, because they may read its memory."""
         wait(self._running)
         self._folds.discard(start, stop)
 
