@@ -116,7 +116,6 @@ def counting_groups(number: int) -> Iterator[None]:
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    """Return the time after which a collective of ``group`` on ``device`` fails."""
     known = dist.group.WORLD if group is None else group
     assert known is not None
     options: Any = None
@@ -138,7 +137,6 @@ def clone_store(store: Any) -> Any:
 
 
 def store_address(store: Any) -> str | None:
-    """Return "host:port" of the process that hosts ``store``, or None if no process does."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     is_hosted = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
@@ -303,7 +301,6 @@ def seed_generators(device: torch.device, *numbers: int) -> None:
 
 
 def sequence_number(node: Any) -> int:
-    """Return the sequence number of an autograd node, which grows within each thread."""
     return int(node._sequence_nr())
 
 
@@ -329,7 +326,6 @@ def dispatch_keys() -> Any:
 
 
 def autocast_depth() -> int:
-    """Return the number of autocast contexts that this thread has entered."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 

@@ -133,13 +133,11 @@ class Blueprint:
 
     @property
     def sliced_params(self) -> frozenset[int]:
-        """Numbers of the parameters in optimizer groups whose update is elementwise."""
         groups = elementwise_groups(self.optimizer)
         return frozenset(number for number, group in self.group_of.items() if group in groups)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the optimizer without their parameters."""
         groups = [
             {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
         ]
@@ -195,7 +193,6 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
 
 
 def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return the optimizer group of each parameter that is in a group, by parameter number."""
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             # torch accepts some non-finite settings

@@ -96,7 +96,6 @@ class TiledLogits(Tensor):
         return logits
 
     def whole(self) -> Tensor:
-        """Return the logits as a plain tensor with gradients, computed once."""
         if self._whole is None:
             with torch.enable_grad():
                 self._whole = _apply(self._head(self._hidden), self._steps)
@@ -364,7 +363,6 @@ def _gather(passes: Passes, module: nn.Module) -> None:
 
 
 def _version(passes: Passes, module: nn.Module) -> int:
-    """Return a number that grows when the parameters of ``module`` get new values."""
     return sum(flat.version for unit in passes.units_of(module) for flat in unit.params)
 
 

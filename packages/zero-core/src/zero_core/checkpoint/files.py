@@ -80,8 +80,8 @@ def find(directory: Location, tag: str | None) -> Location:
     tag = read_latest(directory) if tag is None else tag
     if tag is None:
         raise CheckpointError(
-            f"{directory} holds no checkpoint (no file 'latest'): check the path, or leave the "
-            "resuming out to start from scratch"
+            f"{directory} holds no checkpoint (no file 'latest'): give the folder that "
+            "save_checkpoint() was given"
         )
     check_tag(tag)
     # A save that replaces a checkpoint first renames it to .TAG.old. The save may then be killed.
@@ -308,7 +308,6 @@ class Reader:
         return self.read_parts([stored])
 
     def read_random_state(self, rank: int, kind: str = "torch") -> Tensor:
-        """Return the saved state of a rank's random generator, "torch" (CPU) or "cuda"."""
         saved = self.read_tensor(file_name(RNG, rank), kind)
         try:
             torch.Generator("cpu" if kind == "torch" else kind).set_state(saved)
@@ -383,7 +382,6 @@ class Reader:
         return found
 
     def ranks_of(self, param: str, start: int, stop: int) -> range:
-        """Return the ranks whose files have elements ``[start, stop)`` of a parameter."""
         _, slot_start, _, numel = self._slots[param]
         low, high = slot_start + start, slot_start + stop
         if low >= high:
@@ -395,7 +393,6 @@ class Reader:
         return stop - start
 
     def scalars(self, param: str) -> Mapping[str, float]:
-        """Return the scalars in a parameter's optimizer state. Frozen parameters have 0 steps."""
         if not self.manifest.by_name[param].is_trainable:
             return {"num_steps": 0}
         if param not in self.manifest.scalars:
@@ -405,7 +402,6 @@ class Reader:
         return self.manifest.scalars[param]
 
     def is_quantized(self, param: Param) -> bool:
-        """Whether a frozen parameter was stored as bytes, because it is quantized or integer."""
         num_bytes = param.numel * param.torch_dtype.itemsize
         return not param.is_trainable and self.slot_numel(param.name) == num_bytes > 0
 

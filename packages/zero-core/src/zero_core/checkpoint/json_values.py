@@ -60,7 +60,6 @@ def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Restore a value from the result of `encode`."""
     try:
         return _decode(value)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
@@ -125,7 +124,6 @@ def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _is_key(value: Any) -> bool:
-    """Whether `restore` would return a hashable value, which can be a key of a dict."""
     if isinstance(value, dict):
         rows = value.get(_TUPLE)
         return len(value) == 1 and isinstance(rows, list) and all(map(_is_key, rows))

@@ -169,7 +169,6 @@ class PatchWriter(Extension):
 
     @property
     def version(self) -> int:
-        """The version of the last patch, or 0."""
         return 0 if self._state.changes is None else self._state.changes.version
 
     def begun(self) -> None:
@@ -642,7 +641,6 @@ def _rewrite(
     changed: Mapping[str, PatchedTensor],
     patch: _ReceivedPatch,
 ) -> None:
-    """Write the tensors of a file to ``new``, one at a time, with the patch applied."""
     ordered = sorted(stored.items(), key=lambda item: item[1].start)
     new.unlink(missing_ok=True)  # left over from a failed attempt
     with writing(new) as file:

@@ -93,7 +93,6 @@ class Network:
         return SimulatedRanks(None, rank, size, device, per_node, carrier=carrier)
 
     def fail(self, rank: int) -> None:
-        """Record that ``rank`` has failed, and wake all waiting ranks."""
         for arrived in self._arrived:
             with arrived:
                 if self.failed is None:
@@ -142,7 +141,6 @@ class _SimulatedMessages:
         return self.num_channels
 
     def among(self, members: Sequence[int], key: Any) -> _SimulatedMessages:
-        """Return separate messages among some ``members``."""
         chosen = [self.members[member] for member in members]
         return _SimulatedMessages(self.network, chosen, self.rank, (self.key, key))
 

@@ -19,7 +19,6 @@ Inputs = Mapping[str, Any] | tuple[Any, ...] | Tensor
 
 
 def loss_of(model: Callable[..., Any], inputs: Inputs) -> Tensor:
-    """Call ``model`` and return the loss: the result itself, or its entry "loss"."""
     if isinstance(inputs, Mapping):
         result = model(**inputs)
     else:
@@ -43,7 +42,6 @@ def train(engine: zero_core.Engine, batches: Iterable[Inputs | None]) -> list[fl
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Return fused AdamW with the settings of `Case`, over the trainable parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 

@@ -236,7 +236,6 @@ class Slot:
         return into.numel()
 
     def file(self, name: str, size: int) -> Tensor:
-        """Return the mapped bytes of a file, resized to ``size``."""
         found = self.files.get(name)
         if found is None or found.numel() != size:
             with storing(self.folder / name, _ADVICE):
@@ -255,7 +254,6 @@ class Slot:
         self._marker(rank).unlink(missing_ok=True)
 
     def commit(self, rank: int, marker: bytes) -> None:
-        """Write a rank's marker, after all its files."""
         aside = self.folder / f".{self._marker(rank).name}"
         aside.unlink(missing_ok=True)
         with storing(aside, _ADVICE), aside.open("xb", buffering=0) as file:
@@ -615,7 +613,6 @@ def _merged(rows: Iterable[bytes]) -> dict[int, Any]:
 def _measure(
     place: Path, rank: int, marker: Mapping[str, Any], names: list[str], frame: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return size and checksums of a rank's files. Writes zeros for states that the rank lacks."""
     dtypes = {param["name"]: param["dtype"] for param in frame["params"]}
     slot = Slot(place)
     for name in [name for name in names if name not in marker["states"]]:
