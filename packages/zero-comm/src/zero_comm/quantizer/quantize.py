@@ -107,7 +107,9 @@ def dequantize(
     """
     fmt = BlockFormat.make(format)
     check_float("dtype", dtype)
-    _check_flat("buffer", buffer, fmt.nbytes(numel), torch.uint8, buffer.device)
+    _check_flat(
+        f"buffer for numel = {numel}", buffer, fmt.nbytes(numel), torch.uint8, buffer.device
+    )
     if out is None:
         out = torch.empty(numel, dtype=dtype, device=buffer.device)
     _check_flat("out", out, numel, dtype, buffer.device)
