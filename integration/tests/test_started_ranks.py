@@ -20,6 +20,7 @@ from zero_engine import deepspeed
 from zero_engine.launch.ranks import join_ranks
 from zero_engine.launch.started_ranks import first_host, rank_variables
 from zero_engine.launch.torchrun import local_address_only
+from zero_engine.report.run import read_run
 from zero_engine.script.hook import hooked
 from zero_engine.script.run import OPTION, Source, declares, source_of
 
@@ -50,6 +51,20 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("environment", [SLURM, PMI2])
+def test_records_of_an_unchanged_script_are_read_by_a_report(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "records"
+    script.write_text(
+        "import torch, zero_core\n"
+        'optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}\n'
+        'config = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer}\n'
+        "engine = zero_core.build(torch.nn.Linear(2, 2), config)\n"
+        "engine.backward(engine(torch.ones(1, 2)).sum())\n"
+        "engine.step()\n"
+    )
+    run_program("run", f"--record={folder}", str(script))
+    assert read_run(folder).ranks[0].steps[-1].step == 1
+
+
 def test_slurms_task_is_a_rank(environment: dict[str, str]) -> None:
     ranks = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
     address = {"MASTER_ADDR": "node07", "MASTER_PORT": "20007"}

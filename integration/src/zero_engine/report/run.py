@@ -110,21 +110,19 @@ class Run:
 
     @property
     def absent(self) -> list[int]:
-        """Ranks without records."""
         known = {rank.run.rank for rank in self.ranks}
         return [rank for rank in range(self.run.world_size) if rank not in known]
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run from its folder, or from the folder of its records."""
     places = [place for place in (folder / RECORDS, folder) if place.is_dir()]
     files = [file for place in places for file in sorted(place.glob(FILE.format(rank="*")))]
     ranks = {rank.run.rank: rank for file in files if (rank := _read_rank(file)) is not None}
     if not ranks:
         what = "there is no such folder" if not places else "the folder has no records"
         raise ConfigError(
-            f"{folder}: {what}. A run of zero-engine train leaves them, another program's does "
-            "with engine.record(folder), or with step_records.folder in its configuration"
+            f"{folder}: {what}. zero-engine train leaves them, as do zero-engine run --record "
+            "FOLDER, engine.record(folder), and step_records.folder in a configuration"
         )
     world_size = max(ranks.values(), key=lambda rank: rank.run.started_at).run.world_size
     present = [ranks[number] for number in sorted(ranks) if number < world_size]
@@ -270,7 +268,6 @@ def kept_bytes(rank: Rank) -> Counter[str]:
 
 
 def sent_bytes(rank: Rank) -> list[tuple[str, str, int]]:
-    """Return collective, link and non-zero bytes of a rank's last step that sent data."""
     found: list[tuple[str, str, int]] = []
     for collective, content, _, within, between in next(
         (step.sent for step in reversed(rank.steps) if step.sent), ()
