@@ -58,7 +58,6 @@ def _legend() -> Spec:
 
 
 def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
-    """Return charts of each rank's memory over one step, by kind."""
     rows: list[dict[str, Any]] = []
     for rank in ranks[:MAX_RANKS]:
         recorded = [detail for detail in rank.details if detail.memory]
@@ -124,7 +123,6 @@ def bars(rows: Sequence[Mapping[str, Any]], x: str, y: str, color: str, title: s
 
 
 def lanes(ranks: Sequence[Rank]) -> list[Spec]:
-    """Return one step of each rank as lanes, with waits in red."""
     rows: list[dict[str, Any]] = []
     for rank in ranks[:MAX_RANKS]:
         if not rank.details:
@@ -163,7 +161,6 @@ def lanes(ranks: Sequence[Rank]) -> list[Spec]:
 
 
 def _joined(detail: DetailRecord) -> list[tuple[str, str, float, float, bool]]:
-    """Return the spans, with consecutive spans of one lane and name joined."""
     found: list[tuple[str, str, float, float, bool]] = []
     for span in sorted(detail.spans, key=lambda span: (span[0], span[2])):
         lane, name, start, stop, is_wait = span

@@ -139,7 +139,6 @@ def _memory(found: Measured, limit: int | None) -> Iterator[Cause]:
 
 
 def transient_bytes(found: Measured) -> tuple[int, str]:
-    """Return the bytes by which a step's peak exceeds its start, and the place of the peak."""
     best, moment = 0, "a step"
     for rank in found.run.ranks:
         for detail in rank.details[-1:]:
@@ -215,7 +214,7 @@ def _threads(found: Measured) -> Iterator[Cause]:
         return
     yield Cause(
         "threads",
-        f"{_one(threads, 'thread')} per rank where {fair} cores are there for it: "
+        f"{count(threads, 'thread')} per rank where {fair} cores are there for it: "
         f"{1 - threads / fair:.0%} of the machine has nothing to do",
         f"compute with {fair} threads per rank",
         f"export OMP_NUM_THREADS={fair}",
@@ -225,8 +224,8 @@ def _threads(found: Measured) -> Iterator[Cause]:
     )
 
 
-def _one(number: int, noun: str) -> str:
-    return f"one {noun}" if number == 1 else f"{number} {noun}s"
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _offload(found: Measured) -> Mapping[str, Any]:
@@ -341,7 +340,7 @@ def _small_batch(found: Measured) -> Iterator[Cause]:
         return
     yield Cause(
         "micro_batch",
-        f"a tiny micro-batch: {factor} micro-steps of {_one(micro, 'sample')} in each step, and "
+        f"a tiny micro-batch: {factor} micro-steps of {count(micro, 'sample')} in each step, and "
         f"ranks wait {show_s(waits)} for what each of them exchanges",
         f"compute {micro * factor} samples in one micro-step, or as many as fit",
         f'"train_micro_batch_size_per_gpu": {micro * factor}, "gradient_accumulation_steps": 1',
