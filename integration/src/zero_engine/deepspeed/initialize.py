@@ -228,7 +228,6 @@ def _option(args: Any, name: str) -> Any:
 
 
 def _check(config: dict[str, Any], given: torch.optim.Optimizer | None, *, world_size: int) -> None:
-    """Refuse what `zero_core.build` would refuse, while the earlier engine can still continue."""
     resolved = load_config(config, world_size=world_size)
     if given is not None:
         check_served(type(given))
@@ -305,7 +304,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def apply(settings: Settings) -> None:
-    """Apply the process's settings: log levels, Python's garbage collector, NVMe folders."""
     if settings.steps_per_print is not None:
         speak("zero_core.optim.train_state", logging.INFO)
     if settings.log_level is not None:
@@ -322,7 +320,6 @@ def apply(settings: Settings) -> None:
 
 
 def describe(settings: Settings, config: Config, world_size: int) -> str:
-    """Describe the batch, values that differ from the defaults, keys without effect, and notes."""
     total, micro, steps = (getattr(config, key) for key in _BATCH)
     # The fields of `Settings` that hold keys, by path in a configuration.
     own = {PATHS.get(f.name, f.name): f.name for f in fields(Settings) if f.name not in _NO_KEYS}
@@ -350,7 +347,6 @@ def describe(settings: Settings, config: Config, world_size: int) -> str:
 
 
 def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, object]]:
-    """Yield path and value of each leaf below ``path`` that differs from its default."""
     if value == default:
         return
     if not isinstance(value, BaseModel):

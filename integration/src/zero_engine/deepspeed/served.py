@@ -297,7 +297,6 @@ def serve() -> None:
 
 
 def _module(path: str) -> ModuleType:
-    """Return the module that serves ``path``. Makes the module if it has no file."""
     name = f"{_HOME}.{path}".removesuffix(".")
     if name not in sys.modules:
         outer, _, last = path.rpartition(".")

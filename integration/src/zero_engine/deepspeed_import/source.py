@@ -103,7 +103,6 @@ def load_file(path: Path) -> Any:
 
 
 def flat(value: Any, where: str) -> Tensor:
-    """Return a 1-D view of a dense CPU tensor. Other values raise CheckpointCorruptError."""
     is_plain = (
         isinstance(value, Tensor)
         and value.layout is torch.strided
@@ -198,7 +197,6 @@ def make_source(
     groups: Sequence[Mapping[str, Any]],
     loss_scale: Mapping[str, float],
 ) -> Source:
-    """Return the checkpoint whose file of model states is ``model``."""
     config = model.get("ds_config")
     given = config.get("optimizer") if isinstance(config, Mapping) else None
     named = None

@@ -70,7 +70,6 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     engine: ShardedModel | None = None
 
     def adopt(self, engine: ShardedModel) -> None:
-        """Use ``engine`` from now on. Its module counts as prepared."""
         self.engine = engine
         engine.module._is_accelerate_prepared = True  # type: ignore[assignment]
         self._models.append(engine.module)
@@ -176,7 +175,6 @@ class ZeroTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
-        """Make the configuration's schedule, or the Trainer's if the configuration has none."""
         if "scheduler" in self._given and self.lr_scheduler is None:
             block = SchedulerConfig.model_validate(self._given["scheduler"])
             params = fill_schedule(block.params, self.args, num_training_steps)
@@ -393,7 +391,6 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
-    """Return ``config`` completed from ``args``, without ``scheduler``."""
     filled = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
     for key in ("zero_optimization", "optimizer", "bf16", "fp16"):
         if not isinstance(filled.get(key, {}), Mapping):

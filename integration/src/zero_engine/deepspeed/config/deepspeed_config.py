@@ -101,7 +101,6 @@ class DeepSpeedConfig:
     def of(
         cls, settings: Settings, resolved: Config, rank: int, world_size: int
     ) -> DeepSpeedConfig:
-        """Wrap a configuration that has been read and resolved already."""
         made = cls.__new__(cls)
         made._fill(settings, resolved, rank, world_size)
         return made

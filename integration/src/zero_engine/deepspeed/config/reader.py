@@ -219,7 +219,6 @@ Tell = Callable[[str, Any, str], None]
 
 
 def without_auto(block: Mapping[str, Any], tell: Tell, path: str = "") -> dict[str, Any]:
-    """Return ``block`` without nulls and unfilled "auto", which mean the default."""
     kept: dict[str, Any] = {}
     for key, value in block.items():
         where = f"{path}{key}"
@@ -331,7 +330,6 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
 
 def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
-    """Replace the optimizer's ``fp32_optimizer_states`` by ``state_dtype`` of its offload."""
     path, params = "optimizer.params.fp32_optimizer_states", core["optimizer"]["params"]
     if params.pop("fp32_optimizer_states", True):
         return
@@ -471,7 +469,6 @@ Source = Mapping[str, Any] | str | PathLike[str]
 
 
 def load(source: Source) -> dict[str, Any]:
-    """Return the configuration as a dict, ``source`` itself if it is one. Raises ConfigError."""
     found = dict(source) if isinstance(source, Mapping) else parse_hjson(*_text_of(source))
     # accelerate writes Infinity as steps_per_print, which means never.
     check_plain({k: v for k, v in found.items() if k != "steps_per_print"})
@@ -479,7 +476,6 @@ def load(source: Source) -> dict[str, Any]:
 
 
 def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
-    """Return the text of ``source``, and its name in error messages."""
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return source, "the configuration"
     path = Path(source)
@@ -627,7 +623,6 @@ def _mapping(path: str, value: Any) -> Mapping[str, Any]:
 
 
 def _parse(kind: type[_Parsed], own: Mapping[str, Any], path: str) -> _Parsed:
-    """Parse the block at ``path``. Unknown keys are refused, as in DeepSpeed."""
     block = _mapping(path, own.get(path, {}))
     try:
         return kind.model_validate(block)

@@ -434,7 +434,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.core.reload_states(non_blocking=non_blocking)
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the 2-norm of the last step's gradient, unscaled, before clipping."""
         return self.core.get_global_grad_norm()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
@@ -574,7 +573,6 @@ def average_plain_backwards(
 
 @contextmanager
 def _divided() -> Iterator[None]:
-    """Mark a backward whose loss is already divided."""
     global _num_divided
     _num_divided += 1
     try:
@@ -584,7 +582,6 @@ def _divided() -> Iterator[None]:
 
 
 def _zero_grad(engine: weakref.ref[DeepSpeedEngine], set_to_none: bool = True) -> None:
-    """Drop the gradients of ``engine``. This replaces ``zero_grad`` of its model."""
     found = engine()
     if found is not None:
         found.zero_grad(set_to_none)

@@ -73,7 +73,6 @@ vars(logger).update(log_dist_once=log_dist_once, warning_once=warning_once)
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: object = None) -> None:
-    """Set the level of ``custom_logger`` or `logger`. An unknown name raises ValueError."""
     level = logging.getLevelNamesMapping().get(log_level_str.upper())
     if level is None:
         names = sorted(name.lower() for name in logging.getLevelNamesMapping())
