@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,7 @@ def test_program_prints_tables_and_writes_json_and_a_picture(tmp_path: Path) -> 
         "zero_lossless_gradients",
     ]
     assert "Traffic choices" in said
+    assert re.match(r"[\d,]+ parameters, bf16, micro-batch 2, 4 ranks; simplest that fits:", said)
     assert content["advice"].split(":")[0] in " ".join(said.split())
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
@@ -190,6 +192,7 @@ def test_program_predicts_times_by_a_device_and_writes_what_fits(tmp_path: Path)
     )
     assert "Predicted step" in said
     assert "bounds it" in said
+    assert "more by --all" in said
     written = json.loads((tmp_path / "fit.json").read_text())
     config = load_config(written, world_size=8)
     assert config.train_batch_size == 64

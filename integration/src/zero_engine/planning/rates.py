@@ -53,7 +53,6 @@ class Curve:
 
     @classmethod
     def of_rate(cls, rate: float, latency_s: float = 0.0) -> Curve:
-        """Return ``latency_s + amount / rate``."""
         return cls(((0.0, latency_s), (rate, latency_s + 1.0)))
 
     def seconds(self, amount: float) -> float:
@@ -139,7 +138,6 @@ class Calibration:
         return min(self.rates, key=lambda r: (abs(math.log(r.ranks / ranks_per_node)), r.ranks))
 
     def to_json(self) -> str:
-        """Return a JSON object."""
         rates = [
             {**vars(r), "curves": {name: curve.points for name, curve in r.curves.items()}}
             for r in self.rates

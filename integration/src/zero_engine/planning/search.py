@@ -187,7 +187,6 @@ class Search:
 
 
 def _schedules(config: Config, ratio: float) -> Iterator[Placement]:
-    """Yield schedules of the host's update that ``config`` does not have. Results stay the same."""
     is_later = updates_in_backward(config) or may_speculate(config)
     words = "the host updates after backward" if is_later else "the host updates in backward"
     yield Placement(words, (("offload_optimizer", "update_in_backward", not is_later),))
@@ -252,7 +251,6 @@ def _reasons(
 
 
 def whole(choice: Choice) -> str:
-    """Return a choice in words, which start with a capital letter."""
     return f"Stage{str(choice)[5:]}" + ("" if choice.is_varied else f", {choice.variant}")
 
 

@@ -14,7 +14,7 @@ from zero_core import check_config
 from zero_core.errors import ConfigError
 from zero_engine.launch.torchrun import local_address_only, pass_on_warnings, run_ranks
 from zero_engine.machine import available_cores
-from zero_engine.train.data import read_text
+from zero_engine.train.data import check_length, read_text
 from zero_engine.train.options import Start
 from zero_engine.train.run_lock import RunLock, longest_wait_s
 from zero_engine.train.settings import (
@@ -52,8 +52,8 @@ def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | Non
     if num_ranks is not None and num_ranks > max(num_gpus, MAX_CPU_RANKS):
         raise ConfigError(f"--ranks {num_ranks}: at most {MAX_CPU_RANKS} processes are started")
     folder = RunFolder.of(options)
+    lock = RunLock(folder)
     if folder.has_run:
-        lock = RunLock(folder)
         lock.acquire(wait_s=longest_wait_s(start))
         lock.release()
     if start is Start.RESUME or (start is Start.AUTO and folder.has_run and folder.has_checkpoint):
@@ -70,14 +70,18 @@ def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | Non
     else:
         num_ranks = num_ranks or default_ranks()
         settings = fresh_run(options, start)
-        config = engine_config(settings.config)
+        config = engine_config(settings.config, is_accelerated=num_gpus > 0)
         if settings.data is not None:
-            read_text(settings.data)
+            check_length(read_text(settings.data), settings.context)
     checked = check_config(fill_auto(config, settings.steps), world_size=num_ranks)
     if checked.optimizer is None:
         raise ConfigError(
             "--config names no optimizer: add 'optimizer': {'type': 'AdamW', 'params': {'lr': ...}}"
         )
+    lock.acquire(wait_s=longest_wait_s(start))  # fails if the folder cannot be made
+    lock.release()
+    where = "GPUs" if num_gpus else "the CPU"
+    print(f"zero-engine train: starting {num_ranks} ranks on {where}", file=sys.stderr)
     return num_ranks
 
 

@@ -127,7 +127,6 @@ def launch_numbers(device: torch.device) -> list[int]:
 
 
 def belongs_to(folder: RunFolder, numbers: list[int]) -> bool:
-    """Return whether one of the launchers ``numbers`` made the last start of the folder's run."""
     try:
         known = json.loads(folder.launchers.read_text(encoding="utf-8"))
     except (OSError, ValueError):
