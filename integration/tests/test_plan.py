@@ -13,12 +13,7 @@ import pytest
 import torch
 from conftest import run_here
 from torch import Tensor, nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import zero_core
 from zero_core import ConfigError
@@ -124,25 +119,16 @@ def test_program_prints_tables_and_writes_json_and_a_picture(tmp_path: Path) -> 
     GPT2.save_pretrained(tmp_path)
     (tmp_path / "zero.json").write_text(json.dumps(make_config(0, "bf16")))
     said = run_here(
-        "plan",
-        f"--model={tmp_path}",
-        f"--config={tmp_path / 'zero.json'}",
-        "--ranks=4",
-        "--ranks-per-node=2",
-        "--tokens=32",
-        "--device-memory=24GiB",
-        f"--json-file={tmp_path / 'plan.json'}",
-        f"--png={tmp_path / 'plan.png'}",
+        *("plan", f"--model={tmp_path}", f"--config={tmp_path / 'zero.json'}", "--ranks=4"),
+        *("--ranks-per-node=2", "--tokens=32", "--device-memory=24GiB"),
+        *(f"--json-file={tmp_path / 'plan.json'}", f"--png={tmp_path / 'plan.png'}"),
     )
     content = json.loads((tmp_path / "plan.json").read_text())
     assert content["device_memory"] == 24 * 2**30
     for kind in content["memory"]["device"]:
         assert kind in said
-    assert [choice["name"] for choice in content["traffic_choices"]] == [
-        "as configured",
-        "zero_quantized_gradients",
-        "zero_lossless_gradients",
-    ]
+    names = ["as configured", "zero_quantized_gradients", "zero_lossless_gradients"]
+    assert [choice["name"] for choice in content["traffic_choices"]] == names
     assert "Traffic choices" in said
     assert re.match(r"[\d,]+ parameters, bf16, micro-batch 2, 4 ranks; simplest that fits:", said)
     assert content["advice"].split(":")[0] in " ".join(said.split())

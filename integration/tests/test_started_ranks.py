@@ -54,12 +54,9 @@ dist.destroy_process_group()
 def test_records_of_an_unchanged_script_are_read_by_a_report(tmp_path: Path) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "records"
     script.write_text(
-        "import torch, zero_core\n"
-        'optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}\n'
-        'config = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer}\n'
+        'import torch, zero_core; config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}\n'
         "engine = zero_core.build(torch.nn.Linear(2, 2), config)\n"
-        "engine.backward(engine(torch.ones(1, 2)).sum())\n"
-        "engine.step()\n"
+        "engine.backward(engine(torch.ones(1, 2)).sum()); engine.step()\n"
     )
     run_program("run", f"--record={folder}", str(script))
     assert read_run(folder).ranks[0].steps[-1].step == 1

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, getdoc, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -421,6 +422,10 @@ def version() -> Answer:
 
 
 _add(version, "version")
+
+
+for _command in app.registered_commands:  # terminals wrap paragraphs by their own width
+    _command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", getdoc(_command.callback) or "")
 
 
 def main() -> None:

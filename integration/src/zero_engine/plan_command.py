@@ -25,6 +25,7 @@ from zero_engine.calibration.kept import KeptRates, kept_rates
 from zero_engine.calibration.machine import device_calibration, device_memory, read_calibration
 from zero_engine.machine import parse_bytes
 from zero_engine.planning import Calibration, TimedPlan
+from zero_engine.terminal import count
 from zero_engine.train.settings import AUTO, engine_config
 
 GB = 10**9
@@ -230,9 +231,11 @@ def _sizes_of(size: str, vocab: int) -> dict[str, int]:
 def show_plan(plan: TimedPlan, settings: Mapping[str, Any], console: Console, rows: int) -> None:
     """Print ``plan`` of the configuration ``settings``, with at most ``rows`` choices."""
     kinds = [k for k in ("bf16", "fp16") if settings.get(k, {}).get("enabled")]
-    ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
     facts = [f"{plan.num_parameters:,} parameters", *(kinds or ["fp32"])]
-    facts += [f"micro-batch {plan.configured.micro_batch}", f"{ranks}{plan.headline}"]
+    facts += [
+        f"micro-batch {plan.configured.micro_batch}",
+        count(plan.world_size, "rank") + plan.headline,
+    ]
     console.print(", ".join(facts), markup=False, highlight=False)
     for part in plan.tables(rows):
         table = Table(title=part.title)

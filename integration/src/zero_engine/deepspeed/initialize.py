@@ -35,6 +35,7 @@ from zero_engine.deepspeed.utils.z3_leaf_module import mark_configured
 from zero_engine.deepspeed.zero.described import describe_engine
 from zero_engine.deepspeed.zero.partition_parameters import suspended_init
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
+from zero_engine.terminal import count
 
 DeepSpeedConfigError = ConfigError
 TESTED = (
@@ -331,8 +332,8 @@ def describe(settings: Settings, config: Config, world_size: int) -> str:
         different += [row for row in leaves if not row[0].endswith("api_key")]
     lines = [
         "zero-engine: configuration in effect; every other key has its default",
-        f"  batch: {total} samples a step = {micro} a rank and micro-step * {steps} micro-steps "
-        f"* {world_size} ranks",
+        f"  batch: {total} samples a step = {micro} a rank and micro-step * "
+        f"{count(steps, 'micro-step')} * {count(world_size, 'rank')}",
         *(f"  {path} = {json.dumps(value)}" for path, value in different),
     ]
     without_effect = [*settings.notes, *(row for row in unneeded if row[0] not in own)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping, MutableMapping
-from functools import partial
 from typing import Any
 
 from zero_core.schedules import WarmupCosineLR as WarmupCosineLR
@@ -94,6 +93,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Return the process's tuning arguments, and its other arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
@@ -110,11 +110,24 @@ def _override(args: Any, params: MutableMapping[str, Any], names: Iterable[str])
             params[name] = value
 
 
-# As `override_params`, for one schedule each.
-override_lr_range_test_params = partial(_override, names=_NAMES_OF[LR_RANGE_TEST])
-override_1cycle_params = partial(_override, names=_NAMES_OF[ONE_CYCLE])
-override_warmupLR_params = partial(_override, names=_NAMES_OF[WARMUP_LR])
-override_warmupCosineLR_params = partial(_override, names=_NAMES_OF[WARMUP_COSINE_LR])
+def override_lr_range_test_params(args: Any, params: MutableMapping[str, Any]) -> None:
+    """Do the same as `override_params`, for LRRangeTest only."""
+    _override(args, params, _NAMES_OF[LR_RANGE_TEST])
+
+
+def override_1cycle_params(args: Any, params: MutableMapping[str, Any]) -> None:
+    """Do the same as `override_params`, for OneCycle only."""
+    _override(args, params, _NAMES_OF[ONE_CYCLE])
+
+
+def override_warmupLR_params(args: Any, params: MutableMapping[str, Any]) -> None:
+    """Do the same as `override_params`, for WarmupLR and WarmupDecayLR only."""
+    _override(args, params, _NAMES_OF[WARMUP_LR])
+
+
+def override_warmupCosineLR_params(args: Any, params: MutableMapping[str, Any]) -> None:
+    """Do the same as `override_params`, for WarmupCosineLR only."""
+    _override(args, params, _NAMES_OF[WARMUP_COSINE_LR])
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:

@@ -251,10 +251,7 @@ def reason_to_refuse(name: str) -> str | None:
 
 
 def refuse_other_names(path: str) -> None:
-    """Resolve public names that ``zero_engine.deepspeed.PATH`` lacks to an `Unserved`.
-
-    In submodules, the served names become ``__all__``.
-    """
+    """Resolve public names that ``zero_engine.deepspeed.PATH`` lacks to an `Unserved`."""
     full_name = f"{_HOME}.{path}".removesuffix(".")
     module = sys.modules[full_name]
 

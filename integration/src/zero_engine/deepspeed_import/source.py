@@ -236,10 +236,7 @@ def make_source(
 def split_states(
     state: Mapping[str, Any], where: str, master: Tensor
 ) -> tuple[dict[str, Tensor], int]:
-    """Return the elementwise states of an optimizer's ``state``, flat, and its number of steps.
-
-    ``master`` is the flat master weight, which is added to the states.
-    """
+    """Return flat elementwise states, with ``master`` added, and the number of steps."""
     found = {k: v for k, v in state.items() if k != "step" and v is not None}
     strange = sorted(found.keys() - set(MOMENTS))
     if strange or (found and not set(MOMENTS[:2]) <= found.keys()):

@@ -173,10 +173,7 @@ def _check(parts: Sequence[_Part], engine: ShardedModel) -> None:
 
 
 def _names(parts: Sequence[_Part]) -> tuple[dict[int, str], frozenset[int]]:
-    """Return each weight's first name by ``id``, and ids of weights that adapted modules change.
-
-    A tied weight is stored under its first name.
-    """
+    """Return first names by ``id``, also of tied weights, and ids that adapted modules change."""
     first: dict[int, str] = {}
     adapted: dict[int, _Part] = {}
     for part in parts:

@@ -303,7 +303,6 @@ class ZeroTrainer(Trainer):
             super()._load_best_model()
 
     def _writable(self) -> AbstractContextManager[object]:
-        """Return a context in which every rank may write the whole model with equal values."""
         if self.engine is None or self.engine.module is not self.model:
             return nullcontext()
         return self.engine.gathered(modifier_rank=0)
@@ -456,7 +455,6 @@ def fill_schedule(
 def _fill(
     block: dict[str, Any], path: str, value: Any, differences: list[str], prefix: str = ""
 ) -> None:
-    """Set ``path``, a key or "block.key", to ``value``, or append a mismatch to ``differences``."""
     *outer, key = path.split(".")
     for name in outer:
         block = block.setdefault(name, {})

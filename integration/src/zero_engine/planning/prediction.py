@@ -512,7 +512,6 @@ class StepProgram:
         self._publish(unit, [updated])
 
     def _begin_update(self, unit: int) -> None:
-        """Update a unit before the step is decided, if the undo log has room for the update."""
         shape, time = self._shape, self._units[unit]
         room = shape.undo_share * sum(other.host_s for other in self._units)
         begun = sum(self._units[other].host_s for other in self._begun)

@@ -127,10 +127,7 @@ class TimedPlan(Plan):
         return "".join(f"; {mark} that fits: {choice}" for mark, choice in self.marked.items())
 
     def tables(self, most_choices: int = 1000) -> tuple[Table, ...]:
-        """Return the tables of bytes, the step, and choices. Varied choices are sorted by time.
-
-        If there are more than ``most_choices``, the marked choices and the first others are shown.
-        """
+        """Return the tables. Of more than ``most_choices``, the marked and the first are shown."""
         by_time = sorted(self.choices, key=lambda c: (c.is_varied, c.is_varied and c.sample_s))
         ordered = replace(self, choices=tuple(by_time))
         *others, choices = Plan.tables(ordered)

@@ -149,10 +149,7 @@ class Search:
     def _placed(
         self, choices: Sequence[TimedChoice], variants: Sequence[Variant]
     ) -> list[TimedChoice]:
-        """Return choices whose placement is not the configured one.
-
-        If none of ``choices`` fits, all variants are tried, up to the first placement that fits.
-        """
+        """Return choices of other placements, and of all variants if no choice fits."""
         best = _fastest(choices[0], choices, allow_rounding=False)
         if best is not None:
             variants = list(dict.fromkeys([self._planner.given, variant_of(best)]))

@@ -15,10 +15,10 @@ from zero_core.config import find_unneeded, load_config
 from zero_core.errors import ConfigError, ZeroError
 from zero_core.footprint import Plan, Traffic, TrafficChoice, format_bytes, plan
 from zero_engine.report import charts
-from zero_engine.report.diagnosis import Cause, count, diagnose, show_s, transient_bytes
+from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
 from zero_engine.report.page import Block, Chart, Code, Moves, Page, Table, Text, Verdict
 from zero_engine.report.run import WAITS, Measured, Run, kept_bytes, measure, sent_bytes
-from zero_engine.terminal import require
+from zero_engine.terminal import count, require
 
 _MAX_ROWS = 50
 _NUM_MOVES = 3

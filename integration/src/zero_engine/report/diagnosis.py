@@ -16,6 +16,7 @@ from typing import Any
 
 from zero_core.footprint import format_bytes
 from zero_engine.report.run import INSIDE, WAITS, Measured, RankStep
+from zero_engine.terminal import count
 
 _LEAST = 0.08
 """Smallest share of a step that counts as a cause."""
@@ -151,11 +152,7 @@ def transient_bytes(found: Measured) -> tuple[int, str]:
 
 
 def _activation_bytes(found: Measured) -> int:
-    """Return an estimate of the bytes of activations in a step.
-
-    The estimate is the growth from one block's forward to the next one's, times the blocks. On a
-    CPU only the first step shows the growth: freed memory stays resident.
-    """
+    """Estimate a step's bytes of activations by the growth of memory from block to block."""
     best, num_blocks = 0.0, len(found.run.run.units) - 1
     for rank in found.run.ranks:
         for detail in rank.details:
@@ -222,10 +219,6 @@ def _threads(found: Measured) -> Iterator[Cause]:
         after,
         f"forward, backward and step {scaling:.2g} times as fast, as usual",
     )
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _offload(found: Measured) -> Mapping[str, Any]:

@@ -89,11 +89,7 @@ class Run:
 
     @property
     def failures(self) -> list[str]:
-        """Sentences about ranks that failed, in time order, and about ranks without an end.
-
-        A rank without an end counts only if another rank has ended: otherwise the run may still go
-        on.
-        """
+        """Sentences about failed ranks, by time, and ranks without an end if others have one."""
         ends = [(rank, rank.end) for rank in self.ranks]
         failed = [(e.at, rank, e) for rank, e in ends if e is not None and e.what == "failed"]
         found = [
@@ -162,10 +158,7 @@ def _read_rank(file: Path) -> Rank | None:
 
 
 def _resumed(records: Sequence[Record]) -> list[Record]:
-    """Set ``first_step`` of each start's record to the step after which the start resumed.
-
-    An engine that records by its configuration starts to record before it loads a checkpoint.
-    """
+    """Set ``first_step`` of each start's record: recording begins before a checkpoint is loaded."""
     found = list(records)
     start: RunRecord | None = None
     place = 0

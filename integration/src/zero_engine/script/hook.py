@@ -71,10 +71,7 @@ def install() -> None:
 
 
 def record_uncaught() -> None:
-    """Write an uncaught exception to torchrun's error file, unless a parent process does.
-
-    torchrun expects the script to write the file (``@record``).
-    """
+    """Write an uncaught exception to torchrun's error file, unless a parent process does."""
     path = os.environ.get(ERROR_FILE, "")
     own = f"{os.getpid()} {path}"
     known = os.environ.get(WRITER, "")
@@ -153,7 +150,6 @@ class _Alias(Loader):
 def _mended(
     fullname: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    """Return the module's own spec, with a loader that patches the module after its import."""
     # foreign: finders of other projects. Old ones have no find_spec.
     others = (f for f in sys.meta_path if not isinstance(f, _Served) and hasattr(f, "find_spec"))
     found = (finder.find_spec(fullname, path, target) for finder in others)

@@ -372,7 +372,6 @@ def keep_updates_to_steps(core: dict[str, Any]) -> None:
 
 
 def _data_types(core: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``data_types`` with zero-core's dtype names. By default buffers keep their dtype."""
     types = {"buffer_dtype": _AS_MADE, **core.get("data_types", {})}
     for key in ("buffer_dtype", "grad_accum_dtype", "param_dtype"):
         if key in types:
@@ -560,8 +559,6 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
 
 
 class _Sorter:
-    """Sorter of a configuration into ``core`` for zero-core, ``own`` by path, and ``notes``."""
-
     def __init__(self) -> None:
         self.core: dict[str, Any] = {}
         self.own: dict[str, Any] = {}

@@ -109,7 +109,6 @@ class Watch:
                 getattr(observer, f"end_{name}")()
 
     def followed(self, outputs: _Outputs) -> _Outputs:
-        """Return ``outputs`` of a forward, with hooks that observe a plain ``backward()``."""
         self._is_in_backward = False  # a failed backward may have left it True
         for leaf in pytree.tree_leaves(outputs) if self.observers else ():
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
@@ -238,10 +237,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return loss / steps if steps > 1 else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, for a plain ``backward()``.
-
-        Raises NotScalarError if ``loss`` has several values.
-        """
+        """Return ``loss`` times the loss scale, for a plain backward. Not scalar: NotScalarError."""
         if loss.numel() != 1:
             raise NotScalarError(
                 f"scale() takes a scalar tensor, found a loss of shape {tuple(loss.shape)}: run "

@@ -27,10 +27,7 @@ class _Stdout(logging.Handler):
 
 
 def speak(name: str, level: int | str) -> logging.Logger:
-    """Make the logger ``name`` write to stdout at ``level``, and not to its parents' handlers.
-
-    As in DeepSpeed, the lines appear whatever logging the script has configured.
-    """
+    """Make the logger ``name`` write to stdout at ``level``, whatever the script configures."""
     found = logging.getLogger(name)
     found.setLevel(level)
     found.propagate = False
