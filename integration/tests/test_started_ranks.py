@@ -51,17 +51,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("environment", [SLURM, PMI2])
-def test_records_of_an_unchanged_script_are_read_by_a_report(tmp_path: Path) -> None:
-    script, folder = tmp_path / "script.py", tmp_path / "records"
-    script.write_text(
-        'import torch, zero_core; config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}\n'
-        "engine = zero_core.build(torch.nn.Linear(2, 2), config)\n"
-        "engine.backward(engine(torch.ones(1, 2)).sum()); engine.step()\n"
-    )
-    run_program("run", f"--record={folder}", str(script))
-    assert read_run(folder).ranks[0].steps[-1].step == 1
-
-
 def test_slurms_task_is_a_rank(environment: dict[str, str]) -> None:
     ranks = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
     address = {"MASTER_ADDR": "node07", "MASTER_PORT": "20007"}
@@ -352,3 +341,14 @@ def test_timeout_is_the_environments_in_minutes_and_must_be_a_number(monkeypatch
     deepspeed.init_distributed()
     found = [options.get("timeout") for options in made]
     assert found == [timedelta(minutes=7), timedelta(seconds=5), None]
+
+
+def test_records_of_an_unchanged_script_are_read_by_a_report(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "records"
+    script.write_text(
+        'import torch, zero_core; config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}\n'
+        "engine = zero_core.build(torch.nn.Linear(2, 2), config)\n"
+        "engine.backward(engine(torch.ones(1, 2)).sum()); engine.step()\n"
+    )
+    run_program("run", f"--record={folder}", str(script))
+    assert read_run(folder).ranks[0].steps[-1].step == 1

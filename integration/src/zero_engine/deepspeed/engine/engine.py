@@ -237,7 +237,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return loss / steps if steps > 1 else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, for a plain backward. Not scalar: NotScalarError."""
+        """Return ``loss`` times the loss scale, for a plain backward. Not scalar: it raises."""
         if loss.numel() != 1:
             raise NotScalarError(
                 f"scale() takes a scalar tensor, found a loss of shape {tuple(loss.shape)}: run "
