@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -33,6 +34,7 @@ from zero_core.testing.sampled_rows import (
 from zero_engine.calibration import kept
 from zero_engine.cli import app
 from zero_engine.launch.torchrun import local_address_only
+from zero_engine.presets import EXAMPLES, default_config_text
 from zero_engine.train.settings import RunFolder
 
 # Ranks fork from a server process that has imported these modules, which takes seconds.
@@ -143,8 +145,11 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_options(text_file: Path) -> tuple[str, ...]:
-    """Return options of a tiny run with the default configuration: stage 3, Twin-Flow, qwZ."""
-    return (*TINY, f"--data={text_file}", f"--steps={STEPS}")
+    """Return options of a tiny run with the schedule of the default: stage 3, Twin-Flow, qwZ."""
+    zero = {"zero_optimization": EXAMPLES["tour"]["zero_optimization"]}
+    config = text_file.with_name("zero.json")
+    config.write_text(json.dumps(json.loads(default_config_text()) | zero), encoding="utf-8")
+    return (*TINY, f"--data={text_file}", f"--config={config}", f"--steps={STEPS}")
 
 
 @pytest.fixture(scope="session")

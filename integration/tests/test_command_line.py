@@ -37,18 +37,21 @@ from zero_engine.launch.torchrun import _exit_code
 from zero_engine.machine import available_cores, memory_limit_bytes
 from zero_engine.progress import working
 from zero_engine.train.launch import rank_environment
+from zero_engine.train.settings import engine_config, fill_auto
 
 
 def test_config_prints_the_default_configuration() -> None:
     config = json.loads(run_here("config"))
-    assert config["zero_optimization"] == {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
-        "zero_quantized_weights": True,
-    }
+    assert config["zero_optimization"] == {"stage": 1}  # exact
+    assert config["bf16"] == {"enabled": "auto"}
+    assert engine_config(None, is_accelerated=True)["bf16"] == {"enabled": True}
+    filled = engine_config(None, is_accelerated=False)
+    engine = zero_core.build(nn.Linear(2, 2), fill_auto(filled, 10))
+    assert engine.optimizer.param_groups[0]["lr"] > 0  # the first step changes something
 
 
 def test_version_is_that_of_the_distribution() -> None:
+    assert run_here("version") == run_here("--version")
     assert run_here("version").strip() == zero_engine.__version__
     (point,) = importlib.metadata.entry_points(group="console_scripts", name="zero-engine")
     assert point.load() is main
@@ -180,6 +183,8 @@ def test_whole_checkpoint_is_verified_inspected_exported_and_damage_told(saved, 
     assert "best" in _run("inspect", saved)[1]
     code, text, _ = _run("export", saved, tmp_path / "hf", "--dtype", "float16")
     assert (code, set(load_file(tmp_path / "hf" / "model.safetensors"))) == (0, {"weight", "bias"})
+    assert "2 parameters, float16, " in _run("export", saved, tmp_path, "--dtype", "float16")[1]
+    assert "is this engine's checkpoint already" in _run("import", saved, tmp_path / "no")[2]
     code, text, _ = _run("prune", saved, "--keep-last", 1, "--dry-run", "--json")
     assert (code, json.loads(text)["removed"]) == (0, [])
     path = saved / "best" / "buffers.safetensors"

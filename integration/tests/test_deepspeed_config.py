@@ -270,7 +270,7 @@ def test_the_configuration_in_effect_is_told_once_with_what_has_no_effect(capsys
     engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
     told = capsys.readouterr().err
     assert told.count("configuration in effect") == 1
-    assert "batch: 6 samples a step = 2 a rank and micro-step * 3 micro-steps * 1 ranks" in told
+    assert "batch: 6 samples a step = 2 a rank and micro-step * 3 micro-steps * 1 rank" in told
     for line in (
         "zero_optimization.stage = 1",
         'optimizer.params = {"lr": 0.5}',

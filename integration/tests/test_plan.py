@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,7 @@ import pytest
 import torch
 from conftest import run_here
 from torch import Tensor, nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import zero_core
 from zero_core import ConfigError
@@ -123,26 +119,18 @@ def test_program_prints_tables_and_writes_json_and_a_picture(tmp_path: Path) -> 
     GPT2.save_pretrained(tmp_path)
     (tmp_path / "zero.json").write_text(json.dumps(make_config(0, "bf16")))
     said = run_here(
-        "plan",
-        f"--model={tmp_path}",
-        f"--config={tmp_path / 'zero.json'}",
-        "--ranks=4",
-        "--ranks-per-node=2",
-        "--tokens=32",
-        "--device-memory=24GiB",
-        f"--json-file={tmp_path / 'plan.json'}",
-        f"--png={tmp_path / 'plan.png'}",
+        *("plan", f"--model={tmp_path}", f"--config={tmp_path / 'zero.json'}", "--ranks=4"),
+        *("--ranks-per-node=2", "--tokens=32", "--device-memory=24GiB"),
+        *(f"--json-file={tmp_path / 'plan.json'}", f"--png={tmp_path / 'plan.png'}"),
     )
     content = json.loads((tmp_path / "plan.json").read_text())
     assert content["device_memory"] == 24 * 2**30
     for kind in content["memory"]["device"]:
         assert kind in said
-    assert [choice["name"] for choice in content["traffic_choices"]] == [
-        "as configured",
-        "zero_quantized_gradients",
-        "zero_lossless_gradients",
-    ]
+    names = ["as configured", "zero_quantized_gradients", "zero_lossless_gradients"]
+    assert [choice["name"] for choice in content["traffic_choices"]] == names
     assert "Traffic choices" in said
+    assert re.match(r"[\d,]+ parameters, bf16, micro-batch 2, 4 ranks; simplest that fits:", said)
     assert content["advice"].split(":")[0] in " ".join(said.split())
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
@@ -190,6 +178,7 @@ def test_program_predicts_times_by_a_device_and_writes_what_fits(tmp_path: Path)
     )
     assert "Predicted step" in said
     assert "bounds it" in said
+    assert "more by --all" in said
     written = json.loads((tmp_path / "fit.json").read_text())
     config = load_config(written, world_size=8)
     assert config.train_batch_size == 64

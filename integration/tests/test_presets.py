@@ -54,7 +54,7 @@ def test_example_trains_as_it_is_printed(name: str, losses: dict[str, list[float
     first, second = losses[name]
     assert second < first
     # Host and device differ in the last bit. Quantization changes more.
-    tolerance = 0.05 if name == "stage3-zeropp" else 0.01
+    tolerance = 0.05 if name in ("stage3-zeropp", "tour") else 0.01
     assert losses[name] == pytest.approx(losses["stage3"], rel=tolerance)
 
 

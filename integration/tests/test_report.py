@@ -23,7 +23,7 @@ from zero_core.records import DetailRecord, EventRecord, RecordFile, RunRecord, 
 from zero_core.testing import make_tower, rows, train
 from zero_engine.cli import app
 from zero_engine.report import write_report
-from zero_engine.report.compose import first_sentence
+from zero_engine.report.compose import _merged, first_sentence
 from zero_engine.report.run import kept_bytes, read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028'\"&"
@@ -265,6 +265,10 @@ def test_a_page_has_a_move_for_each_cause(tmp_path: Path) -> None:
     )
     assert re.search(r"\S+ ms \u2192 \S+ ms an update \(-\d+%\)", moves)
     assert "Predicted from this run" in moves
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "nvme"}}
+    merged = _merged('"offload_optimizer": {"ratio": 0.5}', {"zero_optimization": zero})
+    zero["offload_optimizer"]["ratio"] = 0.5
+    assert json.loads("{" + merged + "}") == {"zero_optimization": zero}
     page = write_report(_write(tmp_path / "calm"), tmp_path / "calm.html")
     assert _section(page, "Next moves").startswith("No move")
 

@@ -20,6 +20,7 @@ from zero_engine import deepspeed
 from zero_engine.launch.ranks import join_ranks
 from zero_engine.launch.started_ranks import first_host, rank_variables
 from zero_engine.launch.torchrun import local_address_only
+from zero_engine.report.run import read_run
 from zero_engine.script.hook import hooked
 from zero_engine.script.run import OPTION, Source, declares, source_of
 
@@ -340,3 +341,14 @@ def test_timeout_is_the_environments_in_minutes_and_must_be_a_number(monkeypatch
     deepspeed.init_distributed()
     found = [options.get("timeout") for options in made]
     assert found == [timedelta(minutes=7), timedelta(seconds=5), None]
+
+
+def test_records_of_an_unchanged_script_are_read_by_a_report(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "records"
+    script.write_text(
+        'import torch, zero_core; config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}\n'
+        "engine = zero_core.build(torch.nn.Linear(2, 2), config)\n"
+        "engine.backward(engine(torch.ones(1, 2)).sum()); engine.step()\n"
+    )
+    run_program("run", f"--record={folder}", str(script))
+    assert read_run(folder).ranks[0].steps[-1].step == 1

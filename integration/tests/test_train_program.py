@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import STEPS, TINY, train_forked
+from conftest import STEPS, TINY, run_here, train_forked
+from safetensors import SafetensorError
 from support import fake_cuda
 from support.fake_cuda.simulated import simulate_on_devices
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -19,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zero_core
-from zero_core.errors import ConfigError
+from zero_core.errors import ConfigError, ZeroError
 from zero_core.testing import Case, Tower, rows, run_alone, spawn
 from zero_core.watch.place import Place
 from zero_engine.report.charts import loss_series
@@ -89,7 +91,7 @@ def _open_each_its_own(rank: int, _world_size: int, folder: str) -> None:
             open_corpus(Path(folder, other, str(rank)), 0, cpu)
 
 
-def test_all_ranks_refuse_a_text_that_one_of_them_has_not(tmp_path: Path) -> None:
+def test_all_ranks_refuse_a_text_that_one_of_them_has_not(tmp_path, monkeypatch) -> None:
     def prepare(text: str, *names: str) -> None:
         for name in names:
             prepare_corpus(text, tmp_path / name, vocab_size=260, context=8)
@@ -97,10 +99,16 @@ def test_all_ranks_refuse_a_text_that_one_of_them_has_not(tmp_path: Path) -> Non
     prepare("one text of a few words " * 9, "0", "same/0", "same/1", "another/0", "missing/0")
     prepare("another text of some words " * 9, "another/1")
     spawn(_open_each_its_own, 2, str(tmp_path))
+    full = SafetensorError("No space left on device")
+    monkeypatch.setattr("zero_engine.train.data.save_file", Mock(side_effect=full))
+    with pytest.raises(ZeroError, match=r"No space left on device. It takes .* are free there"):
+        prepare("one text of a few words " * 9, "full")
 
 
 def test_transformers_loads_the_model_and_a_report_reads_the_run(finished_run):
     folder, output = finished_run
+    for words in ("verify", "inspect"):  # of the run's folder
+        assert "step-" in run_here(words, str(folder.root))
     run = read_run(folder.root)
     printed = re.findall(r"step (\d+)/\d+  held-out loss ([\d.]+)", output)
     assert [(str(step), f"{loss:.4f}") for step, loss in run.held_out] == printed

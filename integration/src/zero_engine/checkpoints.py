@@ -5,7 +5,9 @@ torch is imported only when a command needs it, because the import takes seconds
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,9 +25,19 @@ _Output = Annotated[str, typer.Argument(metavar="OUT", show_default=False)]
 _Tag = Annotated[Text, option("Name of the checkpoint. Default: the newest.")]
 
 
+def _checkpoints_of(directory: str) -> str:
+    """Return the folder or URL of the checkpoints in ``directory``, which may be a run's folder."""
+    if not Path(directory, "config.resolved.json").is_file():
+        return directory
+    from zero_engine.train.settings import RunFolder
+
+    return str(RunFolder.of({"output": directory}).checkpoint)
+
+
 def verify(directory: _Folder, tag: _Tag = None) -> Answer:
     """Check every byte of a checkpoint. Ends with code 1 if it is damaged."""
     # Resolve the default tag first, because a live run may save a newer checkpoint meanwhile.
+    directory = _checkpoints_of(directory)
     found = zero_core.inspect_checkpoint(directory, tag)
     with working("verifying") as show:
         checked = zero_core.verify_checkpoint(directory, found["tag"], progress=show)
@@ -35,7 +47,7 @@ def verify(directory: _Folder, tag: _Tag = None) -> Answer:
 
 def inspect(directory: _Folder, tag: _Tag = None) -> Answer:
     """Show what a checkpoint holds, without reading its tensors."""
-    found = zero_core.inspect_checkpoint(directory, tag)
+    found = zero_core.inspect_checkpoint(_checkpoints_of(directory), tag)
     lines = []
     for key, value in found.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else value
@@ -58,13 +70,20 @@ def export(
     if dtype is not None and dtype not in _DTYPES:
         raise CheckpointError(f"--dtype {dtype}: expected one of {', '.join(_DTYPES)}")
     chosen = None if dtype is None else getattr(torch, dtype)
-    found = zero_core.inspect_checkpoint(directory, tag)
+    place, hf = _checkpoints_of(directory), Path(directory, "hf")
+    found = zero_core.inspect_checkpoint(place, tag)
     with working("exporting") as show:
         written = zero_core.export_checkpoint(
-            directory, output, found["tag"], dtype=chosen, progress=show
+            place, output, found["tag"], dtype=chosen, progress=show
         )
-    text = f"{output}: {len(written)} parameters"
-    return {"output": output, "parameters": len(written)}, text
+    for file in hf.glob("*.json") if place != directory else ():  # a run has its model's config
+        shutil.copy(file, output)
+    nbytes = sum(file.stat().st_size for file in Path(output).glob("*.safetensors"))
+    text = (
+        f"{output}: {len(written)} parameters, {dtype or 'dtypes as trained'}, {nbytes:,} bytes. "
+        "Load them with safetensors.torch.load_model(model, FILE), which knows tied weights"
+    )
+    return {"output": output, "parameters": len(written), "bytes": nbytes}, text
 
 
 def prune(
@@ -81,7 +100,7 @@ def prune(
     """Remove older checkpoints whose tags are a prefix and a step number. Others always stay."""
     with working("looking for checkpoints" if dry_run else "removing checkpoints"):
         removed = zero_core.prune_checkpoints(
-            directory,
+            _checkpoints_of(directory),
             keep_last=keep_last,
             keep_every=keep_every,
             prefixes=prefix,
@@ -111,6 +130,12 @@ def convert(
     """
     from zero_engine.deepspeed_import.importing import import_checkpoint
 
+    place = Path(_checkpoints_of(directory))
+    if any((folder / "manifest.json").is_file() for folder in (place, *place.glob("*"))):
+        raise CheckpointError(
+            f"{directory} is this engine's checkpoint already: load it with "
+            "engine.load_checkpoint(), or write its weights with zero-engine export"
+        )
     with working("importing"):
         place = import_checkpoint(directory, output, tag, optimizer=optimizer, frozen=frozen or ())
     return {"folder": str(place)}, f"wrote {place}"

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, getdoc, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,15 +28,32 @@ from zero_engine.launch.started_ranks import end_with_launcher
 from zero_engine.presets import EXAMPLES, default_config_text
 from zero_engine.progress import quiet, working
 from zero_engine.terminal import refuse, require
-from zero_engine.train.options import RunSettings, Start, flag_of
+from zero_engine.train.options import RunSettings, Start, first_line, flag_of
 
 app = typer.Typer(
-    help="Train with ZeRO: sharded, offloaded, quantized.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # rich's tracebacks are hard to paste into a bug report
 )
 
 _Number = int | None
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(zero_engine.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    is_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Train with ZeRO: sharded, offloaded, quantized."""
 
 
 class _ResumeCommand(TyperCommand):
@@ -59,7 +77,10 @@ def _with_run_settings(command: Callable[..., None]) -> Callable[..., None]:
     for name, field in RunSettings.model_fields.items():
         flag, kind = flag_of(name), field.annotation
         flags = [f"{flag}/--no-{name}"] if kind is bool else [flag]
-        option = typer.Option(*flags, help=field.description, show_default=False)
+        text = str(field.description)
+        if field.default is not None and kind is not bool and "Default:" not in text:
+            text += f" Default: {field.default}."
+        option = typer.Option(*flags, help=text, show_default=False)
         hint = Annotated[kind | None, option]  # type: ignore[valid-type]
         settings.append(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=hint))
     vars(command)["__signature__"] = own.replace(parameters=[*settings, *others])
@@ -98,16 +119,23 @@ def train(
         raise typer.BadParameter("--ranks must be at least 1")
     # Called first, because the launcher may end during the imports below, which take seconds.
     end_with_launcher()
-    # torch and transformers take seconds to import, so each command imports what it needs.
-    from zero_engine.launch.ranks import fail, is_under_launcher
-
     start = {None: Start.NEW, "yes": Start.RESUME, "auto": Start.AUTO}[resume]
     if overwrite:
         start = Start.OVERWRITE
+    libraries = ("transformers", "tokenizers", "filelock", "matplotlib", "tensorboard")
+    if "RANK" not in os.environ:
+        try:
+            require("train", "zero-engine train", *libraries)
+            said = first_line(options, start)
+        except ZeroError as error:
+            sys.exit(refuse(error, as_json=False))
+        print(f"zero-engine train: {said}", file=sys.stderr)
+    # torch and transformers take seconds to import, so each command imports what it needs.
+    from zero_engine.launch.ranks import fail, is_under_launcher
+
     try:
-        libraries = ("transformers", "tokenizers", "filelock", "matplotlib", "tensorboard")
-        require("train", "zero-engine train", *libraries)
         if is_under_launcher():
+            require("train", "zero-engine train", *libraries)
             from zero_engine.train.program import train as train_on_this_rank
 
             code = train_on_this_rank(options, start)
@@ -173,6 +201,7 @@ def plan(
         ),
     ] = None,
     model_option: Annotated[Text, typer.Option("--model", hidden=True)] = None,
+    size: Annotated[Text, option("Parameters of a GPT-2, as 7b, in place of its sizes.")] = None,
     layers: Annotated[int, typer.Option(help="Blocks of the GPT-2.")] = 12,
     width: Annotated[int, typer.Option(help="Width of the GPT-2.")] = 768,
     heads: Annotated[int, typer.Option(help="Attention heads of the GPT-2.")] = 12,
@@ -230,6 +259,7 @@ def plan(
     ] = False,
     json_file: Annotated[Text, option("Write the plan as JSON there.")] = None,
     png: Annotated[Text, option("Draw the memory as a picture there.")] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Show more than 8 choices.")] = False,
     as_json: Json = False,
 ) -> None:
     """Forecast the memory, traffic and time of a run, and what fits best.
@@ -251,22 +281,21 @@ def plan(
             from zero_engine.plan_command import PlanRequest
 
             sizes = {name: given.pop(name) for name in ("layers", "width", "heads", "vocab")}
-            for name in ("model", "json_file", "png", "as_json"):
+            for name in ("model", "json_file", "png", "show_all", "as_json"):
                 given.pop(name)
             request = PlanRequest(model=named or model, sizes=sizes, **given)
             planned = request.make()
         from zero_engine.plan_command import show_plan, write_plan
 
         write_plan(planned, json_file, png)
-        request.write_fit(planned)
-        if request.said:
-            print(request.said, file=sys.stderr)
+        for line in filter(None, (request.write_fit(planned), request.said)):
+            print(line, file=sys.stderr)
     except ZeroError as error:
         sys.exit(refuse(error, as_json=as_json))
     if as_json:
         print(planned.to_json())
     else:
-        show_plan(planned, Console())
+        show_plan(planned, request.settings(), Console(), 1000 if show_all else 8)
     if planned.best is None:
         sys.exit(1)
 
@@ -387,11 +416,16 @@ def config(
     print(text, end="")
 
 
-@app.command()
-def version(as_json: Json = False) -> None:
+def version() -> Answer:
     """Print the version."""
-    found = zero_engine.__version__
-    print(json.dumps({"version": found}) if as_json else found)
+    return {"version": zero_engine.__version__}, zero_engine.__version__
+
+
+_add(version, "version")
+
+
+for _command in app.registered_commands:  # terminals wrap paragraphs by their own width
+    _command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", getdoc(_command.callback) or "")
 
 
 def main() -> None:

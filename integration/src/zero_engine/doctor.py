@@ -123,7 +123,6 @@ def _packages() -> Iterator[_Row]:
 
 
 def _release() -> _Row:
-    """Describe torch, its build, Python and the driver, and whether the first three are tested."""
     release, _, build = torch.__version__.partition("+")
     python, minor = ".".join(platform.python_version_tuple()[:2]), release.rpartition(".")[0]
     shown = f"torch {release}, {build or 'default build'}, Python {python}"

@@ -25,6 +25,8 @@ def parse_bytes(text: str, name: str) -> int:
         number, unit, binary = match.groups()
         scale: int = (1024 if binary else 1000) ** "_kmgt".index(unit or "_")
         found = float(number) * scale
+        if not unit and 0 < found < 1e6 and name.startswith("--"):
+            raise ConfigError(f"{name} {text}: {found:g} bytes? Give a unit, as in {number}GB")
         if math.isfinite(found) and round(found) > 0:
             return round(found)
     raise ConfigError(f"{name} {text}: expected a size such as 24GB or 22.5GiB")

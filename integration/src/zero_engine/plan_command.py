@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ from zero_engine.calibration.kept import KeptRates, kept_rates
 from zero_engine.calibration.machine import device_calibration, device_memory, read_calibration
 from zero_engine.machine import parse_bytes
 from zero_engine.planning import Calibration, TimedPlan
+from zero_engine.terminal import count
 from zero_engine.train.settings import AUTO, engine_config
 
 GB = 10**9
@@ -38,6 +40,7 @@ class PlanRequest:
 
     model: str | None
     sizes: Mapping[str, int]
+    size: str | None = None
     tokens: int | None = None
     batch_size: int | None = None
     micro_batch_size: int | None = None
@@ -64,9 +67,6 @@ class PlanRequest:
         device, host = (None if v is None else parse_bytes(v, k) for k, v in limits.items())
         if device is None and self.device is not None:
             device = device_memory(self.device)
-        is_on_cpu = self.on_cpu
-        if self.device is None and calibration is not None and calibration.rates[0].cores:
-            is_on_cpu = True
         inputs = None
         if tokens is not None:
             resolved = zero_core.load_config(settings, world_size=self.ranks)
@@ -81,7 +81,7 @@ class PlanRequest:
             host_memory=host,
             ranks_per_node=self.ranks_per_node,
             example_inputs=inputs,
-            device_type="cpu" if is_on_cpu else "accelerator",
+            device_type="cpu" if self._is_on_cpu else "accelerator",
             calibration=calibration,
             allow_rounding=self.allow_rounding,
             nvme_path=self.nvme_path,
@@ -89,7 +89,6 @@ class PlanRequest:
 
     @property
     def said(self) -> str:
-        """Line about the kept rates, or "" if an option chooses other rates or none."""
         if self._kept is None:
             return ""
         if self._kept.calibration is None or self.tokens is not None:
@@ -99,7 +98,7 @@ class PlanRequest:
         return f"{self._kept.said}, for {self._traced_tokens} tokens a sample (--seq-length)"
 
     def settings(self) -> dict[str, Any]:
-        found = engine_config(self.config)
+        found = engine_config(self.config, is_accelerated=not self._is_on_cpu)
         # A run fills "auto" values of its schedule from its number of steps. A plan has none.
         if AUTO in json.dumps(found.get("scheduler", {})):
             del found["scheduler"]
@@ -116,20 +115,21 @@ class PlanRequest:
             found.pop(key, None)
         return found | {key: number for key, (_, number) in given.items() if number is not None}
 
-    def write_fit(self, plan: TimedPlan) -> None:
+    def write_fit(self, plan: TimedPlan) -> str:
+        """Write the best choice to ``--fit``, if both exist. Returns a line about it, or ""."""
         if self.fit is None or plan.best is None:
-            return
-        settings = engine_config(self.config)
-        schedule = {key: settings[key] for key in ("scheduler",) if key in settings}
+            return ""
+        written = engine_config(self.config, is_accelerated=not self._is_on_cpu)
+        schedule = {key: written[key] for key in ("scheduler",) if key in written}
         content = json.dumps(plan.best.apply(self.settings() | schedule), indent=2)
         try:
             Path(self.fit).write_text(content + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--fit {self.fit}: {error.strerror}") from None
+        return f"{plan.best} is written to {self.fit}"
 
     @cached_property
     def _kept(self) -> KeptRates | None:
-        """Rates that ``doctor --measure`` saved, or None if an option chooses others or none."""
         if self.no_rates or self.rates is not None or self.device is not None:
             return None
         found = kept_rates()
@@ -154,6 +154,8 @@ class PlanRequest:
             return self._kept.calibration
         if self.no_rates:
             return None
+        if self.device is not None:
+            device_memory(self.device)  # refuses unknown names
         if self.tokens is None:
             raise ConfigError("times need the tokens of a sample: give --seq-length")
         if self.rates is not None:
@@ -162,8 +164,17 @@ class PlanRequest:
         return device_calibration(str(self.device), per_node)
 
     @cached_property
+    def _is_on_cpu(self) -> bool:
+        found = None if self.device is not None else self._calibration
+        return self.on_cpu or (found is not None and found.rates[0].cores is not None)
+
+    @cached_property
     def _model(self) -> Any:
         path, tokens, sizes = self.model, self.tokens, self.sizes
+        if self.size is not None:
+            if path is not None:
+                raise ConfigError("--size and MODEL exclude each other")
+            sizes = {**sizes, **_sizes_of(self.size, sizes["vocab"])}
         given = sizes if path is None else {}
         for name, value in (given if tokens is None else {**given, "tokens": tokens}).items():
             if not 1 <= value <= _LARGEST[name]:
@@ -182,6 +193,11 @@ class PlanRequest:
                 n_positions=max(1024, tokens or 0),
             )
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+        if not file.exists():
+            raise ConfigError(
+                f"cannot read MODEL {path!r}: no file {file}. Give a local config.json, as "
+                "'hf download ID config.json' writes it, or the size of a GPT-2 as --size 7b"
+            )
         content = parse_json(read_config_text(file, "MODEL"), f"MODEL {path}")
         if not isinstance(content.get("model_type"), str):
             raise ConfigError(
@@ -201,15 +217,34 @@ class PlanRequest:
         return min(int(most), USUAL_TOKENS)
 
 
-def show_plan(plan: TimedPlan, console: Console) -> None:
-    for part in plan.tables():
+def _sizes_of(size: str, vocab: int) -> dict[str, int]:
+    """Return sizes of about ``size`` parameters, with 128 times as much width as blocks."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([kmb])", size.strip().lower())
+    numel = float(match[1]) * 1000 ** (1 + "kmb".index(match[2])) if match else 0.0
+    if not 1e5 <= numel <= 1e15:
+        raise ConfigError(f"--size {size}: expected parameters, such as 350m or 7b")
+    width = max(64, 64 * round((numel * 128 / 12) ** (1 / 3) / 64))
+    layers = max(1, round((numel - vocab * width) / (12 * width * width)))
+    return {"layers": layers, "width": width, "heads": width // 64}
+
+
+def show_plan(plan: TimedPlan, settings: Mapping[str, Any], console: Console, rows: int) -> None:
+    """Print ``plan`` of the configuration ``settings``, with at most ``rows`` choices."""
+    kinds = [k for k in ("bf16", "fp16") if settings.get(k, {}).get("enabled")]
+    facts = [f"{plan.num_parameters:,} parameters", *(kinds or ["fp32"])]
+    facts += [
+        f"micro-batch {plan.configured.micro_batch}",
+        count(plan.world_size, "rank") + plan.headline,
+    ]
+    console.print(", ".join(facts), markup=False, highlight=False)
+    for part in plan.tables(rows):
         table = Table(title=part.title)
         for number, heading in enumerate(part.headings):
             table.add_column(heading, justify="right" if number else "left")
         for row in part.rows:
             table.add_row(*row)
         console.print(table)
-    console.print(plan.advice)
+    console.print(plan.advice.replace("(nvme_path)", "(--nvme-path)"))
     for reason in plan.reasons:
         console.print(f"- {reason}.", markup=False, highlight=False)
 

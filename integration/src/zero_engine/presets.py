@@ -43,6 +43,11 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     for name, block in {
         **PRESETS,
         "stage3-nvme": {"stage": 3, "offload_optimizer": _NVME, "offload_param": _NVME},
+        "tour": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+            "zero_quantized_weights": True,
+        },
     }.items()
 }
 

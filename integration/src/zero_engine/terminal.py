@@ -39,6 +39,10 @@ def refuse(error: ZeroError, *, as_json: bool) -> int:
     return FAILED if is_corrupt else exit_code(error)
 
 
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def require(extra: str, user: str, *modules: str) -> None:
     """Raise MissingPartError if one of ``modules``, which the extra installs, is missing."""
     for module in modules:

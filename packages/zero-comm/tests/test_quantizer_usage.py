@@ -93,6 +93,8 @@ def test_any_shape_is_read_in_flat_order_and_without_a_graph() -> None:
         assert torch.equal(buffer, quantize(x.contiguous().view(-1)))
         assert not buffer.requires_grad
         assert not dequantize(buffer, 600).requires_grad
+    with pytest.raises(ValueError, match=r"must have \d+ elements for numel = 9999, got"):
+        dequantize(buffer, 9999)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])

@@ -68,6 +68,7 @@ def test_a_batch_triple_that_does_not_fit_is_refused(given, match):
         ('{"bf16": {"enabled": true, "enabled": false}}', "duplicate key 'enabled'"),
         (None, "cannot read the configuration"),
         ("{", "is not JSON"),
+        ('{"a": 1,}', "is not JSON: .*trailing comma"),
         ("[]", "expected a JSON object"),
     ],
 )
@@ -95,6 +96,9 @@ def quantized(stage=3, **keys):
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
         ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
         ({"zero_optimization": {"stages": 3}}, "did you mean 'stage'"),
+        ({"stage": 3}, "did you mean 'zero_optimization.stage'"),
+        ({"learning_rate": 3}, "did you mean 'optimizer.params.lr'"),
+        ({"optimizer": {"type": "AdamW", "lr": 3}}, "did you mean 'optimizer.params.lr'"),
         (offload(devise="cpu"), "offload_optimizer.devise: unknown key; did you mean 'device'"),
         (offload(1, host_share="first", parameters=["a.*"]), "host_share says at which end"),
         (offload(1, host_share="first", device="none", ratio=None), "host_share says at which"),
@@ -327,7 +331,10 @@ def test_settings_of_an_optimizer_are_finite_but_for_limits_of_its_own(key, valu
 @pytest.mark.parametrize(
     ("block", "match"),
     [
-        ({"optimizer": {"type": "Adamm"}}, "optimizer.type = 'Adamm' is not served"),
+        (
+            {"optimizer": {"type": "Adamm"}},
+            "optimizer.type = 'Adamm' is not served; did you mean 'adam'",
+        ),
         (
             {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "rho": 1}}},
             "optimizer.params.rho: unknown",

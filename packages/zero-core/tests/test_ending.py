@@ -239,6 +239,16 @@ SAVES = ("async_save", "save_checkpoint", "load_checkpoint", "export_safetensors
 PREFETCHES = ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")
 
 
+def test_an_engine_describes_itself_and_names_what_serves_instead_of_a_modules_method():
+    engine = zero_core.build(nn.Linear(3, 2), Case(1).config())
+    assert repr(engine) == "Engine(stage 1, 1 rank on cpu, float32, 8 parameters, step 0)"
+    with pytest.raises(AttributeError, match=r"use engine\.module\.parameters"):
+        engine.parameters()
+    engine.close()
+    assert repr(engine).startswith("Engine(ended by close(), ")
+    assert {*dir(zero_core)} - {*zero_core.__all__} <= {*zero_core._MODULES.split()}
+
+
 @pytest.mark.parametrize("end", ["close", "unwrap"])
 def test_every_verb_of_an_ended_engine_says_that_it_has_ended(end):
     engine = zero_core.build(make_model(), Case(3).config())

@@ -18,7 +18,7 @@ from zero_core.errors import ConfigError
 from zero_engine.machine import accelerator_names, available_cores, processor_name
 from zero_engine.planning import Calibration
 
-MEASURE = "measure this one with zero-engine doctor --measure"
+MEASURE = "measure this machine with zero-engine doctor --measure"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ def kept_path() -> Path:
 
 
 def fingerprint() -> dict[str, object]:
-    """Return the properties of this machine and torch that rates depend on."""
     return {
         "processor": processor_name(),
         "cores": available_cores(),
@@ -46,7 +45,6 @@ def fingerprint() -> dict[str, object]:
 
 
 def keep(found: Calibration, written_to: str) -> Path:
-    """Save ``found``, the rates of this machine, atomically. Returns the file's path."""
     path = kept_path()
     content = {**json.loads(found.to_json()), "machine": fingerprint()}
     part = path.with_suffix(f".{os.getpid()}.part")

@@ -59,10 +59,7 @@ def default_ranks(cores: int, devices: int) -> set[int]:
 def measure_to(
     output: str, ranks: Sequence[int] | None, disk: str | None
 ) -> tuple[Calibration, Path]:
-    """Measure this machine, write the rates to ``output``, and `keep` them.
-
-    Returns the rates and the path of the kept file.
-    """
+    """Measure this machine, write and `keep` the rates. Returns them and the kept path."""
     wrong = next((number for number in ranks or () if number < 1), None)
     if wrong is not None:
         raise ConfigError(f"--ranks {wrong}: must be at least 1")
@@ -114,10 +111,7 @@ def _measure(count: int, cores: int, disk: Path | None) -> dict[str, object]:
 
 
 def first_failed(started: Sequence[subprocess.Popen[bytes]], limit_s: float) -> int | None:
-    """Wait until a process fails or all end with code 0. Returns the failed one's index, or None.
-
-    Raises TimeoutError after ``limit_s`` seconds.
-    """
+    """Return the index of a failed process, or None. After ``limit_s`` seconds: TimeoutError."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         codes = [process.poll() for process in started]

@@ -85,7 +85,6 @@ class Stopwatch:
         self.curves[name] = rising([(n, self.seconds(call, **how)) for n, call in points])
 
     def _once(self, call: Callable[[], object]) -> float:
-        """Return the seconds of one call, or on an accelerator the mean of five calls in a row."""
         if self.device.type == "cpu":
             started_at = time.perf_counter()
             call()

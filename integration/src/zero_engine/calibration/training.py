@@ -53,8 +53,6 @@ DEPTHS = (2, 10)
 
 
 class _Flat(nn.Module):
-    """Model of one parameter, whose forward and backward take almost no time."""
-
     def __init__(self, numel: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(numel))
@@ -157,7 +155,6 @@ def time_exchanges(watch: Stopwatch) -> None:
 
 
 def exchanged(num_ranks: int, *, is_host: bool) -> list[int]:
-    """Return the first size in `EXCHANGED`, and those whose results fit `MOST_EXCHANGED`."""
     sharing = num_ranks if is_host else 1
     return [
         nbytes
@@ -386,7 +383,6 @@ def measure(
 
 
 def merged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one row for all ranks: the mean of their seconds, point by point."""
     curves = {}
     for name, points in rows[0]["curves"].items():
         curves[name] = [

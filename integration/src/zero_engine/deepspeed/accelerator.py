@@ -28,7 +28,6 @@ def _call(function: Callable[[], Any]) -> Callable[..., Any]:
 
 
 def _answer(value: Any) -> Callable[..., Any]:
-    """Return a method that returns ``value`` whatever its arguments."""
     return _call(lambda: value)
 
 
@@ -41,7 +40,6 @@ class DeepSpeedAccelerator:
         self._ranges: list[torch.profiler.record_function] = []
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return torch's name of the device, such as "cuda:1", or "cuda" without an index."""
         return self.device_type if device_index is None else f"{self.device_type}:{device_index}"
 
     def communication_backend_name(self) -> str:
@@ -74,7 +72,6 @@ class DeepSpeedAccelerator:
         return self.device_type in ("cuda", "xpu")
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """Return ``tensor`` in page-locked memory. `CpuAccelerator` returns ``tensor`` itself."""
         return tensor if self.device_type == "cpu" else tensor.pin_memory()
 
     def range_push(self, msg: str, domain: object = None, category: object = None) -> None:

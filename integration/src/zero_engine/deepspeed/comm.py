@@ -53,6 +53,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 for _name in _ALIKE.split():
     globals()[_name] = _as_torch(getattr(dist, _name))
+get_all_ranks_from_group = dist.get_process_group_ranks
 inference_all_reduce = _as_torch(dist.all_reduce)
 all_gather_into_tensor = _as_torch(_all_gather_single, "output_tensor", "tensor")
 all_to_all_single = _as_torch(dist.all_to_all_single, "output", "tensor")
@@ -63,7 +64,6 @@ reduce_scatter_fn = reduce_scatter_tensor = _as_torch(
 
 
 def get_local_rank() -> int:
-    """Return this rank's number on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -73,10 +73,6 @@ def get_world_group() -> Any:
 
 def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
-
-
-def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
-    return dist.get_process_group_ranks(group)
 
 
 def initialize_mesh_device(
@@ -93,7 +89,6 @@ def all_reduce_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Reduce each of ``tensors`` over the ranks of ``group``, in place."""
     works = [dist.all_reduce(tensor, op, group, async_op) for tensor in tensors]
     return _Works(works) if async_op else None
 
@@ -104,7 +99,6 @@ def all_gather_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Gather input ``i`` into output ``i``, whose size is the input's times the group's."""
     pairs = zip(output_tensors, input_tensors, strict=True)
     works = [_all_gather_single(whole, part, group, async_op) for whole, part in pairs]
     return _Works(works) if async_op else None

@@ -29,7 +29,6 @@ class DeepSpeedDataLoader(DataLoader[Any]):
         num_workers: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        """Load the samples of ``rank``. An iterable ``dataset`` must itself yield only these."""
         if data_sampler is None and not isinstance(dataset, IterableDataset):
             data_sampler = DistributedSampler(
                 dataset, num_replicas=world_size, rank=rank, shuffle=is_shuffled
@@ -48,7 +47,6 @@ class DeepSpeedDataLoader(DataLoader[Any]):
 
     @property
     def dataloader(self) -> DeepSpeedDataLoader:
-        """This loader itself, for scripts that read DeepSpeed's attribute."""
         return self
 
     def __iter__(self) -> DeepSpeedDataLoader:  # type: ignore[override]

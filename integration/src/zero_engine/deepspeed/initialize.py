@@ -35,6 +35,7 @@ from zero_engine.deepspeed.utils.z3_leaf_module import mark_configured
 from zero_engine.deepspeed.zero.described import describe_engine
 from zero_engine.deepspeed.zero.partition_parameters import suspended_init
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
+from zero_engine.terminal import count
 
 DeepSpeedConfigError = ConfigError
 TESTED = (
@@ -228,7 +229,6 @@ def _option(args: Any, name: str) -> Any:
 
 
 def _check(config: dict[str, Any], given: torch.optim.Optimizer | None, *, world_size: int) -> None:
-    """Refuse a bad configuration or optimizer while the earlier engine can still continue."""
     resolved = load_config(config, world_size=world_size)
     if given is not None:
         check_served(type(given))
@@ -305,7 +305,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def apply(settings: Settings) -> None:
-    """Apply the process's settings: log levels, Python's garbage collector, NVMe folders."""
     if settings.steps_per_print is not None:
         speak("zero_core.optim.train_state", logging.INFO)
     if settings.log_level is not None:
@@ -322,7 +321,6 @@ def apply(settings: Settings) -> None:
 
 
 def describe(settings: Settings, config: Config, world_size: int) -> str:
-    """Describe the batch, values that differ from the defaults, keys without effect, and notes."""
     total, micro, steps = (getattr(config, key) for key in _BATCH)
     # The fields of `Settings` that hold keys, by path in a configuration.
     own = {PATHS.get(f.name, f.name): f.name for f in fields(Settings) if f.name not in _NO_KEYS}
@@ -334,8 +332,8 @@ def describe(settings: Settings, config: Config, world_size: int) -> str:
         different += [row for row in leaves if not row[0].endswith("api_key")]
     lines = [
         "zero-engine: configuration in effect; every other key has its default",
-        f"  batch: {total} samples a step = {micro} a rank and micro-step * {steps} micro-steps "
-        f"* {world_size} ranks",
+        f"  batch: {total} samples a step = {micro} a rank and micro-step * "
+        f"{count(steps, 'micro-step')} * {count(world_size, 'rank')}",
         *(f"  {path} = {json.dumps(value)}" for path, value in different),
     ]
     without_effect = [*settings.notes, *(row for row in unneeded if row[0] not in own)]
@@ -350,7 +348,6 @@ def describe(settings: Settings, config: Config, world_size: int) -> str:
 
 
 def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, object]]:
-    """Yield path and value of each leaf below ``path`` that differs from its default."""
     if value == default:
         return
     if not isinstance(value, BaseModel):

@@ -11,7 +11,6 @@ DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run ``[options] script.py arguments``, as ``deepspeed`` does. A failure raises SystemExit."""
     # Imported here, because training ranks do not need torchrun.
     from zero_engine.script.deepspeed_options import with_host_file
     from zero_engine.script.run import run_program

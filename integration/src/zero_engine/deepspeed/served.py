@@ -251,10 +251,7 @@ def reason_to_refuse(name: str) -> str | None:
 
 
 def refuse_other_names(path: str) -> None:
-    """Resolve public names that ``zero_engine.deepspeed.PATH`` lacks to an `Unserved`.
-
-    In submodules, the served names become ``__all__``.
-    """
+    """Resolve public names that ``zero_engine.deepspeed.PATH`` lacks to an `Unserved`."""
     full_name = f"{_HOME}.{path}".removesuffix(".")
     module = sys.modules[full_name]
 
@@ -297,7 +294,6 @@ def serve() -> None:
 
 
 def _module(path: str) -> ModuleType:
-    """Return the module that serves ``path``. Makes the module if it has no file."""
     name = f"{_HOME}.{path}".removesuffix(".")
     if name not in sys.modules:
         outer, _, last = path.rpartition(".")

@@ -104,7 +104,6 @@ def import_checkpoint(
 
 
 def _check_target(place: Path, target: Path) -> None:
-    """Refuse a target that exists or overlaps with the checkpoint to read."""
     source, new = place.resolve(), target.resolve()
     if source.is_relative_to(new) or new.is_relative_to(source):
         raise CheckpointError(
@@ -137,7 +136,6 @@ _MAX_RATIO = 4
 
 
 def find_place(directory: Path, tag: str | None) -> Path:
-    """Return the folder of checkpoint ``tag``. None means the newest, or ``directory`` itself."""
     if tag is None:
         if (directory / FOLDER / "optimizer_state.pt").is_file():
             return directory
@@ -160,7 +158,6 @@ def find_place(directory: Path, tag: str | None) -> Path:
 
 
 def read_source(place: Path, frozen: Sequence[str]) -> Source:
-    """Read the checkpoint in folder ``place``, of any stage or universal."""
     for pattern, what in (
         ("layer_*expert*_states.pt", "mixtures of experts (DeepSpeed-MoE)"),
         ("expp_rank_*_optim_states.pt", "mixtures of experts (DeepSpeed-MoE)"),
@@ -188,7 +185,6 @@ def read_source(place: Path, frozen: Sequence[str]) -> Source:
 
 
 def size_of(place: Path) -> int:
-    """Return the size in bytes of the files to read, without holes, links and repeated names."""
     found = {}
     for path in place.rglob("*.pt"):
         facts = path.lstat()
@@ -250,7 +246,6 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
 
 
 def _optimizer_of(source: Source) -> str:
-    """Return the saved configuration's optimizer class, or AdamW if a script made the optimizer."""
     if source.optimizer is None:
         _note(
             "note: the saved configuration names no optimizer, which is taken for AdamW; "
@@ -270,7 +265,6 @@ def _optimizer_of(source: Source) -> str:
 
 
 def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str, Any]:
-    """Return the manifest without its list of files."""
     progress = {
         "global_steps": source.global_steps,
         "micro_steps": source.global_steps,

@@ -103,7 +103,6 @@ def load_file(path: Path) -> Any:
 
 
 def flat(value: Any, where: str) -> Tensor:
-    """Return a 1-D view of a dense CPU tensor. Other values raise CheckpointCorruptError."""
     is_plain = (
         isinstance(value, Tensor)
         and value.layout is torch.strided
@@ -198,7 +197,6 @@ def make_source(
     groups: Sequence[Mapping[str, Any]],
     loss_scale: Mapping[str, float],
 ) -> Source:
-    """Return the checkpoint whose file of model states is ``model``."""
     config = model.get("ds_config")
     given = config.get("optimizer") if isinstance(config, Mapping) else None
     named = None
@@ -238,10 +236,7 @@ def make_source(
 def split_states(
     state: Mapping[str, Any], where: str, master: Tensor
 ) -> tuple[dict[str, Tensor], int]:
-    """Return the elementwise states of an optimizer's ``state``, flat, and its number of steps.
-
-    ``master`` is the flat master weight, which is added to the states.
-    """
+    """Return flat elementwise states, with ``master`` added, and the number of steps."""
     found = {k: v for k, v in state.items() if k != "step" and v is not None}
     strange = sorted(found.keys() - set(MOMENTS))
     if strange or (found and not set(MOMENTS[:2]) <= found.keys()):

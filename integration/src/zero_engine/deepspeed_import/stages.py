@@ -50,7 +50,6 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
 
 
 def read_zero(place: Path, optim_files: Sequence[Path]) -> Source:
-    """Read a checkpoint of stage 1, 2 or 3 from its files of optimizer states."""
     files = in_rank_order(optim_files)
     states = [load_file(file)["optimizer_state_dict"] for file in files]
     counts = states[0]["partition_count"]
@@ -66,7 +65,6 @@ def read_zero(place: Path, optim_files: Sequence[Path]) -> Source:
 
 
 def in_rank_order(files: Sequence[Path]) -> list[Path]:
-    """Return one file per data-parallel rank, in the order of ranks."""
     by_rank: dict[int, Path] = {}
     for file in files:
         found = _RANK.search(file.name)
@@ -85,7 +83,6 @@ def in_rank_order(files: Sequence[Path]) -> list[Path]:
 
 
 def param_groups(state: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return name and shape of the trained parameters of all groups or sub-groups."""
     return [
         (name, tuple(shape)) for group in state["param_shapes"] for name, shape in group.items()
     ]
@@ -254,7 +251,6 @@ def read_universal(place: Path) -> Source:
 
 
 def _value(path: Path) -> Tensor:
-    """Return the tensor of a file. Stage 3 writes the tensor, other stages a dict around it."""
     content = load_file(path)
     if isinstance(content, Mapping):
         if content.get("vocab_tensor"):

@@ -147,14 +147,12 @@ def _parts(base: nn.Module) -> Iterator[_Part]:
 
 
 def _buffers(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the persistent buffers of ``module`` itself, with names that begin with ``path``."""
     for name, buffer in module.named_buffers(path, recurse=False):
         if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
             yield name, buffer
 
 
 def _check(parts: Sequence[_Part], engine: ShardedModel) -> None:
-    """Refuse a base that cannot be dequantized, on every rank."""
     quantized = {id(q.param): q for q in engine.sharded_state.quantized}
     for part in parts:
         for param in part.params:
@@ -175,10 +173,7 @@ def _check(parts: Sequence[_Part], engine: ShardedModel) -> None:
 
 
 def _names(parts: Sequence[_Part]) -> tuple[dict[int, str], frozenset[int]]:
-    """Return each weight's first name by ``id``, and ids of weights that adapted modules change.
-
-    A tied weight is stored under its first name.
-    """
+    """Return first names by ``id``, also of tied weights, and ids that adapted modules change."""
     first: dict[int, str] = {}
     adapted: dict[int, _Part] = {}
     for part in parts:
@@ -198,7 +193,6 @@ def _names(parts: Sequence[_Part]) -> tuple[dict[int, str], frozenset[int]]:
 
 
 def _base_layer(adapted: nn.Module) -> nn.Module | None:
-    """Return the base model's layer that ``adapted`` wraps, or None if peft trains a copy of it."""
     if isinstance(adapted, TrainableTokensWrapper):
         adapted = adapted.token_adapter
     return adapted.get_base_layer() if isinstance(adapted, BaseTunerLayer) else None
@@ -207,7 +201,6 @@ def _base_layer(adapted: nn.Module) -> nn.Module | None:
 def _values(
     part: _Part, names: dict[int, str], adapted: frozenset[int], adapter_names: Sequence[str] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and values of ``part`` after a merge. Call it while the part is gathered."""
     if not part.is_adapted:
         is_quantized = any(_can_dequantize(p) for p in part.params)
         module = _dequantized(copy.deepcopy(part.module)) if is_quantized else part.module
@@ -228,7 +221,6 @@ def _values(
 
 
 def _merged(adapted: Any, adapter_names: Sequence[str] | None) -> nn.Module:
-    """Merge ``adapted``, a copy, and return the base model's module."""
     chosen = None if adapter_names is None else list(adapter_names)
     layer = _base_layer(adapted)
     is_quantized = layer is not None and any(map(_can_dequantize, layer.parameters(recurse=False)))
@@ -250,7 +242,6 @@ def _merged(adapted: Any, adapter_names: Sequence[str] | None) -> nn.Module:
 
 
 def _can_dequantize(param: nn.Parameter) -> bool:
-    """Whether ``param`` is of bitsandbytes, or of a class with its own ``dequantize``."""
     return bool(get_bnb_param_type(param)) or type(param).dequantize is not Tensor.dequantize
 
 
@@ -265,7 +256,6 @@ def _dequantized(module: nn.Module) -> nn.Module:
 
 
 def _save_config(base: Any, directory: Path, written: set[str]) -> None:
-    """Write the configuration of the merged model, which is not quantized."""
     config = copy.deepcopy(base.config)
     if "quantization_config" in vars(config):
         del config.quantization_config

@@ -70,7 +70,6 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     engine: ShardedModel | None = None
 
     def adopt(self, engine: ShardedModel) -> None:
-        """Use ``engine`` from now on. Its module counts as prepared."""
         self.engine = engine
         engine.module._is_accelerate_prepared = True  # type: ignore[assignment]
         self._models.append(engine.module)
@@ -176,7 +175,6 @@ class ZeroTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
-        """Make the configuration's schedule, or the Trainer's if the configuration has none."""
         if "scheduler" in self._given and self.lr_scheduler is None:
             block = SchedulerConfig.model_validate(self._given["scheduler"])
             params = fill_schedule(block.params, self.args, num_training_steps)
@@ -305,7 +303,6 @@ class ZeroTrainer(Trainer):
             super()._load_best_model()
 
     def _writable(self) -> AbstractContextManager[object]:
-        """Return a context in which every rank may write the whole model with equal values."""
         if self.engine is None or self.engine.module is not self.model:
             return nullcontext()
         return self.engine.gathered(modifier_rank=0)
@@ -393,7 +390,6 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
-    """Return ``config`` completed from ``args``, without ``scheduler``."""
     filled = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
     for key in ("zero_optimization", "optimizer", "bf16", "fp16"):
         if not isinstance(filled.get(key, {}), Mapping):
@@ -459,7 +455,6 @@ def fill_schedule(
 def _fill(
     block: dict[str, Any], path: str, value: Any, differences: list[str], prefix: str = ""
 ) -> None:
-    """Set ``path``, a key or "block.key", to ``value``, or append a mismatch to ``differences``."""
     *outer, key = path.split(".")
     for name in outer:
         block = block.setdefault(name, {})

@@ -43,7 +43,6 @@ _LIMIT_S = 300.0
 
 
 def is_under_launcher() -> bool:
-    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

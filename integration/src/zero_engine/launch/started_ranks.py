@@ -109,7 +109,6 @@ def first_host(nodes: str) -> str:
 
 
 def _starter(environment: Mapping[str, str]) -> _Starter | None:
-    """Return the starter of this process, preferably one that sets the local rank."""
     found = [starter for starter in (*MPI, SLURM) if _has_started(environment, starter)]
     told = [(environment[starter.rank], _size(environment, starter)) for starter in found]
     whole = [

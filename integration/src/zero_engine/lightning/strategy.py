@@ -240,7 +240,6 @@ class ZeroStrategy(DDPStrategy):
         return plugin
 
     def _resolved(self) -> dict[str, Any]:
-        """Return the configuration, completed by the Trainer's settings."""
         config = dict(self._config)
         config.setdefault("train_micro_batch_size_per_gpu", 1)  # for the engine's reports only
         block = _BLOCK_OF[str(self._precision.precision)]

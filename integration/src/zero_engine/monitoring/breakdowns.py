@@ -161,7 +161,6 @@ class ThroughputTimer:
         self._first = self._first or self._last
 
     def avg_samples_per_sec(self) -> float:
-        """Return the rate since the end of the first step, or -inf before the second step."""
         begun, samples = self._first or self._last
         if self._last[1] == samples:
             return float("-inf")

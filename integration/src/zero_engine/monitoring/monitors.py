@@ -228,8 +228,6 @@ class _TensorBoard:
 
 
 class _Csv:
-    """A file per name in ``output_path/job_name``, with a column ``step`` and one for the value."""
-
     def __init__(self, settings: CsvSettings) -> None:
         self._folder = Path(settings.output_path) / settings.job_name
         self._folder.mkdir(parents=True, exist_ok=True)

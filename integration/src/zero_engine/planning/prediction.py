@@ -143,7 +143,6 @@ class Prediction:
         self._has_peers = self.layout.world_size > 1
 
     def _transfer(self, verb: str, calls: Sequence[tuple[int, int]]) -> Transfer:
-        """Return the time of calls, given (bytes within the node, bytes between nodes) of each."""
         if not self._has_peers:
             return Transfer()
         near = sum(self.rates.seconds([f"{verb}.within"], near) for near, _ in calls)
@@ -168,7 +167,6 @@ class Prediction:
     def _unit_time(
         self, unit: UnitLayout, forward_s: float, backward_s: float, ratio: float, file_bytes: float
     ) -> UnitTime:
-        """Return a unit's times. ``file_bytes`` is the file traffic per element on the host."""
         config, links, footprint = self.config, self.links, self.forecast.collectives
         trainable = [s for s in unit.segments if s.is_trainable]
         renew: list[tuple[int, int]] = []
@@ -451,7 +449,6 @@ class StepProgram:
         self._finish_reduction()
 
     def _fetch_inputs(self, unit: int) -> Work | None:
-        """Launch the copy of the host's data that a micro-batch's backward of ``unit`` needs."""
         seconds = 0.0 if unit < 0 else self._units[unit].inputs_up_s
         seconds += 0.0 if unit else self._shape.tied_up_s
         if not seconds:
@@ -515,7 +512,6 @@ class StepProgram:
         self._publish(unit, [updated])
 
     def _begin_update(self, unit: int) -> None:
-        """Update a unit before the step is decided, if the undo log has room for the update."""
         shape, time = self._shape, self._units[unit]
         room = shape.undo_share * sum(other.host_s for other in self._units)
         begun = sum(self._units[other].host_s for other in self._begun)

@@ -53,7 +53,6 @@ class Curve:
 
     @classmethod
     def of_rate(cls, rate: float, latency_s: float = 0.0) -> Curve:
-        """Return ``latency_s + amount / rate``."""
         return cls(((0.0, latency_s), (rate, latency_s + 1.0)))
 
     def seconds(self, amount: float) -> float:
@@ -87,11 +86,7 @@ class Rates:
     curves: Mapping[str, Curve]
 
     def seconds(self, names: Sequence[str], amount: float) -> float:
-        """Return the seconds of ``amount`` by the first of ``names`` that has a curve.
-
-        Raises:
-            ConfigError: no name has a curve.
-        """
+        """Return the seconds by the first of ``names`` with a curve. Without one: ConfigError."""
         for name in names:
             if name in self.curves:
                 return self.curves[name].seconds(amount)
@@ -111,10 +106,7 @@ class Rates:
         return memory_s + self.seconds([f"matmul.{dtype}" for dtype in dtypes], call.amount)
 
     def pass_s(self, calls: Mapping[Operator, int]) -> float:
-        """Return the seconds of calls of operators in sequence, given the number of each.
-
-        An accelerator runs kernels while the host launches the next ones.
-        """
+        """Return the seconds of calls in sequence. An accelerator runs kernels beside launches."""
         kernels = sum(number * self.operator_s(call) for call, number in calls.items())
         launches = sum(calls.values()) * self.seconds(["operator"], 1)
         return max(kernels, launches) if self.cores is None else kernels + launches
@@ -139,7 +131,6 @@ class Calibration:
         return min(self.rates, key=lambda r: (abs(math.log(r.ranks / ranks_per_node)), r.ranks))
 
     def to_json(self) -> str:
-        """Return a JSON object."""
         rates = [
             {**vars(r), "curves": {name: curve.points for name, curve in r.curves.items()}}
             for r in self.rates
@@ -148,11 +139,7 @@ class Calibration:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], name: str) -> Calibration:
-        """Return the calibration that `to_json` wrote. Error messages call its file ``name``.
-
-        Raises:
-            ConfigError: ``content`` is no calibration.
-        """
+        """Return what `to_json` wrote in the file ``name``. Other content raises ConfigError."""
         try:
             if content["format"] != FORMAT:
                 raise ValueError(f"format {content['format']!r}")

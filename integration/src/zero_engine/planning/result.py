@@ -109,17 +109,38 @@ class TimedPlan(Plan):
                 del choice["step_time"]["spans"]
         return json.dumps(content, indent=2)
 
-    def tables(self) -> tuple[Table, ...]:
-        """Return the tables of bytes, the step, and choices. Varied choices are sorted by time."""
-        if all(choice.step_time is None for choice in self.choices):
-            return super().tables()
+    @property
+    def marked(self) -> dict[str, TimedChoice]:
+        """Simplest and fastest choice that fit the given memory and round no more."""
+        is_limited = self.device_memory is not None or self.host_memory is not None
+        fitting = [c for c in self.choices if c.is_fitting and not c.placement.is_rounding]
+        if not fitting or not is_limited:
+            return {}
+        order = [(len(c.placement.settings), c.ratio, c.is_varied, c.stage) for c in fitting]
+        found = {"simplest": fitting[order.index(min(order))]}
+        fastest = min(fitting, key=lambda c: c.sample_s)
+        return found | ({} if fastest.step_time is None else {"fastest": fastest})
+
+    @property
+    def headline(self) -> str:
+        """Names of the marked choices, or ""."""
+        return "".join(f"; {mark} that fits: {choice}" for mark, choice in self.marked.items())
+
+    def tables(self, most_choices: int = 1000) -> tuple[Table, ...]:
+        """Return the tables. Of more than ``most_choices``, the marked and the first are shown."""
         by_time = sorted(self.choices, key=lambda c: (c.is_varied, c.is_varied and c.sample_s))
         ordered = replace(self, choices=tuple(by_time))
         *others, choices = Plan.tables(ordered)
         times = {c.key: c.step_time for c in self.choices}
-        shown = (times[choice.key] for choice in ordered.shown_choices())
-        cells = [("-", "-") if t is None else (_seconds(t.total_s), t.bound) for t in shown]
-        rows = tuple((*row, *cell) for row, cell in zip(choices.rows, cells, strict=True))
+        marks = {self.configured.key: "configured"}
+        for mark, choice in self.marked.items():
+            marks[choice.key] = ", ".join(filter(None, (marks.get(choice.key), mark)))
+        rows: list[tuple[str, ...]] = []
+        for row, shown in zip(choices.rows, ordered.shown_choices(), strict=True):
+            t = times[shown.key]
+            cell = ("-", "-") if t is None else (_seconds(t.total_s), t.bound)
+            if len(rows) < most_choices or shown.key in marks:
+                rows.append((*row, *cell, marks.get(shown.key, "")))
         if (time := self.step_time) is not None:
             busy = [
                 (lane, _seconds(time.lanes[lane]), f"{time.lanes[lane] / time.total_s:.0%}")
@@ -128,7 +149,9 @@ class TimedPlan(Plan):
             busy.append(("step", _seconds(time.total_s), "100%"))
             heads = ("lane", "busy", "of the step")
             others.append(Table("Predicted step", heads, tuple(busy)))
-        return (*others, Table("Choices", (*choices.headings, "step", "bound"), rows))
+        hidden = len(choices.rows) - len(rows)
+        title = f"Choices, {hidden} more by --all" if hidden else "Choices"
+        return (*others, Table(title, (*choices.headings, "step", "bound", ""), tuple(rows)))
 
 
 def _seconds(seconds: float) -> str:

@@ -69,11 +69,7 @@ class Schedule:
         return self.work[-1]
 
     def run(self) -> None:
-        """Set the start and stop of each piece of work.
-
-        Raises:
-            ValueError: work depends on work that follows it on its resource.
-        """
+        """Set start and stop of all work. Work after later work of its resource: ValueError."""
         followers: dict[int, list[Work]] = {}
         queues: dict[str, deque[Work]] = {name: deque() for name in IN_ORDER}
         ready: dict[str, list[tuple[int, int, Work]]] = {name: [] for name in BY_NEED}

@@ -149,10 +149,7 @@ class Search:
     def _placed(
         self, choices: Sequence[TimedChoice], variants: Sequence[Variant]
     ) -> list[TimedChoice]:
-        """Return choices whose placement is not the configured one.
-
-        If none of ``choices`` fits, all variants are tried, up to the first placement that fits.
-        """
+        """Return choices of other placements, and of all variants if no choice fits."""
         best = _fastest(choices[0], choices, allow_rounding=False)
         if best is not None:
             variants = list(dict.fromkeys([self._planner.given, variant_of(best)]))
@@ -187,7 +184,6 @@ class Search:
 
 
 def _schedules(config: Config, ratio: float) -> Iterator[Placement]:
-    """Yield schedules of the host's update that ``config`` does not have. Results stay the same."""
     is_later = updates_in_backward(config) or may_speculate(config)
     words = "the host updates after backward" if is_later else "the host updates in backward"
     yield Placement(words, (("offload_optimizer", "update_in_backward", not is_later),))
@@ -252,7 +248,6 @@ def _reasons(
 
 
 def whole(choice: Choice) -> str:
-    """Return a choice in words, which start with a capital letter."""
     return f"Stage{str(choice)[5:]}" + ("" if choice.is_varied else f", {choice.variant}")
 
 

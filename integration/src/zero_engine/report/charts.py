@@ -58,7 +58,6 @@ def _legend() -> Spec:
 
 
 def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
-    """Return charts of memory over one step, by kind, for the first `MAX_RANKS` ranks."""
     rows: list[dict[str, Any]] = []
     for rank in ranks[:MAX_RANKS]:
         recorded = [detail for detail in rank.details if detail.memory]
@@ -124,7 +123,6 @@ def bars(rows: Sequence[Mapping[str, Any]], x: str, y: str, color: str, title: s
 
 
 def lanes(ranks: Sequence[Rank]) -> list[Spec]:
-    """Return charts of one step's lanes, with waits in red, for the first `MAX_RANKS` ranks."""
     rows: list[dict[str, Any]] = []
     for rank in ranks[:MAX_RANKS]:
         if not rank.details:
@@ -163,7 +161,6 @@ def lanes(ranks: Sequence[Rank]) -> list[Spec]:
 
 
 def _joined(detail: DetailRecord) -> list[tuple[str, str, float, float, bool]]:
-    """Return the spans. Joins spans of one lane and name that are less than 20 us apart."""
     found: list[tuple[str, str, float, float, bool]] = []
     for span in sorted(detail.spans, key=lambda span: (span[0], span[2])):
         lane, name, start, stop, is_wait = span

@@ -18,7 +18,7 @@ from zero_engine.report import charts
 from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
 from zero_engine.report.page import Block, Chart, Code, Moves, Page, Table, Text, Verdict
 from zero_engine.report.run import WAITS, Measured, Run, kept_bytes, measure, sent_bytes
-from zero_engine.terminal import require
+from zero_engine.terminal import count, require
 
 _MAX_ROWS = 50
 _NUM_MOVES = 3
@@ -33,7 +33,7 @@ def compose(run: Run, memory_limit: int | None) -> Page:
         {
             "change": _upper(cause.change),
             "gain": cause.gain_text,
-            "paste": cause.paste,
+            "paste": _merged(cause.paste, found.run.given or found.run.settings),
             "why": f"Predicted from this run: {cause.why}.",
         }
         for cause in causes[:_NUM_MOVES]
@@ -51,13 +51,30 @@ def compose(run: Run, memory_limit: int | None) -> Page:
         "Environment": _environment(found),
     }
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    records = f"{_count(found.num_all, 'step')} on {_count(len(found.ranks), 'rank')}"
+    records = f"{count(found.num_all, 'step')} on {count(len(found.ranks), 'rank')}"
     return Page(
         f"{run.folder}: report",
         verdict,
         {title: list(blocks) for title, blocks in sections.items()},
         f"Made {made} by zero-engine report from the records of {records}.",
     )
+
+
+def _merged(paste: str, given: Mapping[str, Any]) -> str:
+    """Return each block that ``paste`` changes as a whole, with the keys that were ``given``."""
+    if not paste.startswith('"'):
+        return paste
+    change = json.loads(f"{{{paste}}}")
+    if "offload_optimizer" in change:
+        change = {"zero_optimization": change}
+    whole = _over(given, change)
+    return json.dumps({key: whole[key] for key in change}, indent=2)[2:-2]
+
+
+def _over(old: Any, new: Any) -> Any:
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return new
+    return {**old, **{key: _over(old.get(key), value) for key, value in new.items()}}
 
 
 def first_sentence(run: Run, memory_limit: int | None = None) -> str:
@@ -86,7 +103,6 @@ def bounds(found: Measured) -> dict[str, float]:
 
 
 def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Cause]]:
-    """Return the verdict on a run, which has the report's first sentence, and the causes."""
     limit = memory_limit or memory_of(found)
     causes = diagnose(found, limit)
     peak = max((rank.peak_bytes for rank in found.ranks), default=0)
@@ -137,10 +153,6 @@ def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Caus
         "ranks": ranks,
     }
     return Verdict(sentence, facts, state), causes
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _upper(text: str) -> str:
@@ -248,7 +260,7 @@ def _events(found: Measured) -> Iterator[Block]:
         yield Text(f"{_upper(failure)}.")
     if found.run.absent:
         named = ", ".join(map(str, found.run.absent[:_MAX_ROWS]))
-        yield Text(f"There are no records of {_count(len(found.run.absent), 'rank')}: {named}.")
+        yield Text(f"There are no records of {count(len(found.run.absent), 'rank')}: {named}.")
     if all(rank.end is None for rank in found.run.ranks):
         yield Text("No rank has recorded an end: the run goes on, or it was killed.")
     rows: list[tuple[float, list[str]]] = []
@@ -281,7 +293,7 @@ def _configuration(found: Measured) -> Iterator[Block]:
     )
     yield Text(
         f"{run.config['train_batch_size']} samples a step = {micro} a rank and micro-step * "
-        f"{_count(steps, 'micro-step')} * {_count(run.world_size, 'rank')}. "
+        f"{count(steps, 'micro-step')} * {count(run.world_size, 'rank')}. "
         "Values that differ from the defaults:"
     )
     try:
@@ -303,7 +315,6 @@ def _configuration(found: Measured) -> Iterator[Block]:
 
 
 def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each key whose value is not the default."""
     if value == default:
         return
     if not isinstance(value, Mapping):
@@ -363,7 +374,6 @@ def plan_of(run: Run, limit: int | None) -> tuple[Plan | None, str]:
 
 
 def _inputs(run: Run) -> dict[str, torch.Tensor] | None:
-    """Return inputs of a recorded micro-batch's shape if the model is a causal language model."""
     require("train", "a plan", "transformers")
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -422,7 +432,6 @@ def sent_and_planned(found: Measured, plan: Plan | None) -> Iterator[Block]:
 
 
 def _by_collective(traffic: Sequence[Traffic]) -> dict[tuple[str, str], int]:
-    """Return planned bytes by collective and link, named as in `sent_bytes`, without zeros."""
     names = {"to_host": "copies to the host", "to_device": "copies to the device"}
     found: Counter[tuple[str, str]] = Counter()
     for row in traffic:

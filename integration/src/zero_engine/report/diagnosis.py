@@ -16,6 +16,7 @@ from typing import Any
 
 from zero_core.footprint import format_bytes
 from zero_engine.report.run import INSIDE, WAITS, Measured, RankStep
+from zero_engine.terminal import count
 
 _LEAST = 0.08
 """Smallest share of a step that counts as a cause."""
@@ -139,7 +140,6 @@ def _memory(found: Measured, limit: int | None) -> Iterator[Cause]:
 
 
 def transient_bytes(found: Measured) -> tuple[int, str]:
-    """Return the most bytes that a rank's memory rises in a step, and the place of the peak."""
     best, moment = 0, "a step"
     for rank in found.run.ranks:
         for detail in rank.details[-1:]:
@@ -152,11 +152,7 @@ def transient_bytes(found: Measured) -> tuple[int, str]:
 
 
 def _activation_bytes(found: Measured) -> int:
-    """Return an estimate of the bytes of activations in a step.
-
-    The estimate is the growth from one block's forward to the next one's, times the number
-    of blocks, or `transient_bytes` if more. On a CPU only the first step shows the growth.
-    """
+    """Estimate a step's bytes of activations by the growth of memory from block to block."""
     best, num_blocks = 0.0, len(found.run.run.units) - 1
     for rank in found.run.ranks:
         for detail in rank.details:
@@ -215,7 +211,7 @@ def _threads(found: Measured) -> Iterator[Cause]:
         return
     yield Cause(
         "threads",
-        f"{_one(threads, 'thread')} per rank where {fair} cores are there for it: "
+        f"{count(threads, 'thread')} per rank where {fair} cores are there for it: "
         f"{1 - threads / fair:.0%} of the machine has nothing to do",
         f"compute with {fair} threads per rank",
         f"export OMP_NUM_THREADS={fair}",
@@ -223,10 +219,6 @@ def _threads(found: Measured) -> Iterator[Cause]:
         after,
         f"forward, backward and step {scaling:.2g} times as fast, as usual",
     )
-
-
-def _one(number: int, noun: str) -> str:
-    return f"one {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _offload(found: Measured) -> Mapping[str, Any]:
@@ -341,7 +333,7 @@ def _small_batch(found: Measured) -> Iterator[Cause]:
         return
     yield Cause(
         "micro_batch",
-        f"a tiny micro-batch: {factor} micro-steps of {_one(micro, 'sample')} in each step, and "
+        f"a tiny micro-batch: {factor} micro-steps of {count(micro, 'sample')} in each step, and "
         f"ranks wait {show_s(waits)} for what each of them exchanges",
         f"compute {micro * factor} samples in one micro-step, or as many as fit",
         f'"train_micro_batch_size_per_gpu": {micro * factor}, "gradient_accumulation_steps": 1',

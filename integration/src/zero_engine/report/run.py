@@ -88,11 +88,7 @@ class Run:
 
     @property
     def failures(self) -> list[str]:
-        """Sentences about ranks that failed, in time order, and about ranks without an end.
-
-        A rank without an end counts only if another rank has ended: otherwise the run may still go
-        on.
-        """
+        """Sentences about failed ranks, by time, and ranks without an end if others have one."""
         ends = [(rank, rank.end) for rank in self.ranks]
         failed = [(e.at, rank, e) for rank, e in ends if e is not None and e.what == "failed"]
         found = [
@@ -109,21 +105,19 @@ class Run:
 
     @property
     def absent(self) -> list[int]:
-        """Ranks without records."""
         known = {rank.run.rank for rank in self.ranks}
         return [rank for rank in range(self.run.world_size) if rank not in known]
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run from its folder, or from the folder of its records."""
     places = [place for place in (folder / RECORDS, folder) if place.is_dir()]
     files = [file for place in places for file in sorted(place.glob(FILE.format(rank="*")))]
     ranks = {rank.run.rank: rank for file in files if (rank := _read_rank(file)) is not None}
     if not ranks:
         what = "there is no such folder" if not places else "the folder has no records"
         raise ConfigError(
-            f"{folder}: {what}. A run of zero-engine train leaves them, another program's does "
-            "with engine.record(folder), or with step_records.folder in its configuration"
+            f"{folder}: {what}. zero-engine train leaves them, as do zero-engine run --record "
+            "FOLDER, engine.record(folder), and step_records.folder in a configuration"
         )
     world_size = max(ranks.values(), key=lambda rank: rank.run.started_at).run.world_size
     present = [ranks[number] for number in sorted(ranks) if number < world_size]
@@ -163,10 +157,7 @@ def _read_rank(file: Path) -> Rank | None:
 
 
 def _resumed(records: Sequence[Record]) -> list[Record]:
-    """Set ``first_step`` of each start's record to the step after which the start resumed.
-
-    An engine that records by its configuration starts to record before it loads a checkpoint.
-    """
+    """Set ``first_step`` of each start's record: recording begins before a checkpoint is loaded."""
     found = list(records)
     start: RunRecord | None = None
     place = 0
@@ -269,7 +260,6 @@ def kept_bytes(rank: Rank) -> Counter[str]:
 
 
 def sent_bytes(rank: Rank) -> list[tuple[str, str, int]]:
-    """Return collective, link and non-zero bytes of a rank's last step that sent data."""
     found: list[tuple[str, str, int]] = []
     for collective, content, _, within, between in next(
         (step.sent for step in reversed(rank.steps) if step.sent), ()

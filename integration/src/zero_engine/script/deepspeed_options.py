@@ -53,6 +53,7 @@ def add_options(parser: ArgumentParser) -> None:
         short = SHORT.get(dest, ())
         parser.add_argument(*short, *flags, dest=dest, **how)  # type: ignore[arg-type]
 
+    add("--record", metavar="FOLDER", help="record each step there, for 'zero-engine report'")
     add("--hostfile", metavar="FILE", help="lines 'HOST slots=NUMBER'")
     add("--include", metavar="FILTER", default="", help="slots to use: worker-0@worker-1:0,2")
     add("--exclude", metavar="FILTER", default="", help="slots to leave out")
@@ -293,7 +294,6 @@ def read_host_file(path: Path) -> Hosts:
 
 
 def parse_filter(text: str, option: str) -> dict[str, list[int]]:
-    """Return the slots that ``text`` names by host. An empty list means all slots of a host."""
     found: dict[str, list[int]] = {}
     for part in text.split("@"):
         host, colon, slots = part.partition(":")
@@ -308,7 +308,6 @@ def parse_filter(text: str, option: str) -> dict[str, list[int]]:
 
 
 def filtered(hosts: Hosts, *, include: str, exclude: str) -> Hosts:
-    """Return the slots that ``include`` or ``exclude`` leaves. Only one of them may be given."""
     if include and exclude:
         raise ConfigError("--include and --exclude exclude each other: give one of them")
     option = "--include" if include else "--exclude"

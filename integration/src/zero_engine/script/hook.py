@@ -31,6 +31,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 WRITER = "ZERO_ENGINE_ERROR_FILE_WRITER"
 """Process number and path of the process that may write the error file. Child processes
 inherit it."""
+RECORD = "ZERO_ENGINE_RECORD"
+"""Folder for records of each engine's steps, from ``zero-engine run --record``."""
 SHARDED_DDP = "--sharded_ddp"
 INSTEAD = (
     "was FairScale's, and transformers has dropped it: give --deepspeed zero.json (in code "
@@ -69,10 +71,7 @@ def install() -> None:
 
 
 def record_uncaught() -> None:
-    """Write an uncaught exception to torchrun's error file, unless a parent process does.
-
-    torchrun expects the script to write the file (``@record``).
-    """
+    """Write an uncaught exception to torchrun's error file, unless a parent process does."""
     path = os.environ.get(ERROR_FILE, "")
     own = f"{os.getpid()} {path}"
     known = os.environ.get(WRITER, "")
@@ -96,7 +95,6 @@ def record_uncaught() -> None:
 
 
 def tell_after(shown: _ExceptHook) -> _ExceptHook:
-    """Return a ``sys.excepthook`` that adds `INSTEAD` if ``sharded_ddp`` is rejected."""
 
     def show(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -136,8 +134,6 @@ class _Served(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """Loader of ``deepspeed.x``: imports ``zero_engine.deepspeed.x``."""
-
     def __init__(self, home: str) -> None:
         self._home = home
         self._spec: ModuleSpec | None = None
@@ -154,7 +150,6 @@ class _Alias(Loader):
 def _mended(
     fullname: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    """Return the module's own spec, with a loader that patches the module after its import."""
     # foreign: finders of other projects. Old ones have no find_spec.
     others = (f for f in sys.meta_path if not isinstance(f, _Served) and hasattr(f, "find_spec"))
     found = (finder.find_spec(fullname, path, target) for finder in others)
@@ -255,20 +250,14 @@ def mend_loading(module: Any) -> None:
             is_sharded = is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
             if is_sharded and load_config.hf_quantizer is not None:
                 importlib.import_module(HOME).init_distributed()
-                stack.callback(_set_variable, _SEQUENTIAL, os.environ.get(_SEQUENTIAL))
-                os.environ[_SEQUENTIAL] = "1"
+                if _SEQUENTIAL not in os.environ:
+                    stack.callback(os.environ.pop, _SEQUENTIAL, None)
+                    os.environ[_SEQUENTIAL] = "1"
                 loading = importlib.import_module(f"{HOME}.zero.partition_parameters")
                 stack.enter_context(loading.sharded_loading())
             return load(model, state_dict, load_config, *args, **kwargs)
 
     module.convert_and_load_state_dict_in_model = load_sharded
-
-
-def _set_variable(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 def mend_resizing(module: Any) -> None:
@@ -281,7 +270,6 @@ def mend_resizing(module: Any) -> None:
 
 
 def _gathering(resize: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``resize``, a method of a model, to gather the parameters of the resized module."""
 
     @wraps(resize)
     def resize_gathered(self: Any, old: Any, *args: Any, **kwargs: Any) -> Any:
@@ -294,6 +282,20 @@ def _gathering(resize: Callable[..., Any]) -> Callable[..., Any]:
     return resize_gathered
 
 
+def mend_building(module: Any) -> None:
+    """Record the steps of engines in the folder of ``--record``, if it is given."""
+    build, folder = module.build, os.environ.get(RECORD)
+
+    @wraps(build)
+    def build_recorded(*args: Any, **kwargs: Any) -> Any:
+        engine = build(*args, **kwargs)
+        if isinstance(engine, module.Engine):
+            engine.record(folder)
+        return engine
+
+    module.build = build_recorded if folder else build
+
+
 MENDS: Mapping[str, Callable[[Any], None]] = {
     "accelerate.state": mend_accelerate,
     "lightning.fabric.strategies.deepspeed": mend_lightning,
@@ -303,4 +305,5 @@ MENDS: Mapping[str, Callable[[Any], None]] = {
     "pytorch_lightning.strategies.deepspeed": mend_lightning,
     "transformers.core_model_loading": mend_loading,
     "transformers.modeling_utils": mend_resizing,
+    "zero_core.building": mend_building,
 }

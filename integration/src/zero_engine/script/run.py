@@ -17,9 +17,11 @@ import os
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch.distributed.elastic.utils.api import macros
@@ -36,7 +38,7 @@ from zero_engine.script.deepspeed_options import (
     process_number_saved,
     with_host_file,
 )
-from zero_engine.script.hook import INSTEAD, SERVED, SHARDED_DDP, hooked
+from zero_engine.script.hook import INSTEAD, RECORD, SERVED, SHARDED_DDP, hooked
 
 OPTION = "--local_rank"
 PARSER_OF_FIELDS = "HfArgumentParser"
@@ -51,7 +53,7 @@ LAUNCHER_MODULES = (
 )
 PROGRAM = (
     *("module", "no_python", "training_script", "training_script_args", "local_rank"),
-    *("quiet", "log_level"),
+    *("quiet", "log_level", "record"),
 )
 """Parsed names that may be given although this process starts no ranks."""
 
@@ -69,6 +71,8 @@ def run_program(arguments: Sequence[str]) -> int:
     pass_on_warnings()
     parser = _parser()
     parsed = parser.parse_args(list(arguments))
+    if parsed.record is not None:
+        os.environ[RECORD] = str(Path(parsed.record).absolute())
     os.environ.update(hooked(os.environ))
     _refuse_sharded_ddp(parsed)
     given = [
@@ -115,7 +119,6 @@ def run_program(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    """Return torchrun's parser with DeepSpeed's options. Default: a rank per accelerator."""
     parser: ArgumentParser = get_args_parser()
     parser.prog = "zero-engine run"
     parser.allow_abbrev = False  # otherwise --save could mean --save_pid
@@ -134,7 +137,15 @@ def _parser() -> ArgumentParser:
             help=f"{text}; default: where the script declares that option",
         )
     add_options(parser)
+    vars(parser)["error"] = partial(_refuse, vars(parser.parse_args(["x"])))
     return parser
+
+
+def _refuse(known: Iterable[str], message: str) -> NoReturn:
+    unknown = [word for word in message.split() if word.startswith("--")]
+    near = [n for word in unknown for n in get_close_matches(word[2:].replace("-", "_"), known, 1)]
+    hint = f"; did you mean --{near[0]}?" if near else ""
+    raise ConfigError(f"{message}{hint} See zero-engine run --help")
 
 
 def _check_startable(parsed: Namespace) -> None:
@@ -250,7 +261,6 @@ class Source(NamedTuple):
 
 
 def source_of(program: str, *, is_module: bool) -> Source | None:
-    """Return the code that ``python program`` or ``python -m program`` runs, or None."""
     if not is_module:
         path = Path(program)
         return Source(path, path.parent) if path.is_file() else None

@@ -10,6 +10,7 @@ file, also in a resumed run, which therefore does not need the original text.
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from zero_core.errors import ConfigError
+from zero_core.errors import ConfigError, ZeroError
+from zero_core.footprint import format_bytes
 
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_FRACTION = 0.05
@@ -35,7 +37,6 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 
 def read_text(path: str | None) -> str:
-    """Return the text of the file at ``path``, or by default Python's standard library's source."""
     if path is None:
         return _read_stdlib()
     file = Path(path)
@@ -54,6 +55,17 @@ def read_text(path: str | None) -> str:
     if not text.strip():
         raise ConfigError(f"--data {file}: the file is empty; give one with text in it")
     return text
+
+
+def check_length(text: str, context: int, num_tokens: int | None = None) -> None:
+    """Raise ConfigError if ``text`` has too few tokens. A token has at least one byte."""
+    found = len(text.encode()) if num_tokens is None else num_tokens
+    if found < 2 * context:
+        raise ConfigError(
+            f"--data: the text has {'at most ' * (num_tokens is None)}{found} tokens: too short "
+            f"for one window of {context} to train on and one to hold out; give more text or a "
+            "smaller --context"
+        )
 
 
 def _read_stdlib() -> str:
@@ -78,7 +90,6 @@ def _read_stdlib() -> str:
 
 
 def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE like GPT-2's, which needs no unknown token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -93,7 +104,6 @@ def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
 
 
 def prepare_corpus(text: str, folder: Path, *, vocab_size: int, context: int) -> None:
-    """Train the tokenizer, encode ``text`` and write both to ``folder``. Rank 0 calls it."""
     tokenizer = train_tokenizer(text, vocab_size)
     encoded, pieces = [], _pieces(text)
     while batch := list(islice(pieces, 256)):  # the encoder runs a batch in parallel
@@ -101,23 +111,22 @@ def prepare_corpus(text: str, folder: Path, *, vocab_size: int, context: int) ->
         encoded += [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in encodings]
     tokens = torch.cat(encoded)
     num_windows = tokens.numel() // context
-    if num_windows < 2:
-        raise ConfigError(
-            f"the text has {tokens.numel()} tokens: too short for one window of {context} to "
-            f"train on and one to hold out; give more text or a smaller --context"
-        )
+    check_length(text, context, tokens.numel())
     windows = tokens[: num_windows * context].view(num_windows, context)
     num_held_out = max(1, int(num_windows * HELD_OUT_FRACTION))
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    save_file(
-        {
-            "train": windows[:-num_held_out].contiguous(),
-            "held_out": windows[-num_held_out:].contiguous(),
-        },
-        folder / "tokens.safetensors",
-        metadata={"sha256_of_text": _digest(text), "vocab_size": str(tokenizer.get_vocab_size())},
-    )
+    parts = {"train": windows[:-num_held_out], "held_out": windows[-num_held_out:]}
+    about = {"sha256_of_text": _digest(text), "vocab_size": str(tokenizer.get_vocab_size())}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        save_file(parts, folder / "tokens.safetensors", metadata=about)
+    except Exception as error:  # tokenizers and safetensors do not raise OSError for a full disk
+        free = shutil.disk_usage(folder.parent).free
+        raise ZeroError(
+            f"{folder}: the encoded text cannot be written: {error}. It takes "
+            f"{format_bytes(windows.nbytes)}, and {format_bytes(free)} are free there: make room, "
+            "or choose another --output"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ import torch
 from torch.distributed.run import parse_args
 
 from zero_core import check_config
+from zero_core.checkpoint import newest_step
 from zero_core.errors import ConfigError
 from zero_engine.launch.torchrun import local_address_only, pass_on_warnings, run_ranks
 from zero_engine.machine import available_cores
-from zero_engine.train.data import read_text
+from zero_engine.terminal import count
+from zero_engine.train.data import check_length, read_text
 from zero_engine.train.options import Start
 from zero_engine.train.run_lock import RunLock, longest_wait_s
 from zero_engine.train.settings import (
@@ -52,12 +54,17 @@ def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | Non
     if num_ranks is not None and num_ranks > max(num_gpus, MAX_CPU_RANKS):
         raise ConfigError(f"--ranks {num_ranks}: at most {MAX_CPU_RANKS} processes are started")
     folder = RunFolder.of(options)
+    lock = RunLock(folder)
     if folder.has_run:
-        lock = RunLock(folder)
         lock.acquire(wait_s=longest_wait_s(start))
         lock.release()
     if start is Start.RESUME or (start is Start.AUTO and folder.has_run and folder.has_checkpoint):
         settings = resumed_run(options)
+        is_changed = options.get("export") or options.get("sample_tokens")
+        has_ended = folder.loss_plot.is_file() and newest_step(folder.checkpoint) == settings.steps
+        if has_ended and not is_changed:
+            print(f"all {settings.steps} steps were taken before: --steps moves the end")
+            sys.exit(0)
         saved = read_resolved(folder)
         config, before = saved["config"], int(saved["world_size"])
         num_ranks = num_ranks or before
@@ -70,22 +77,23 @@ def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | Non
     else:
         num_ranks = num_ranks or default_ranks()
         settings = fresh_run(options, start)
-        config = engine_config(settings.config)
+        config = engine_config(settings.config, is_accelerated=num_gpus > 0)
         if settings.data is not None:
-            read_text(settings.data)
+            check_length(read_text(settings.data), settings.context)
     checked = check_config(fill_auto(config, settings.steps), world_size=num_ranks)
     if checked.optimizer is None:
         raise ConfigError(
             "--config names no optimizer: add 'optimizer': {'type': 'AdamW', 'params': {'lr': ...}}"
         )
+    lock.acquire(wait_s=longest_wait_s(start))  # fails if the folder cannot be made
+    lock.release()
+    where = f"{count(num_ranks, 'rank')} on the {'GPUs' if num_gpus else 'CPU'}"
+    print(f"zero-engine train: starting {where}", file=sys.stderr)
     return num_ranks
 
 
 def launch(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0) -> int:
-    """Run ``zero-engine ARGUMENTS`` on every rank. Returns the exit code of `run_ranks`.
-
-    After a rank has failed, all ranks are restarted, at most ``max_restarts`` times.
-    """
+    """Run ``zero-engine ARGUMENTS`` on all ranks, with restarts. Returns `run_ranks`' exit code."""
     for name, value in rank_environment(num_ranks).items():
         os.environ.setdefault(name, value)
     pass_on_warnings()

@@ -137,8 +137,6 @@ class Reporter:
 
 
 class _PlaceColumn(ProgressColumn):
-    """Progress column with the running work, such as "backward of unit 3 (transformer.h.2)"."""
-
     def __init__(self, place: Place) -> None:
         super().__init__()
         self._place = place

@@ -36,6 +36,18 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def first_line(options: Mapping[str, Any], start: Start) -> str:
+    """Check the options of a new run, without torch. Returns a line about the start."""
+    given = {name: value for name, value in options.items() if value is not None}
+    output = given.get("output", RunSettings().output)
+    if start in (Start.RESUME, Start.AUTO):
+        return f"continuing the run in {output}{', if any' * (start is Start.AUTO)}"
+    run = RunSettings.of(given)
+    numel = 12 * run.layers * run.width**2 + (run.vocab + run.context) * run.width
+    config = run.config or "of 'zero-engine config'"
+    return f"a GPT-2 of {numel / 1e6:.2g} M parameters, config {config}, output {output}: starting"
+
+
 class RunSettings(BaseModel):
     """Settings of one run. The defaults train a small model in minutes on two cores."""
 
@@ -105,5 +117,4 @@ class RunSettings(BaseModel):
         return self
 
     def is_save_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after ``step``, without a stop request."""
         return self.save and (step == self.steps or step % self.save_every == 0)

@@ -31,10 +31,7 @@ from zero_engine.train.settings import RunFolder
 
 
 def longest_wait_s(start: Start) -> float:
-    """Return the seconds that a start waits for another program in its folder to end.
-
-    A resumed run also waits for ranks that save after their launcher was killed.
-    """
+    """Return the seconds to wait for another program, or for ranks of a killed launcher."""
     return GRACE_PERIOD_S if start in (Start.RESUME, Start.AUTO) else 10.0
 
 
@@ -111,10 +108,7 @@ def _has_flock(folder: Path) -> bool:
 
 
 def launch_numbers(device: torch.device) -> list[int]:
-    """Return a number that identifies each launcher process of this job. Every rank must call it.
-
-    Empty without torchrun: other launchers do not restart ranks.
-    """
+    """Return a number per launcher process of torchrun's. Every rank must call it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return []
     launcher = find_launcher()
@@ -127,7 +121,6 @@ def launch_numbers(device: torch.device) -> list[int]:
 
 
 def belongs_to(folder: RunFolder, numbers: list[int]) -> bool:
-    """Return whether one of the launchers ``numbers`` made the last start of the folder's run."""
     try:
         known = json.loads(folder.launchers.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -49,7 +49,6 @@ class RunFolder:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> RunFolder:
-        """Return the folder that options name, with the checkpoints of its run by default."""
         output, checkpoints = options.get("output") or RunSettings().output, None
         try:
             folder = cls(local_path(output, "a run"))
@@ -63,11 +62,6 @@ class RunFolder:
     @property
     def has_checkpoint(self) -> bool:
         return holds_checkpoint(self.checkpoint)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether a run has ended here, complete or stopped: it plots its losses at the end."""
-        return self.loss_plot.is_file()
 
     @property
     def has_run(self) -> bool:
@@ -96,7 +90,8 @@ def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
         path for path in folder.root.iterdir() if not path.name.startswith(".")
     )
     is_elsewhere = settings.checkpoints is not None
-    is_kept = (not is_free or is_elsewhere) and (folder.has_checkpoint or folder.has_ended)
+    has_ended = folder.loss_plot.is_file()  # complete or stopped: a run draws its losses last
+    is_kept = (not is_free or is_elsewhere) and (folder.has_checkpoint or has_ended)
     may_begin = not is_kept or start is Start.OVERWRITE or (is_free and start is Start.AUTO)
     if (is_free or folder.has_run) and may_begin:
         return settings
@@ -118,7 +113,6 @@ def _check_saving(given: Mapping[str, Any]) -> None:
 
 
 def resumed_run(options: Mapping[str, Any]) -> RunSettings:
-    """Return the settings of the run in ``options["output"]``, with the `CHANGEABLE` options."""
     given = {k: v for k, v in options.items() if v is not None}
     _check_saving(given)
     folder = RunFolder.of(given)
@@ -138,9 +132,12 @@ def resumed_run(options: Mapping[str, Any]) -> RunSettings:
     return RunSettings.of({**saved.model_dump(), **changed, "output": str(folder.root)})
 
 
-def engine_config(path: str | None) -> dict[str, Any]:
+def engine_config(path: str | None, *, is_accelerated: bool) -> dict[str, Any]:
+    """Return the configuration at ``path``. bf16 is on if "auto" and ``is_accelerated``."""
     text = default_config_text() if path is None else read_config_text(Path(path), "--config")
-    return parse_json(text, f"--config {path}")
+    found = parse_json(text, f"--config {path}")
+    is_auto = found.get("bf16") == {"enabled": AUTO}
+    return found | ({"bf16": {"enabled": is_accelerated}} if is_auto else {})
 
 
 def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:

@@ -110,7 +110,6 @@ class TrainingRun:
         return {"step": step, "sha256_of_text": self.corpus.sha256_of_text}
 
     def first_step(self, client_state: Mapping[str, Any] | None) -> int:
-        """Return the checkpoint's number of steps, or 0 without a checkpoint."""
         if client_state is None:
             return 0
         if client_state.get("sha256_of_text") not in (None, self.corpus.sha256_of_text):
@@ -129,7 +128,6 @@ class TrainingRun:
     def logged(
         self, engine: zero_core.Engine, model: GPT2LMHeadModel, first_step: int
     ) -> Iterator[None]:
-        """Log the steps within the context, and write all settings."""
         with ExitStack() as stack:
             stack.enter_context(engine.record(self._folder.records))
             if engine.rank == 0:
@@ -243,7 +241,8 @@ def open_run(options: Mapping[str, Any], start: Start) -> Iterator[TrainingRun]:
             agreed.update(run=resumed_run(options).model_dump(), is_resumed=True)
         elif not is_again:  # otherwise the folder is prepared, and states may be in memory
             settings = fresh_run(options, start)
-            config, text = engine_config(settings.config), read_text(settings.data)
+            text, is_accelerated = read_text(settings.data), device.type != "cpu"
+            config = engine_config(settings.config, is_accelerated=is_accelerated)
             clear_run(folder, keeps_checkpoints=has_checkpoint)
             agreed["is_resumed"] = has_checkpoint  # a new machine resumes the old one's checkpoints
             write_resolved(folder, settings, config=config)

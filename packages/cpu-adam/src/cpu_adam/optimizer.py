@@ -72,7 +72,7 @@ class CPUAdam(Optimizer):
         lr: learning rate.
         betas: decay of the first and second moment, in [0, 1).
         eps: added to the denominator.
-        weight_decay: decoupled (``adamw_mode``) or L2.
+        weight_decay: decoupled (``adamw_mode``) or L2. ``torch.optim.AdamW`` has 0.01 by default.
         amsgrad: not supported; True is refused.
         bias_correction: divide the moments by ``1 - beta ** step``.
         adamw_mode: decoupled weight decay; the default, unlike ``torch.optim.Adam``.

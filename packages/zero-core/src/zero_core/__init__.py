@@ -110,6 +110,10 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return [*__all__, *_MODULES.split()]
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES.split():
         return import_module(f"{__name__}.{name}")

@@ -302,7 +302,6 @@ def seed_generators(device: torch.device, *numbers: int) -> None:
 
 
 def sequence_number(node: Any) -> int:
-    """Return the sequence number of an autograd node, which grows within each thread."""
     return int(node._sequence_nr())
 
 
@@ -328,7 +327,6 @@ def dispatch_keys() -> Any:
 
 
 def autocast_depth() -> int:
-    """Return the number of autocast contexts that this thread has entered."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 

@@ -158,7 +158,10 @@ def build(
             may then be on the meta device, except for buffers that its state dict lacks.
         attach: called with the engine before values move to the engine's memory. For adapters.
         extensions: objects whose methods the engine calls, besides those that ``config`` selects.
-        is_training: False returns a `ShardedModel`, which can only evaluate.
+        is_training: False builds for evaluation alone.
+
+    Returns:
+        An `Engine`, or without ``is_training`` a `ShardedModel`, which has no methods of training.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the model; a value of the model is

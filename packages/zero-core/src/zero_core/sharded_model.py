@@ -48,6 +48,12 @@ from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.states import StateAccess
 
 _log = logging.getLogger(__name__)
+_WAYS = {
+    "state_dict": "use engine.full_state_dict(), or engine.save_checkpoint(folder)",
+    "load_state_dict": "use engine.load_checkpoint(folder), or zero_core.load_pretrained",
+    "to": "build() has moved the model to engine.device; engine.unwrap() ends the engine",
+}
+"""Ways to do what these methods of torch modules do."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +294,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise EvaluationOnlyError for members that only a training engine has."""
+            """Raise an error that names the way, for members of training and of torch modules."""
             trained = ShardedModel.__subclasses__() if type(self) is ShardedModel else ()
             is_named = any(name == "optimizer" or name in dir(each) for each in trained)
             if is_named and not name.startswith("_"):
@@ -296,7 +302,24 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
                     f"{name}: this engine was built for evaluation: build(is_training=True) makes "
                     "one that trains"
                 )
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            way = _WAYS.get(name, f"use engine.module.{name}")
+            hint = f": {way}" if name in dir(vars(self).get("module")) else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    def __repr__(self) -> str:
+        ended, zero = self._device_states.ended_by, self.config.zero_optimization
+        offload, dtype = zero.offload_optimizer, self._parts.compute_dtype or torch.float32
+        numel = sum(p.numel for p in self.layout.params)
+        facts = [
+            *([f"ended by {ended}"] if ended else []),
+            f"stage {zero.stage}",
+            f"{self.world_size} rank{'s' * (self.world_size > 1)} on {self.device.type}",
+            str(dtype).removeprefix("torch."),
+            *([f"offload {offload.device} {offload.ratio}"] if offload.device != "none" else []),
+            f"{numel:,} parameters",
+            f"step {self.global_steps}",
+        ]
+        return f"{type(self).__name__}({', '.join(facts)})"
 
     def __del__(self) -> None:
         """Release the model's parameters, if this thread built the engine."""

@@ -364,7 +364,6 @@ def _gather(passes: Passes, module: nn.Module) -> None:
 
 
 def _version(passes: Passes, module: nn.Module) -> int:
-    """Return a number that grows when the parameters of ``module`` get new values."""
     return sum(flat.version for unit in passes.units_of(module) for flat in unit.params)
 
 

@@ -233,7 +233,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer_class: OptimizerClass,
-        params: Iterable[Any],
+        params: Iterable[Any] = (),
         *,
         ratio: float | Literal["auto"] | None = None,
         parameters: Collection[str] | Collection[Tensor] | None = None,
@@ -246,6 +246,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         upload_codec: UploadCodec | str | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
+        kind: Any = type(optimizer_class)
+        if issubclass(kind, torch.optim.Optimizer):
+            raise TypeError(f"give a class, then params: OffloadedOptimizer({kind.__name__}, ...)")
         self._update = resolve_update(optimizer_class, optimizer_kwargs, adam_kernel)
         super().__init__(params, dict(self._update.defaults))
         self._parts, pieces = lay_out(self.param_groups)
@@ -303,7 +306,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         is_list = isinstance(parameters, Collection) and not isinstance(parameters, str)
         patterns = list(parameters) if is_list and parameters is not None else parameters
         settings = OffloadSettings.check({**asked, "parameters": patterns})
-        named = [pair for group in self.param_groups for pair in _named(group)]
+        with_names = [group for group in self.param_groups if group.get("param_names")]
+        named = [
+            pair for g in with_names for pair in zip(g["param_names"], g["params"], strict=True)
+        ]
         if settings.parameters is not None and named:
             check_patterns(settings.parameters, [name for name, _ in named])
         names = [name for name, param in named if param.numel()]
@@ -456,7 +462,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         part = self._parts[index]
         found = {k: v for k, v in entry.items() if v is not None}
         names = [name for name in self.tier.state_names() if name in found]
-        scalars = {k: _number(k, v) for k, v in found.items() if k not in names}
+        scalars = {k: v for k, v in found.items() if k not in names}
+        for name, value in scalars.items():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"the optimizer has no state {name!r}: it is another optimizer's")
+            scalars[name] = float(value)
         if "num_steps" not in scalars:
             scalars["num_steps"] = scalars.get("step", 1.0 if found else 0.0)
         if MASTER not in found:
@@ -467,16 +477,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self.tier.write_state(name, part.start, part.flatten(found[name]))
         return bool(scalars["num_steps"])
 
+    def __repr__(self) -> str:
+        parts = [part for part in self.tier.report() if part.is_host]
+        numel = sum(stop - start for part in parts for start, stop in part.spans)
+        whole = sum(part.shard.numel() for part in self._parts)
+        nbytes = sum(part.tier.host_bytes for part in parts if part.tier)
+        shown = f"{numel:,} of {whole:,} elements, {nbytes:,} bytes on the host"
+        return f"{super().__repr__()}: {shown}"
+
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an OffloadedOptimizer is not copied or pickled; use its state_dict")
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"the optimizer has no state {name!r}: it is another optimizer's")
-    return float(value)
-
-
-def _named(group: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    names = group.get("param_names")
-    return [] if names is None else list(zip(names, group["params"], strict=True))

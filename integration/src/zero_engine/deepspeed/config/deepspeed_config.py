@@ -98,7 +98,6 @@ class DeepSpeedConfig:
     def of(
         cls, settings: Settings, resolved: Config, rank: int, world_size: int
     ) -> DeepSpeedConfig:
-        """Return an object for ``settings``, whose ``core`` has been resolved to ``resolved``."""
         made = cls.__new__(cls)
         made._fill(settings, resolved, rank, world_size)
         return made

@@ -143,7 +143,6 @@ class _Reader:
         return value
 
     def _long_string(self) -> str:
-        """Read a string in triple quotes. Later lines lose blanks up to the quotes' column."""
         begin = self._at
         indent = begin - (self._text.rfind("\n", 0, begin) + 1)
         end = self._text.find(_LONG_QUOTE, begin + 3)
@@ -158,7 +157,6 @@ class _Reader:
         return "\n".join([first, *lines]).removesuffix("\n")
 
     def _next(self) -> str:
-        """Advance to the next character that is neither space nor comment. Returns it, or ""."""
         space = _SPACE.match(self._text, self._at)
         assert space is not None
         self._at = space.end()

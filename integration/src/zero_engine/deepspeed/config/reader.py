@@ -219,7 +219,6 @@ Tell = Callable[[str, Any, str], None]
 
 
 def without_auto(block: Mapping[str, Any], tell: Tell, path: str = "") -> dict[str, Any]:
-    """Return ``block`` without nulls, and without "auto" except for `_OWN_AUTO`."""
     kept: dict[str, Any] = {}
     for key, value in block.items():
         where = f"{path}{key}"
@@ -331,7 +330,6 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
 
 def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
-    """Replace ``fp32_optimizer_states`` = False by ``state_dtype`` of ``offload_optimizer``."""
     path, params = "optimizer.params.fp32_optimizer_states", core["optimizer"]["params"]
     if params.pop("fp32_optimizer_states", True):
         return
@@ -374,7 +372,6 @@ def keep_updates_to_steps(core: dict[str, Any]) -> None:
 
 
 def _data_types(core: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``data_types`` with zero-core's dtype names, and without ``param_dtype``."""
     types = {"buffer_dtype": _AS_MADE, **core.get("data_types", {})}
     for key in ("buffer_dtype", "grad_accum_dtype", "param_dtype"):
         if key in types:
@@ -471,7 +468,6 @@ Source = Mapping[str, Any] | str | PathLike[str]
 
 
 def load(source: Source) -> dict[str, Any]:
-    """Return the configuration as a dict, ``source`` itself if it is one. Raises ConfigError."""
     found = dict(source) if isinstance(source, Mapping) else parse_hjson(*_text_of(source))
     # accelerate writes Infinity as steps_per_print, which means never.
     check_plain({k: v for k, v in found.items() if k != "steps_per_print"})
@@ -479,7 +475,6 @@ def load(source: Source) -> dict[str, Any]:
 
 
 def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
-    """Return the text of ``source``, and its name in error messages."""
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return source, "the configuration"
     path = Path(source)
@@ -564,8 +559,6 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
 
 
 class _Sorter:
-    """Sorter of a configuration into ``core`` for zero-core, ``own`` by path, and ``notes``."""
-
     def __init__(self) -> None:
         self.core: dict[str, Any] = {}
         self.own: dict[str, Any] = {}
@@ -627,7 +620,6 @@ def _mapping(path: str, value: Any) -> Mapping[str, Any]:
 
 
 def _parse(kind: type[_Parsed], own: Mapping[str, Any], path: str) -> _Parsed:
-    """Parse the block at ``path``. Raises ConfigError for unknown keys and invalid values."""
     block = _mapping(path, own.get(path, {}))
     try:
         return kind.model_validate(block)

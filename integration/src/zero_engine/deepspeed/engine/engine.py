@@ -109,7 +109,6 @@ class Watch:
                 getattr(observer, f"end_{name}")()
 
     def followed(self, outputs: _Outputs) -> _Outputs:
-        """Return ``outputs`` of a forward, with hooks that observe a plain ``backward()``."""
         self._is_in_backward = False  # a failed backward may have left it True
         for leaf in pytree.tree_leaves(outputs) if self.observers else ():
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
@@ -238,10 +237,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return loss / steps if steps > 1 else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, for a plain ``backward()``.
-
-        Raises NotScalarError if ``loss`` has several values.
-        """
+        """Return ``loss`` times the loss scale, for a plain backward. Not scalar: it raises."""
         if loss.numel() != 1:
             raise NotScalarError(
                 f"scale() takes a scalar tensor, found a loss of shape {tuple(loss.shape)}: run "
@@ -434,7 +430,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.core.reload_states(non_blocking=non_blocking)
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the 2-norm of the last step's gradient, unscaled, before clipping, or None."""
         return self.core.get_global_grad_norm()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
@@ -574,7 +569,6 @@ def average_plain_backwards(
 
 @contextmanager
 def _divided() -> Iterator[None]:
-    """Mark a backward whose loss is already divided."""
     global _num_divided
     _num_divided += 1
     try:
@@ -584,7 +578,6 @@ def _divided() -> Iterator[None]:
 
 
 def _zero_grad(engine: weakref.ref[DeepSpeedEngine], set_to_none: bool = True) -> None:
-    """Call ``zero_grad`` of ``engine``. It replaces ``zero_grad`` of the engine's model."""
     found = engine()
     if found is not None:
         found.zero_grad(set_to_none)

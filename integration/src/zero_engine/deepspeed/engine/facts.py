@@ -23,7 +23,6 @@ _SAFE_MODULES = (
 
 
 def value_of(path: str) -> Callable[[Any], Any]:
-    """Return a method that returns its object's attribute at the dotted ``path``."""
 
     def method(self: Any) -> Any:
         return reduce(getattr, path.split("."), self)
@@ -71,7 +70,6 @@ class Facts:
     gradient_accumulation_steps = value_of("core.gradient_accumulation_steps")
 
     def train_batch_size(self) -> int:
-        """Return the samples per step, of all ranks."""
         steps, ranks = self.core.gradient_accumulation_steps, self.core.world_size
         return self.core.train_micro_batch_size_per_gpu * steps * ranks
 
@@ -97,12 +95,10 @@ class Facts:
     is_first_weights_partition_group = zero_optimization_partition_weights
 
     def zero_offload_optimizer(self) -> Any:
-        """Return the block ``offload_optimizer``, or None without offload."""
         block = self.core.config.zero_optimization.offload_optimizer
         return None if block.device == "none" else block
 
     def zero_offload_param(self) -> Any:
-        """Return the block ``offload_param``, or None without offload."""
         block = self.core.config.zero_optimization.offload_param
         return None if block.device == "none" else block
 
@@ -143,7 +139,6 @@ class Facts:
         return float(2.0**self.core.config.fp16.initial_scale_power)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes of the parameters and of accumulated gradients."""
         grads = _DTYPES[self.core.config.data_types.grad_accum_dtype or "fp32"]
         return self.core.config.compute_dtype or torch.float32, grads
 
@@ -229,11 +224,7 @@ _ABSENT = {
 """Methods of DeepSpeed's engine that return the same value for every configuration."""
 
 
-def _always(value: Any) -> Callable[[Any], Any]:
-    return lambda self: value
-
-
 for _name, _path in _PATHS.items():
     setattr(Facts, _name, value_of(_path))
 for _name, _value in _ABSENT.items():
-    setattr(Facts, _name, _always(_value))
+    setattr(Facts, _name, lambda self, value=_value: value)

@@ -69,7 +69,6 @@ class LossScaler:
         return self._core.global_steps - self._core.loss_scaler.steps_since_overflow - 1
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the scale, for a plain ``backward()``."""
         return self._core.scale(loss, over=1)
 
 
@@ -144,7 +143,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     _is_bare = False  # whether DeepSpeed would return the optimizer itself
 
     def __init__(self, core: Engine, engine: Any) -> None:
-        """Wrap the optimizer of ``core``. ``engine``, a `DeepSpeedEngine`, is held weakly."""
         given = core.optimizer.given
         super().__init__(given.param_groups, given.defaults)
         self.param_groups = given.param_groups

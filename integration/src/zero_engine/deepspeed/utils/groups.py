@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 
 def get_data_parallel_group() -> dist.ProcessGroup | None:
-    """Return the group of all ranks, None before torch.distributed is initialised."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 

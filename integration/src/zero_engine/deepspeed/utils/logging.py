@@ -27,10 +27,7 @@ class _Stdout(logging.Handler):
 
 
 def speak(name: str, level: int | str) -> logging.Logger:
-    """Make the logger ``name`` write to stdout at ``level``, and not to its parents' handlers.
-
-    As in DeepSpeed, the lines appear whatever logging the script has configured.
-    """
+    """Make the logger ``name`` write to stdout at ``level``, whatever the script configures."""
     found = logging.getLogger(name)
     found.setLevel(level)
     found.propagate = False
@@ -73,7 +70,6 @@ vars(logger).update(log_dist_once=log_dist_once, warning_once=warning_once)
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: object = None) -> None:
-    """Set the level of ``custom_logger`` or `logger`. An unknown name raises ValueError."""
     level = logging.getLevelNamesMapping().get(log_level_str.upper())
     if level is None:
         names = sorted(name.lower() for name in logging.getLevelNamesMapping())

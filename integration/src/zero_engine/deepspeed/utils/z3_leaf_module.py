@@ -21,7 +21,6 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Whether a script has marked the parameter."""
     return "ds_z3_leaf_module" in vars(model)
 
 
@@ -30,7 +29,6 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark ``model`` as a leaf, or with ``flag=False`` remove the mark."""
     for mark in _MARKS:
         setattr(model, mark, flag)
 

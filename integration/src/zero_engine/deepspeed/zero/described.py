@@ -154,8 +154,6 @@ class _OwnClass:
 
 
 class _Asked:
-    """Descriptor of one name of `ASKED`. An attribute of the instance overrides it."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -211,7 +209,6 @@ def _inputs(frame: _CheckpointFrame) -> Any:
 
 
 def _described(unpacked: Any) -> Any:
-    """Return ``unpacked``, after setting parameters' attributes on their gathered values."""
     for tensor in unpacked:
         if type(tensor) is not Tensor:
             continue

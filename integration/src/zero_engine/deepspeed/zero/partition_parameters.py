@@ -64,7 +64,6 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Undo `register_external_parameter`. Raises RuntimeError if it was not called."""
     if not adapters.note_reader(module, parameter, is_reader=False):
         raise RuntimeError(
             f"a parameter of shape {tuple(parameter.shape)} is not registered as an external one "

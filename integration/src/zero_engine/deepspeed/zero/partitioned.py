@@ -449,7 +449,6 @@ def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` with one element instead of the whole parameter ``args[0]``."""
     others = {k: v for k, v in kwargs.items() if k != "memory_format"}
     return func(_placeholder((), args[0].dtype), *args[1:], **others)
 

@@ -112,7 +112,10 @@ def dequantize(
     """
     fmt = BlockFormat.make(format)
     check_float("dtype", dtype)
-    _check_flat("buffer", buffer, fmt.nbytes(numel), torch.uint8, buffer.device)
+    if (length := fmt.nbytes(numel)) != buffer.numel():
+        found = f"for numel = {numel}, got {buffer.numel()}"
+        raise ValueError(f"buffer must have {length} elements {found}")
+    _check_flat("buffer", buffer, length, torch.uint8, buffer.device)
     if out is None:
         out = torch.empty(numel, dtype=dtype, device=buffer.device)
     _check_flat("out", out, numel, dtype, buffer.device)

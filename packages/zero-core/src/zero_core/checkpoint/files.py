@@ -80,8 +80,8 @@ def find(directory: Location, tag: str | None) -> Location:
     tag = read_latest(directory) if tag is None else tag
     if tag is None:
         raise CheckpointError(
-            f"{directory} holds no checkpoint (no file 'latest'): check the path, or leave the "
-            "resuming out to start from scratch"
+            f"{directory} holds no checkpoint (no file 'latest'): give the folder that "
+            "save_checkpoint() was given"
         )
     check_tag(tag)
     # A save that is replacing a checkpoint first renames the old one, and may then be killed.
@@ -383,7 +383,6 @@ class Reader:
         return found
 
     def ranks_of(self, param: str, start: int, stop: int) -> range:
-        """Return the ranks whose files have elements ``[start, stop)`` of a parameter."""
         _, slot_start, _, numel = self._slots[param]
         low, high = slot_start + start, slot_start + stop
         if low >= high:
@@ -395,7 +394,6 @@ class Reader:
         return stop - start
 
     def scalars(self, param: str) -> Mapping[str, float]:
-        """Return the scalars in a parameter's optimizer state. Frozen parameters have 0 steps."""
         if not self.manifest.by_name[param].is_trainable:
             return {"num_steps": 0}
         if param not in self.manifest.scalars:

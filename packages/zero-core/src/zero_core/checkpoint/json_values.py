@@ -60,7 +60,6 @@ def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Restore a value from the result of `encode`."""
     try:
         return _decode(value)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:

@@ -244,7 +244,6 @@ def _is_sliced(tier: StateTier, param: int) -> bool:
 
 
 def _find(reader: Reader, state: str, spec: ParamSpec, low: int, high: int) -> _Read:
-    """Return a function that reads elements ``[low, high)`` of a parameter's ``state``."""
     if reader.has_order_of(spec):
         return partial(reader.read_parts, reader.parts(state, spec.name, low, high))
     # In another memory order, the range is scattered, so all elements are read and rearranged.

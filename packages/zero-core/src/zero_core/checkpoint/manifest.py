@@ -247,7 +247,6 @@ def is_plain(name: str) -> bool:
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """Return ``content`` as JSON bytes, with the digest as the last member."""
     body = json.dumps({k: v for k, v in content.items() if k != "sha256"}).encode()[:-1]
     return body + b', "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"}'
 
@@ -270,7 +269,6 @@ class _Kind(BaseModel):
 
 
 def parse(data: bytes, where: object) -> Manifest:
-    """Parse and check the bytes of a manifest. ``where`` is for error messages."""
     _check_size(len(data), where)
     has_its_digest = is_sealed(data)
     if has_its_digest is False:
@@ -353,7 +351,6 @@ def frame_of(state: ShardedState) -> dict[str, Any]:
 
 
 def write_manifest(staging: Staging, content: Mapping[str, Any]) -> None:
-    """Check a manifest and add it to the pending checkpoint."""
     if staging.subfolder is not None:
         content = {**content, "subfolder": staging.subfolder}
     data = seal(content)

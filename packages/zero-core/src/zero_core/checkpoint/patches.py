@@ -642,7 +642,6 @@ def _rewrite(
     changed: Mapping[str, PatchedTensor],
     patch: _ReceivedPatch,
 ) -> None:
-    """Write the tensors of a file to ``new``, one at a time, with the patch applied."""
     ordered = sorted(stored.items(), key=lambda item: item[1].start)
     new.unlink(missing_ok=True)  # left over from a failed attempt
     with writing(new) as file:

@@ -89,7 +89,6 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def part(self, first: int, last: int) -> StoredTensor:
-        """Return the position of elements ``[first, last)`` of the flattened tensor."""
         start = self.start + first * self.dtype.itemsize
         return replace(self, shape=(last - first,), start=start)
 
@@ -97,7 +96,6 @@ class StoredTensor:
         return self.part(first, last).value()
 
     def value(self) -> Tensor:
-        """Read the tensor into CPU memory, in its stored dtype."""
         with open_regular(self.path) as file:
             return self.read_from(file)
 
@@ -198,7 +196,6 @@ def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor],
 
 
 def first_error(error: ValidationError) -> str:
-    """Return the location and the message of the first error in a ValidationError."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))[:200]
     return f"{place}: {first['msg']}" if place else first["msg"]
@@ -301,7 +298,6 @@ class ModelFiles:
         self._parts: list[dict[str, int]] = []  # for each closed file, bytes by tensor name
 
     def add(self, name: str, value: Tensor) -> None:
-        """Append ``value``, on any device, with any strides."""
         if inner_tensors(value) is not None:
             raise CheckpointError(
                 f"{name} is a {type(value).__name__}, a tensor subclass, which safetensors "

@@ -115,7 +115,6 @@ class PendingSave(Future[Location]):
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes so far of the copies of states in host memory."""
         return self._snapshot.peak_bytes
 
     def result(self, timeout: float | None = None) -> Location:
@@ -223,7 +222,6 @@ class Saver:
             self._watch = StateWatch(self._state.tier)
 
     def finish(self) -> None:
-        """Wait for the pending save, and raise its error unless the error was retrieved."""
         pending, self._pending = self._pending, None
         if pending is not None and not pending.is_asked:
             pending.result()
@@ -356,7 +354,6 @@ def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
 
 
 def own_slices(state: ShardedState, name: str) -> dict[str, Tensor]:
-    """Return this rank's slices of state ``name``, or of frozen values (`VALUE`), by segment."""
     segments = [s.index for s in state.layout.segments if s.is_trainable == (name != VALUE)]
     return {str(s): state.own_state(s, name) for s in segments}
 
@@ -372,7 +369,6 @@ def small_files(state: ShardedState) -> _Files:
 
 
 def _blocks_of(state: ShardedState, segment: int, name: str) -> StateBlocks:
-    """Return this rank's slice of a state, read from the tier block by block."""
     read, (start, stop) = state.tier.read_state, state.own_span(segment)
     # On a CPU, small blocks stay in the cache until they are written.
     numel = 1 << 18 if state.device.type == "cpu" else 1 << 23
@@ -435,7 +431,6 @@ def write_file(folder: Location, name: str, tensors: _Tensors) -> dict[str, dict
 
 
 def _write_summed(tensors: _Tensors, file: IO[bytes] | None = None) -> dict[str, Any]:
-    """Compute the size and checksums of a safetensors file. Write it to ``file`` if given."""
     size, crcs = 0, [0]
     header, _, values = arrange(tensors)
     for value in chain([torch.frombuffer(bytearray(header), dtype=torch.uint8)], values):

@@ -134,13 +134,15 @@ class Exchange(Protocol):
                 kind = CheckpointError if is_mistake else CheckpointFailedError
                 if isinstance(error, CheckpointCorruptError):
                     kind = CheckpointCorruptError
-                failure = [kind.__name__, f"{type(error).__name__}: {error}"]
+                said = str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
+                failure = [kind.__name__, said]
             rows = [json.loads(row) for row in self.gather_bytes(json.dumps(failure).encode())]
         failed = [f"rank {r}: {row[1]}" for r, row in enumerate(rows) if row]
         if failed:
             names = {row[0] for row in rows if row}
             kind = next(kind for kind in _KINDS if kind.__name__ in names)
-            raise kind(f"{what} failed on {'; '.join(failed)}")
+            is_alone = len(rows) == 1 and kind is CheckpointError
+            raise kind(failure[1] if is_alone else f"{what} failed on {'; '.join(failed)}")
         return found
 
 

@@ -33,6 +33,8 @@ _OWN_AUTO = ("accumulation_schedule", "zero_optimization.offload_optimizer.ratio
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SCHEMA_FILE = Path(__file__).with_name("zero.schema.json")
 """Path of the JSON Schema, which is part of the wheel."""
+_OF_OPTIMIZERS = {n: f"optimizer.params.{n}" for n in ("lr", "betas", "eps", "weight_decay")}
+_OF_OPTIMIZERS["learning_rate"] = _OF_OPTIMIZERS["lr"]
 MAX_DEPTH = 32
 """Largest nesting depth of blocks and lists."""
 _MAX_TEXT_BYTES = 4 << 20
@@ -140,7 +142,9 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{name} is nested more than {MAX_DEPTH} deep") from None
     except ValueError as error:  # invalid JSON, or a number with thousands of digits
-        raise ConfigError(f"{name} is not JSON: {error}") from None
+        hint = "; is there a trailing comma, or a name in single quotes?"
+        hint = hint if "property name" in str(error) else ""
+        raise ConfigError(f"{name} is not JSON: {error}{hint}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: expected a JSON object, found {type(value).__name__}")
     if doubled:
@@ -279,12 +283,25 @@ def explain(
         cause = f"{found['msg'].removeprefix('Value error, ')}, found {shown(found['input'])}"
         if found["type"] == "extra_forbidden":
             known = sorted(block.model_fields) if block is not None else []
-            close = difflib.get_close_matches(str(path[-1])[:_MAX_SHOWN], known, n=1, cutoff=0.6)
+            name, tree = (
+                str(path[-1])[:_MAX_SHOWN],
+                _OF_OPTIMIZERS | dict(reversed([*_leaves(Config)])),
+            )
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            close += [tree[n] for n in difflib.get_close_matches(name, tree, n=1, cutoff=0.8)]
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
             cause = f"unknown key; {hint}"
         if cause not in causes.setdefault(where, []):
             causes[where].append(cause)
     return "\n".join(f"{where}: {'; or '.join(found)}" for where, found in causes.items())
+
+
+def _leaves(kind: type[BaseModel], place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield name and path of each key below ``kind``, inner keys first."""
+    for name, field in kind.model_fields.items():
+        if (inner := block_of(field)) is not None:
+            yield from _leaves(inner, f"{place}{name}.")
+        yield name, f"{place}{name}"
 
 
 def _key_of(loc: _Path, kind: type[BaseModel], raw: Any) -> tuple[_Path, type[BaseModel] | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -218,8 +219,9 @@ def _choose(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
             "to build(), or use AdamW, Lion or Muon"
         )
     if kind not in _BY_NAME:
+        close = [f" did you mean {n!r}?" for n in difflib.get_close_matches(kind, _BY_NAME, n=1)]
         raise ConfigError(
-            f"optimizer.type = {name!r} is not served; known: {sorted(_BY_NAME)}; "
+            f"optimizer.type = {name!r} is not served;{''.join(close)} known: {sorted(_BY_NAME)}; "
             "any other torch optimizer can be passed to build() as an object"
         )
     if kind not in ("adam", "adamw"):

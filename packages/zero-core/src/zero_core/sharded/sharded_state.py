@@ -145,13 +145,11 @@ class ShardedState:
 
     @property
     def local_numel(self) -> int:
-        """Number of elements of the local flat space, including gaps."""
         spans = (flat.source.span for flat in self.params)
         return max((span[1] for span in spans if span is not None), default=0)
 
     @cached_property
     def starts(self) -> dict[int, int]:
-        """Start of each trainable segment in the local flat space, by index."""
         return {f.segment.index: f.source.span[0] for f in self.params if f.source.span}
 
     @cached_property
@@ -328,7 +326,6 @@ class ShardedState:
                 yield spec, spec.to_values(full[slot.start : slot.stop].clone())
 
     def names(self) -> list[str]:
-        """Return the keys of the unwrapped model's state dict, in order, including tied names."""
         found = []
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             path = f"{prefix}." if prefix else ""
@@ -338,7 +335,6 @@ class ShardedState:
         return found
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the model's persistent buffers, on the CPU."""
         kept = set(self.names())
         buffers = named_buffers(self.module).items()
         return {name: b.detach().cpu().clone() for name, b in buffers if name in kept}

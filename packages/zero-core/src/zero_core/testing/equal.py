@@ -372,7 +372,6 @@ def _compare(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
 
 
 def base_of(variant: Variant) -> Variant:
-    """Return the base configuration with which a variant is compared."""
     return Variant(base=variant.base, base_top=variant.base_top, width=variant.width)
 
 

@@ -72,7 +72,6 @@ class Hard(nn.Module):
 
 
 def make_model(width: int = 11) -> Hard:
-    """Create a `Hard` with the same values at every call."""
     with seeded(0):
         return Hard(width)
 
@@ -172,13 +171,11 @@ class Tower(nn.Module):
 
 
 def make_tower(depth: int = 4, width: int = 7, **settings: Any) -> Tower:
-    """Create a `Tower` with the same values at every call."""
     with seeded(1):
         return Tower(depth, width, **settings)
 
 
 def rows(number: int, rank: int, width: int = 7) -> Tensor:
-    """Return fp32 input [4, width] of a `Tower`, seeded by the arguments."""
     generator = torch.Generator().manual_seed(100 * number + rank)
     return torch.randn(4, width, generator=generator)
 

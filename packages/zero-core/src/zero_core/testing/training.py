@@ -19,7 +19,6 @@ Inputs = Mapping[str, Any] | tuple[Any, ...] | Tensor
 
 
 def loss_of(model: Callable[..., Any], inputs: Inputs) -> Tensor:
-    """Call ``model`` and return the loss: the result itself, or its entry "loss"."""
     if isinstance(inputs, Mapping):
         result = model(**inputs)
     else:

@@ -67,7 +67,6 @@ _OWN = frozenset(vars(nn.Module()))  # names of attributes that every module has
 
 
 def random_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the states of torch's generators for CPU and ``device``, as uint8 CPU tensors."""
     own = torch.get_rng_state()
     if device.type == "cpu":
         return (own,)

@@ -66,7 +66,6 @@ class PartialGrads:
         self._grads[number].pop(param, None)
 
     def get(self, number: int, param: int) -> Tensor | None:
-        """Return the sum so far, which stays on the device until `end_turn`, or None."""
         found = self._grads[number].get(param)
         if isinstance(found, HostCopy):
             found = self._grads[number][param] = found.copies.take(found)
@@ -182,7 +181,6 @@ class Segments(TorchFunctionMode):
 
     @property
     def next_block(self) -> int:
-        """Number of the block that the forward is in or will enter next."""
         return max(0, self.number - 1)
 
     def _begin(self) -> None:
@@ -249,7 +247,6 @@ class Segments(TorchFunctionMode):
         return pytree.tree_map_only(Tensor, replace, inputs)
 
     def _number_of(self, node: Any) -> int:
-        """Return the number of the segment that created ``node``."""
         starts = [segment.start for segment in self._segments]
         return bisect_right(starts, sequence_number(node)) - 1
 

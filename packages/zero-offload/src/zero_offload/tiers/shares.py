@@ -259,9 +259,8 @@ def host_share(
     if settings.parameters is not None:
         if len(names) != len(geometry.pieces):
             raise ValueError(
-                f"parameters needs the name of each of the {len(geometry.pieces)} "
-                f"pieces, got {len(names)}: pass names to the factory, or named parameters "
-                f"(model.named_parameters()) to the optimizer"
+                f"parameters has patterns of names, and {len(names)} of {len(geometry.pieces)} "
+                "parameters are named: give model.named_parameters(), or names to the factory"
             )
         chosen = [i for i, name in enumerate(names) if is_chosen(name, settings.parameters)]
         return geometry.padded_spans(chosen)

@@ -17,7 +17,6 @@ USERS = ".users"  # file on which the keeper and every rank hold a shared lock
 
 
 def status(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the third one, or [] if there is no process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

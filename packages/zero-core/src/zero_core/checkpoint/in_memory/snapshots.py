@@ -236,7 +236,6 @@ class Slot:
         return into.numel()
 
     def file(self, name: str, size: int) -> Tensor:
-        """Return the mapped bytes of a file, resized to ``size``."""
         found = self.files.get(name)
         if found is None or found.numel() != size:
             with storing(self.folder / name, _ADVICE):
