@@ -135,12 +135,12 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """
         self._device_states.check_here("zero_grad()")
         self.optimizer.zero_grad()
-        self._train.accumulation.forget()
+        self._train.enter_micro_step(0)
 
     def _end_micro_step(self, client_state: Mapping[str, Any] | None) -> None:
         self._device_states.check("step()")
         train, backward, place = self._train, self._passes.backward, self.place
-        if not train.accumulation.is_boundary():
+        if not train.is_boundary():
             train.end_micro_step()
             return
         if not backward.should_sync:
@@ -149,7 +149,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 "set_requires_gradient_sync(True)"
             )
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        micro_steps = train.accumulation.count + 1
+        micro_steps = train.num_accumulated + 1
         with _deferred_interrupt(is_on=self.should_defer_sigint):
             with place.during("step()"):
                 self._device_states.check_model()
@@ -222,9 +222,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
             AccumulationScheduleError: the model cannot be computed with the vertical schedule.
         """
         self._device_states.check("train_batch()", NO_PARTS)
-        accumulation, steps = self._train.accumulation, self.gradient_accumulation_steps
-        is_whole = self._passes.backward.should_sync and accumulation.override is None
-        if accumulation.count or not is_whole:
+        train, steps = self._train, self.gradient_accumulation_steps
+        is_whole = self._passes.backward.should_sync and train.declared_boundary is None
+        if train.num_accumulated or not is_whole:
             raise RuntimeError(
                 "train_batch() runs a whole step: call it after step(), outside of no_sync(), and "
                 "without set_gradient_accumulation_boundary()"
@@ -247,7 +247,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 self._end_micro_step(client_state)
         except BaseException:
             if self.global_steps == num_steps:
-                accumulation.forget()
+                train.enter_micro_step(0)
                 self._passes.backward.is_open = True  # makes the next forward drop the gradient
             raise
         wide = torch.promote_types(losses[0].dtype, torch.float32)
@@ -321,7 +321,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         None restores the default: the count decides. Every rank must call it, before the backward.
         """
         self._device_states.check("set_gradient_accumulation_boundary()", NO_PARTS)
-        self._train.accumulation.override = is_boundary
+        self._train.declared_boundary = is_boundary
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Call `set_gradient_accumulation_boundary`. This is FSDP2's name for that method."""

@@ -202,7 +202,7 @@ class _Progress:
     @property
     def micro_steps(self) -> int:
         """Number of calls of ``step`` so far. A load computes it from the number of steps."""
-        return self._train.accumulation.micro_steps
+        return self._train.micro_steps
 
     @property
     def loss_scale(self) -> float:
@@ -217,15 +217,15 @@ class _Progress:
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-steps per step. May be set between two steps, on every rank."""
-        return self._train.accumulation.steps
+        return self._train.accumulation_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self._train.accumulation.set_steps(steps)
+        self._train.set_accumulation_steps(steps)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-step is the last one of its step."""
-        return self._train.accumulation.is_boundary()
+        return self._train.is_boundary()
 
     def get_global_grad_norm(self) -> float | None:
         """Return the unscaled 2-norm of the last step's gradient before clipping, or None."""

@@ -135,7 +135,7 @@ class RepeatedRounds(Extension):
         if not is_new:
             return
         train = self._train
-        place = train.accumulation.micro_steps, train.num_drops
+        place = train.micro_steps, train.num_drops
         if place[0] > self._place[0] and self._num_rounds:
             self._before.append(self._num_rounds)
             if not self._is_first_known and len(self._before) == _NUM_COMPARED:

@@ -60,7 +60,7 @@ class Invariance(Extension):
     @property
     def _place(self) -> tuple[int, int, int]:
         train = self._train
-        return train.global_steps, train.accumulation.count, train.num_drops
+        return train.global_steps, train.num_accumulated, train.num_drops
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not module.training or is_in_backward():

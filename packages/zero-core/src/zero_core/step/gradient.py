@@ -94,7 +94,7 @@ class StepGradient:
 
     @property
     def is_boundary(self) -> bool:
-        return self._train.accumulation.is_boundary()
+        return self._train.is_boundary()
 
     @property
     def is_reduced(self) -> bool:
@@ -208,7 +208,7 @@ class StepGradient:
             describe_groups(self._train.hyperparameters()),
             find_trainable(self._state.trained_params),
             self._state.common_buffers.describe(),
-            self._train.accumulation.steps,
+            self._train.accumulation_steps,
             self._train.scaler.scale,
             changed,
         )
@@ -365,7 +365,7 @@ class StepGradient:
             name = state.param_names[id(param)]
             facts[f"parameter {name}"] = "trainable" if param.requires_grad else "frozen"
         facts |= state.common_buffers.describe()
-        facts["gradient_accumulation_steps"] = str(train.accumulation.steps)
+        facts["gradient_accumulation_steps"] = str(train.accumulation_steps)
         facts["loss scale"] = str(train.scaler.scale)
         facts["changes"] = ", ".join(self._hashed[0][-1]) or "none"
         raise RankMismatchError(

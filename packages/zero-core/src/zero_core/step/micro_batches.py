@@ -49,7 +49,7 @@ class MicroBatches:
         for number, batch in enumerate(batches):
             if number:
                 self._train.end_micro_step()
-            seed_generators(self._device, seed, self._train.accumulation.micro_steps)
+            seed_generators(self._device, seed, self._train.micro_steps)
             loss, scaled = loss_of(batch)
             with self._place.during("backward"):
                 scaled.backward()  # type: ignore[no-untyped-call]

@@ -222,7 +222,7 @@ class VerticalSchedule(MicroBatches):
 
     def check_apart(self, call: str) -> None:
         """Raise if ``call`` runs a single micro-batch of a step that has several."""
-        if self._train.accumulation.steps > 1:
+        if self._train.accumulation_steps > 1:
             raise AccumulationScheduleError(
                 f"{call}: with accumulation_schedule = 'vertical' the micro-batches of a step are "
                 "computed together: call engine.train_batch(batches), or set it to 'horizontal'"
@@ -281,7 +281,7 @@ class VerticalSchedule(MicroBatches):
             finally:
                 self._running = self._turn = None
                 torch_state.exchange()
-                self._train.accumulation.enter_micro_step(0)
+                self._train.enter_micro_step(0)
                 self._passes.drive_by_hooks()
                 self._forward.abandon()  # the next forward drops the passes' gradients
                 self._units.release_all()
@@ -309,10 +309,9 @@ class VerticalSchedule(MicroBatches):
 
     def _advance(self, one: MicroBatch, seed: int) -> None:
         """Run a micro-batch's forward up to its next block, or to the end."""
-        accumulation = self._train.accumulation
-        accumulation.enter_micro_step(one.number)
+        self._train.enter_micro_step(one.number)
         if one.states is None:
-            seed_generators(self._device, seed, accumulation.micro_steps)
+            seed_generators(self._device, seed, self._train.micro_steps)
         else:
             torch.set_rng_state(one.states[0])
             if self._device.type != "cpu":
@@ -368,7 +367,7 @@ class VerticalSchedule(MicroBatches):
 
     def _go_backward(self, one: MicroBatch, segment: int, unit: Unit | None) -> None:
         """Run backward through one segment, and reduce the micro-batch's gradient of ``unit``."""
-        self._train.accumulation.enter_micro_step(one.number)
+        self._train.enter_micro_step(one.number)
         self._turn = one, unit
         for grads in () if unit is None else unit.grads:
             grads.begin_backward()
