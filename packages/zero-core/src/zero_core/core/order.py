@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 _NUM_KEPT = 16
 """Number of newest trails kept even if no saved weight is alive: blocks may be recomputed."""
@@ -50,19 +51,17 @@ class Forward:
     __slots__ = ("__weakref__",)
 
 
+@dataclass(eq=False, slots=True)
 class _Trail:
-    def __init__(self, forward: Forward) -> None:
-        self.forward = weakref.ref(forward)
-        self.units: list[int] = []  # not yet reached by backward, in forward order
-        self.passed: set[int] = set()  # units in ``units`` that the forward passed by
-        self.is_pending = True  # no backward has begun since the forward
+    forward: weakref.ref[Forward]
+    units: list[int] = field(default_factory=list)  # not reached by backward, in forward order
+    passed: set[int] = field(default_factory=set)  # units in ``units`` that were passed by
+    is_pending: bool = True  # no backward has begun since the forward
 
-    def last_position(self, unit: int) -> int | None:
-        """Return the position at which backward next reaches ``unit``, or None."""
-        for position in range(len(self.units) - 1, -1, -1):
-            if self.units[position] == unit:
-                return position
-        return None
+
+def _last_position(units: Sequence[int], unit: int) -> int | None:
+    """Return the position at which backward next reaches ``unit``, or None."""
+    return next((p for p in range(len(units) - 1, -1, -1) if units[p] == unit), None)
 
 
 class BackwardOrder:
@@ -93,7 +92,7 @@ class BackwardOrder:
         forward = Forward()
         old = self._trails[:-_NUM_KEPT]  # without steps, old trails would accumulate
         self._trails = [t for t in old if t.forward() is not None] + self._trails[-_NUM_KEPT:]
-        self._trails.append(_Trail(forward))
+        self._trails.append(_Trail(weakref.ref(forward)))
         return forward
 
     def use(self, unit: int) -> None:
@@ -151,7 +150,7 @@ class BackwardOrder:
         else:
             found = (t for t in trails if t.forward() is forward)
         trail = next(found, None)
-        position = None if trail is None else trail.last_position(unit)
+        position = None if trail is None else _last_position(trail.units, unit)
         if trail is None or position is None:
             return
         self._followed = trail
@@ -166,7 +165,7 @@ class BackwardOrder:
                 self._is_recomputed_ready |= position < first
         if self._recomputed is not None:
             self._leave_recomputed()
-            position = trail.last_position(unit)
+            position = _last_position(trail.units, unit)
             if position is None:
                 return
         if forward is not None:

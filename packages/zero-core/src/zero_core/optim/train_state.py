@@ -82,7 +82,7 @@ class LossScaler:
 
 
 class TrainState:
-    """Counters of steps and micro-steps, loss scale, schedule and parameter groups of a training."""
+    """Counters of steps and micro-steps, loss scale, schedule and parameter groups."""
 
     def __init__(
         self,
@@ -155,7 +155,8 @@ class TrainState:
 
     def step_taken(self) -> None:
         """Update the loss scale and the schedule after a step that was taken."""
-        self.scaler.update(is_overflow=False)
+        if self.scaler.config.enabled:
+            self.scaler.update(is_overflow=False)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
