@@ -43,6 +43,7 @@ from zero_core.extensions import (
     make_extensions,
     wrap_forwards,
 )
+from zero_core.extensions.guards import ModelGuard
 from zero_core.extensions.invariance import arithmetic_of
 from zero_core.init.values import (
     FormerModel,
@@ -378,7 +379,8 @@ def _make_engine(
         attach_extensions(given, state, held.ownership)
         followers += make_extensions(site, given)
         followers.append(patches := PatchWriter(state))
-    extensions = Extensions(followers)
+    guard = ModelGuard(state)
+    extensions = Extensions([guard, *followers])
     gradient = StepGradient(state, communicator, train, config, facts, extensions, arithmetic)
     unit_set = UnitSet(held.units, communicator, has_sharded_params=memory.has_sharded_params)
     # On a CPU, waiting for lengths costs nothing. Other tiers update shards after the step's end.
@@ -423,7 +425,7 @@ def _make_engine(
     )
     if not is_training:
         model = ShardedModel(parts)
-        model.remove_at_end(installed)
+        model.remove_at_end([*installed, guard.watch()])
         return model, unit_set, extensions
     installed.append(gradient.param_grads.serve())
     edits.begin()
@@ -431,7 +433,7 @@ def _make_engine(
     installed += micro_batches.handles
     optimizer = EngineOptimizer(drawn.optimizer, gradient, passes, meter, state.param_names)
     engine = Engine(parts, optimizer, gradient, micro_batches, patches, extensions)
-    engine.remove_at_end(installed)
+    engine.remove_at_end([*installed, guard.watch()])
     if (asked := config.step_records) is not None:
         engine.record(asked.folder, max_bytes=asked.max_bytes, detail_every=asked.detail_every)
     return engine, unit_set, extensions

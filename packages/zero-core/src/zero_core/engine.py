@@ -152,7 +152,6 @@ class Engine(TrainingCheckpoints, ShardedModel):
         micro_steps = train.num_accumulated + 1
         with _deferred_interrupt(is_on=self.should_defer_sigint):
             with place.during("step()"):
-                self._device_states.check_model()
                 self.optimizer.check_groups()
                 for begin in self._extensions.before_update:
                     begin(train.global_steps + 1)

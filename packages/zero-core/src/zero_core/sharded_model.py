@@ -275,8 +275,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         if parts.config.broadcast_buffers:
             buffers.attach(state.control, passes.backward)
         ownership.begin(self)
-        watch = parts.device_states.watch_model()
-        self.remove_at_end([buffers, watch, fix_memory(state.module), self._gathering])
+        self.remove_at_end([buffers, fix_memory(state.module), self._gathering])
         self._gathering.begin()
         if parts.config.zero_optimization.stage == 3:
             kept = keep_while_generating(state.module, WeakMethod(self.generating))
