@@ -373,7 +373,7 @@ def _make_engine(
     sizes = len(layout.params), len(layout.units)
     facts = Facts(communicator, ranks.device, *sizes, meter, arithmetic)
     edits = Edits(state, facts)
-    followers: list[Extension] = [edits]
+    followers: list[Extension] = [edits] if edits.is_needed else []
     site = Site(config, state, train, facts, ranks, meter.links.ranks_per_node)
     if is_training:  # attached before the hooks of the passes, which run around extensions' hooks
         attach_extensions(given, state, held.ownership)

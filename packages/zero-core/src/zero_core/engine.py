@@ -73,7 +73,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Floating inputs are cast to the compute dtype, if one is set."""
-        self._device_states.check("a forward", FORWARD_PARTS)
+        if self._device_states.refuses:
+            self._device_states.check_here("a forward", FORWARD_PARTS)
         for follow in self._extensions.called:
             follow(args, kwargs)
         args, kwargs = cast_floats((args, kwargs), self._parts.compute_dtype)
@@ -85,7 +86,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
         ``over`` is the number of micro-steps in this step. Default: the configured number.
         """
-        self._device_states.check("backward()", BACKWARD_PARTS)
+        if self._device_states.refuses:
+            self._device_states.check_here("backward()", BACKWARD_PARTS)
         for follow in self._extensions.scaled:
             follow(loss)
         return self._train.scale(loss, over)
@@ -138,8 +140,10 @@ class Engine(TrainingCheckpoints, ShardedModel):
         self._train.enter_micro_step(0)
 
     def _end_micro_step(self, client_state: Mapping[str, Any] | None) -> None:
-        self._device_states.check("step()")
         train, backward, place = self._train, self._passes.backward, self.place
+        place.check_finished("step()")
+        if self._device_states.refuses:
+            self._device_states.check_here("step()")
         if not train.is_boundary():
             train.end_micro_step()
             return
@@ -153,6 +157,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         with _deferred_interrupt(is_on=self.should_defer_sigint):
             with place.during("step()"):
                 self.optimizer.check_groups()
+                self._passes.units.drain()  # before the exchanges of any extension
                 for begin in self._extensions.before_update:
                     begin(train.global_steps + 1)
                 backward.check_last()

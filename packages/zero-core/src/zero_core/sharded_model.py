@@ -490,7 +490,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
 
     def _end(self, call: str) -> None:
         """Record that ``call`` has ended the engine, and close this rank's collectives."""
-        self._device_states.ended_by = self._device_states.ended_by or call
+        self._device_states.end(call)
         try:
             self._communicator.close()
         finally:

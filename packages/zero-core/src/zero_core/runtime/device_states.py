@@ -82,7 +82,11 @@ class _HostCopy:
 
 
 class DeviceStates:
-    """Offloading of an engine's device memory, and refusal of calls that need offloaded parts."""
+    """Offloading of an engine's device memory, and refusal of calls that need offloaded parts.
+
+    Attributes:
+        refuses: whether parts are offloaded or the engine has ended, so that `check_here` may raise.
+    """
 
     def __init__(
         self,
@@ -102,7 +106,8 @@ class DeviceStates:
         self._holders = [holder for holder in holders if isinstance(holder, DeviceMemory)]
         self._away: dict[StatePart, list[_HostCopy]] = {}
         self._refusals: list[RemovableHandle] = []
-        self.ended_by = ""  # name of the call that ended the engine
+        self._ended_by = ""  # name of the call that ended the engine
+        self.refuses = False
 
     @property
     def offloaded(self) -> frozenset[StatePart]:
@@ -124,10 +129,10 @@ class DeviceStates:
 
         A call that needs all parts also waits for pending exchanges and calls `Edits.find`.
         """
-        if self.ended_by:
+        if self._ended_by:
             raise RuntimeError(
                 f"rank {self._state.control.rank}: {what} of an engine that has ended, by "
-                f"{self.ended_by}: its model may have other values and another engine since. Go "
+                f"{self._ended_by}: its model may have other values and another engine since. Go "
                 "on with the model as it is, or build another engine"
             )
         if self._away and needed & self._away.keys():
@@ -136,6 +141,11 @@ class DeviceStates:
             # On all ranks the exchanges of ``what`` must follow those of the last publication.
             self._passes.units.drain()
             self.edits.find()
+
+    def end(self, call: str) -> None:
+        """Refuse every later call, because ``call`` has ended the engine."""
+        self._ended_by = self._ended_by or call
+        self.refuses = True
 
     def check_states(self, what: str) -> None:
         """Call `check` before a read of master weights, and apply pending edits to them."""
@@ -202,6 +212,7 @@ class DeviceStates:
         if StatePart.PARAMETERS in wanted:
             self._passes.units.vacate()
         self._away |= copies
+        self.refuses = True
         for copy in (copy for part in copies.values() for copy in part):
             copy.storage.resize_(0)
         if StatePart.BUFFERS in wanted:
@@ -234,6 +245,7 @@ class DeviceStates:
         if StatePart.BUFFERS in self._away and device.type != "cpu":
             self._memory.pools.reserve()
         self._away.clear()
+        self.refuses = bool(self._ended_by)
         self._memory.forget_views()
         for values in self._state.params:
             values.reoccupy()
