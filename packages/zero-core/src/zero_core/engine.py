@@ -28,7 +28,7 @@ from zero_core._torch import cast_floats, has_step_pre_hooks
 from zero_core.checkpoint.patches import PatchWriter
 from zero_core.checkpointing import TrainingCheckpoints
 from zero_core.core.extension import EndedStep, Extensions
-from zero_core.errors import RankMismatchError, UnusedParameterError
+from zero_core.errors import AccumulationScheduleError, RankMismatchError, UnusedParameterError
 from zero_core.object_methods import ObjectMethods
 from zero_core.protocols import MicroBatchLoss
 from zero_core.record.recorder import StepRecords, Subject
@@ -103,9 +103,14 @@ class Engine(TrainingCheckpoints, ShardedModel):
             AccumulationScheduleError: the vertical schedule is on. `train_batch` then runs
                 backward.
         """
-        self._micro_batches.check_apart("backward()")
+        self._check_apart("backward()")
         with self.place.during("backward"):
             self.scale(loss, over=over).backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def _check_apart(self, call: str) -> None:
+        """Raise if ``call`` runs one of several micro-batches that must be computed together."""
+        if (why := self._micro_batches.why_joint) and self.gradient_accumulation_steps > 1:
+            raise AccumulationScheduleError(f"{call}: {why}")
 
     def step(self, *, client_state: Mapping[str, Any] | None = None) -> None:
         """End a micro-step. At an accumulation boundary, update the parameters.
@@ -124,7 +129,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 trainable parameter got no gradient on a rank. All ranks raise it.
             AccumulationScheduleError: the vertical schedule is on. `train_batch` then steps.
         """
-        self._micro_batches.check_apart("step()")
+        self._check_apart("step()")
         self._end_micro_step(client_state)
 
     def zero_grad(self) -> None:
@@ -315,7 +320,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
     def idle_step(self, *, over: int | None = None) -> None:
         """Take part in the other ranks' micro-step without data: `idle_backward` and `step`."""
-        self._micro_batches.check_apart("idle_step()")
+        self._check_apart("idle_step()")
         self.idle_backward(over=over)
         self.step()
 

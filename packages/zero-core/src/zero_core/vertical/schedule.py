@@ -128,6 +128,11 @@ class MicroBatch:
 class VerticalSchedule(MicroBatches):
     """Driver that runs all micro-batches unit by unit. See [Note: the vertical schedule]."""
 
+    why_joint = (
+        "with accumulation_schedule = 'vertical' the micro-batches of a step are computed "
+        "together: call engine.train_batch(batches), or set it to 'horizontal'"
+    )
+
     def __init__(
         self,
         modules: Sequence[nn.Module],
@@ -219,14 +224,6 @@ class VerticalSchedule(MicroBatches):
             module.register_forward_pre_hook(hooks[0], prepend=True, with_kwargs=True)
         )
         self.handles.append(module.register_forward_hook(hooks[1]))
-
-    def check_apart(self, call: str) -> None:
-        """Raise if ``call`` runs a single micro-batch of a step that has several."""
-        if self._train.accumulation_steps > 1:
-            raise AccumulationScheduleError(
-                f"{call}: with accumulation_schedule = 'vertical' the micro-batches of a step are "
-                "computed together: call engine.train_batch(batches), or set it to 'horizontal'"
-            )
 
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
         if len(batches) == 1:
@@ -443,10 +440,8 @@ class VerticalSchedule(MicroBatches):
 class AutoSchedule(VerticalSchedule):
     """Vertical schedule that switches to the horizontal one at the first refusal."""
 
+    why_joint = ""  # the horizontal schedule gives the same bits
     _is_vertical = True
-
-    def check_apart(self, call: str) -> None:
-        """Permit ``call``, because the horizontal schedule gives the same bits."""
 
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
         if self._is_vertical:
