@@ -85,7 +85,7 @@ class DeviceStates:
     """Offloading of an engine's device memory, and refusal of calls that need offloaded parts.
 
     Attributes:
-        refuses: whether parts are offloaded or the engine has ended, so that `check_here` may raise.
+        refuses: whether parts are offloaded or the engine has ended.
     """
 
     def __init__(
