@@ -25,7 +25,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from zero_core._torch import find_trainable, get_grad, mark_stepped, set_grad
+from zero_core._torch import find_trainable, mark_stepped
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import Meter
 from zero_core.config import Config
@@ -111,12 +111,13 @@ class StepGradient:
         return self._config.check_grad_overflow or self._config.loss_scaling.enabled
 
     def begin_backward(self, *, is_new_round: bool) -> None:
-        changes = self.param_grads.note_changes(is_agreed=False)
-        if self._communicator.world_size > 1:  # other ranks may still read this rank's shards
-            self.param_grads.keep_changes(changes)
-        else:
-            self._take_changes(changes)
-        self.param_grads.close()
+        if self.param_grads.is_used:
+            changes = self.param_grads.note_changes(is_agreed=False)
+            if self._communicator.world_size > 1:  # other ranks may still read this rank's shards
+                self.param_grads.keep_changes(changes)
+            else:
+                self._take_changes(changes)
+        self._close_param_grads()
         self.reopen()
         if self.policy.begins_early:
             self.policy.check_unused("a further backward of the same step")
@@ -131,6 +132,12 @@ class StepGradient:
         for follow in self._extensions.begin_backward:
             follow(is_new=is_new_round)
 
+    def _close_param_grads(self) -> None:
+        """Make ``param.grad`` None, until the gradient is complete again."""
+        if self.param_grads.is_used:
+            self.param_grads.close()
+        self.param_grads.complete.clear()
+
     def reopen(self) -> None:
         self._is_agreed = False
         self._changed_square_sum = None
@@ -143,7 +150,9 @@ class StepGradient:
         self.grads[index] = grads
         self._norms.pop(index, None)
         if is_last:
-            self.param_grads.open(grads)
+            if self.param_grads.is_used:
+                self.param_grads.renew(index)
+            self.param_grads.complete[index] = grads
         if reduced.norm is not None:
             self._norms[index] = reduced.norm
             if self.policy.is_final:
@@ -170,20 +179,13 @@ class StepGradient:
         self.policy.check_unused("dropping gradients")
 
     def drop_untaken(self) -> bool:
-        left = [
-            param
-            for flat in self._state.params
-            if flat.segment.is_trainable
-            for param in flat.shown.read_params
-            if get_grad(param) is not None and not self.param_grads.is_assigned(param)
-        ]
-        for param in left:
-            set_grad(param, None)
-        return bool(left)
+        return self.param_grads.drop_untaken()
 
     def agree(self, backward: BackwardPass) -> None:
-        self.param_grads.take_assigned()
-        changes = self.param_grads.note_changes(is_agreed=self._is_agreed)
+        is_changed, changes = self.param_grads.is_used, {}
+        if is_changed:
+            self.param_grads.take_assigned()
+            changes = self.param_grads.note_changes(is_agreed=self._is_agreed)
         if not self._is_agreed:
             # Wait before the facts are exchanged: afterwards no rank may still read another rank's
             # gradient.
@@ -195,7 +197,7 @@ class StepGradient:
             backward.fill(self._facts)
             self._facts.start_sum(square_sums)
             self._is_agreed = True
-        if self._take_changes(changes):
+        if is_changed and self._take_changes(changes):
             square_sums = self._square_sums(is_covered=self._communicator.world_size > 1)
             self._arithmetic.finish(square_sums)
             self._changed_square_sum = square_sums[0]
@@ -203,7 +205,9 @@ class StepGradient:
     def fill(self, facts: Facts) -> None:
         facts.put("with gradient", bool(self.params_with_grad))
         facts.mark("used", self.params_with_grad)
-        changed = self.param_grads.begin_agreement(self._communicator)
+        changed: list[str] = []
+        if self.param_grads.is_used:
+            changed = self.param_grads.begin_agreement(self._communicator)
         alike = (
             describe_groups(self._train.hyperparameters()),
             find_trainable(self._state.trained_params),
@@ -262,7 +266,9 @@ class StepGradient:
             _, is_taken, _ = self._decide_by(self._square_sum)
             self.policy.settle(is_void=self._facts.is_void or not is_taken)
         self.reopen()
-        self.param_grads.clear()
+        if self.param_grads.is_used:
+            self.param_grads.clear()
+        self.param_grads.complete.clear()
         self.params_with_grad.clear()
         self._state.tier.discard_grads()
         self._train.num_drops += 1
@@ -284,7 +290,7 @@ class StepGradient:
 
     def update_ahead(self) -> None:
         """Enqueue the update before the host reads the facts, if the policy can."""
-        self.param_grads.close()
+        self._close_param_grads()
         if self._facts.is_known or not self.policy.can_step_ahead:
             return
         pieces = enumerate(self._state.pieces)
@@ -341,7 +347,9 @@ class StepGradient:
         self._state.common_buffers.confirm()
         for follow in self._extensions.before_decision:
             follow(self._train.global_steps + 1)
-        self.param_grads.decided()
+        if self.param_grads.is_used:
+            self.param_grads.decided()
+        self.param_grads.complete.clear()
         used = self._facts.counts("used")
         for param in self.param_grads.set_params:  # changed after the facts were summed
             used[param] = float(param in self.params_with_grad)

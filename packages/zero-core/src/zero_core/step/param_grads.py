@@ -87,8 +87,8 @@ allow_foreach(TrainedParameter)
 
 
 @dataclass(slots=True)
-class _Complete:
-    """A segment whose gradient may be read, with the tensors that users read or set."""
+class _Given:
+    """A segment's complete gradient, with the tensors that users read or set."""
 
     grads: FlatGrads
     # By position in the segment. None: set to None by the user.
@@ -97,7 +97,14 @@ class _Complete:
 
 
 class ParamGrads:
-    """The gradient of a step by parameter, and the changes that user code makes to it."""
+    """The gradient of a step by parameter, and the changes that user code makes to it.
+
+    Attributes:
+        complete: the complete gradients of the current step, by segment, which may be read.
+        is_used: whether user code has read or set any gradient. Until then `StepGradient` keeps
+            ``complete``, and calls no method.
+        set_params: parameters set after the facts were summed.
+    """
 
     def __init__(self, state: ShardedState, params_with_grad: set[int], why_none: str) -> None:
         """Create without effect on the parameters until `serve` is called.
@@ -113,10 +120,12 @@ class ParamGrads:
             for param in state.trained_params
             if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter
         ]
-        self._complete: dict[int, _Complete] = {}  # by segment index
-        self._given: dict[int, _Complete] = {}  # entries of ``_complete`` that were read or set
-        self.set_params: set[int] = set()  # parameters set after the facts were summed
-        self._assigned: dict[int, nn.Parameter] = {}  # by id: see `is_assigned`
+        self.complete: dict[int, FlatGrads] = {}
+        self.is_used = False
+        self.set_params: set[int] = set()
+        self._given: dict[int, _Given] = {}  # by segment: complete gradients that were read or set
+        # By id: parameters whose gradient user code assigned before the gradient was complete.
+        self._assigned: dict[int, nn.Parameter] = {}
         # Segments changed before the all-reduce of this step's facts, after this all-reduce, and
         # after the all-reduce of the previous step.
         self._changed: set[int] = set()
@@ -140,15 +149,16 @@ class ParamGrads:
         """Return the gradient of ``param``, the same tensor each time, or None if unavailable."""
         flat, position = self._state.places[id(param)]
         index = flat.segment.index
-        found = self._complete.get(index)
-        if found is None:
+        grads = self.complete.get(index)
+        if grads is None:
             return None
         if self._why_none:
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning("%s", self._why_none)
             return None
-        grads, given = found.grads, found.given
+        found = self._given.get(index) or _Given(grads)
+        given = found.given
         if position not in given:
             grad = _of_param(grads, position)
             if not grad.untyped_storage().nbytes():
@@ -159,7 +169,7 @@ class ParamGrads:
             is_read = grads.segment.world_size > 1 and not grads.plan.is_sum_in_full
             is_copy = self._state.tier.owns_grads or is_read
             given[position] = grad.to(param.dtype, copy=is_copy)
-            self._given[index] = found
+            self._given[index], self.is_used = found, True
             if given[position] is grad:
                 found.checksums[position] = _checksum(grad)
         return given[position]
@@ -168,18 +178,19 @@ class ParamGrads:
         """Set the step's gradient of ``param``. Return False if torch's attribute must hold it."""
         flat, position = self._state.places[id(param)]
         index = flat.segment.index
-        found = self._complete.get(index)
-        if found is None or get_grad(param) is not None:
+        grads = self.complete.get(index)
+        if grads is None or get_grad(param) is not None:
             if grad is not None:
-                self._assigned[id(param)] = param
+                self._assigned[id(param)], self.is_used = param, True
             return False
         if self._why_none:
             raise RuntimeError(self._why_none)
         set_grad(param, grad)  # torch checks shape, dtype and device
         set_grad(param, None)
+        found = self._given.get(index) or _Given(grads)
         found.given[position] = grad
-        self._given[index] = found
-        number = found.grads.param_numbers[position]
+        self._given[index], self.is_used = found, True
+        number = grads.param_numbers[position]
         self.set_params.add(number)
         if grad is None:
             self._with_grad.discard(number)
@@ -187,13 +198,12 @@ class ParamGrads:
             self._with_grad.add(number)
         return True
 
-    def open(self, grads: FlatGrads) -> None:
-        """Allow reads of a segment's gradient, which is complete."""
-        self._complete[grads.segment.index] = _Complete(grads)
-        self._given.pop(grads.segment.index, None)
+    def renew(self, index: int) -> None:
+        """Forget changes of a segment's gradient, because a later reduction was added to it."""
+        self._given.pop(index, None)
 
     def close(self) -> None:
-        self._complete.clear()
+        self.complete.clear()
         self._given.clear()
 
     def clear(self) -> None:
@@ -205,9 +215,18 @@ class ParamGrads:
             set_grad(param, None)
         self._assigned.clear()
 
-    def is_assigned(self, param: nn.Parameter) -> bool:
-        """Whether user code assigned a gradient to ``param`` before the gradient was complete."""
-        return id(param) in self._assigned
+    def drop_untaken(self) -> bool:
+        """Drop gradients that an interrupted backward left. Return whether there were any."""
+        left = [
+            param
+            for flat in self._state.params
+            if flat.segment.is_trainable
+            for param in flat.shown.read_params
+            if get_grad(param) is not None and id(param) not in self._assigned
+        ]
+        for param in left:
+            set_grad(param, None)
+        return bool(left)
 
     def take_assigned(self) -> None:
         """Use gradients that were assigned before the gradient was complete."""
@@ -251,9 +270,9 @@ class ParamGrads:
             if index in changes or one.checksums:  # a change may leave the checksum equal
                 one.grads.change(_elements(one.grads, changes.get(index, {})))
         for index in changes:
-            one = self._complete[index]
+            one = self._given[index]
             one.checksums.update((p, _checksum(_of_param(one.grads, p))) for p in one.checksums)
-        return [self._complete[index].grads for index in sorted(changes)]
+        return [self._given[index].grads for index in sorted(changes)]
 
     @torch.no_grad()
     def keep_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> None:
