@@ -327,7 +327,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
 
     def _idle_forward(self) -> None:
         self._device_states.check("a forward", FORWARD_PARTS)
-        self.sharded_state.common_buffers.idle_forward(self._passes.backward)
+        self.sharded_state.common_buffers.idle_forward()
         self._passes.forward.idle(self.module)
 
     def train(self, mode: bool = True) -> Self:

@@ -53,7 +53,10 @@ _ADVICE = (
 
 
 class ModelGuard(Extension):
-    """Check that the model still has the parameters that it had when the engine was built."""
+    """Check that the model still has the parameters that it had when the engine was built.
+
+    Its buffers may change: the step's facts then describe them again.
+    """
 
     def __init__(self, state: ShardedState) -> None:
         self._state = state
@@ -75,6 +78,14 @@ class ModelGuard(Extension):
 
     def before_update(self, number: int) -> None:
         self._check(has_substitutes=False)
+
+    def fill(self, facts: Facts) -> None:
+        buffers = [*chain.from_iterable(self._buffers)]
+        forms = [None if buffer is None else (buffer.shape, buffer.dtype) for buffer in buffers]
+        is_same = forms == self._forms and all(map(is_, buffers, self._known))
+        if not is_same:
+            self._known, self._forms = buffers, forms
+            self._state.common_buffers.describe()
 
     def _check(self, *, has_substitutes: bool) -> None:
         """Raise if a parameter of the model was added, replaced, removed, moved or unfrozen."""
@@ -115,6 +126,9 @@ class ModelGuard(Extension):
         self._empty = [d for d in dicts if not d]
         self._places = [d.values() for d in dicts if d]  # views that reflect changes of the dicts
         self._entries = list(chain.from_iterable(self._places))
+        self._buffers = [m._buffers.values() for m in modules]
+        self._known: list[Tensor | None] = []  # the buffers that were described last
+        self._forms: list[tuple[torch.Size, torch.dtype] | None] | None = None  # and their forms
 
     def _check_names(self, *, has_substitutes: bool) -> None:
         named = _named(self._state.module)

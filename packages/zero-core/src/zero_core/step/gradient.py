@@ -203,6 +203,8 @@ class StepGradient:
             self._changed_square_sum = square_sums[0]
 
     def fill(self, facts: Facts) -> None:
+        for fill in self._extensions.fill:
+            fill(facts)
         facts.put("with gradient", bool(self.params_with_grad))
         facts.mark("used", self.params_with_grad)
         changed: list[str] = []
@@ -211,7 +213,7 @@ class StepGradient:
         alike = (
             describe_groups(self._train.hyperparameters()),
             find_trainable(self._state.trained_params),
-            self._state.common_buffers.describe(),
+            self._state.common_buffers.described,
             self._train.accumulation_steps,
             self._train.scaler.scale,
             changed,
@@ -221,8 +223,6 @@ class StepGradient:
             pairs = (digest[2 * i : 2 * i + 2] for i in range(NUM_WORDS))
             self._hashed = alike, [float(int.from_bytes(pair, "big")) for pair in pairs]
         facts.put_hash(self._hashed[1])
-        for fill in self._extensions.fill:
-            fill(facts)
 
     def _square_sums(self, *, is_covered: bool = False) -> Tensor:
         """Add the squares of this rank's shards, or, if ``is_covered``, of all that it updates."""
@@ -344,7 +344,8 @@ class StepGradient:
                 self._refuse_step()
         if self._communicator.checks is not None:
             self._communicator.checks.clear()
-        self._state.common_buffers.confirm()
+        if self._state.common_buffers.is_changed:
+            self._state.common_buffers.confirm()
         for follow in self._extensions.before_decision:
             follow(self._train.global_steps + 1)
         if self.param_grads.is_used:
@@ -372,7 +373,7 @@ class StepGradient:
         for param in state.trained_params:
             name = state.param_names[id(param)]
             facts[f"parameter {name}"] = "trainable" if param.requires_grad else "frozen"
-        facts |= state.common_buffers.describe()
+        facts |= state.common_buffers.described
         facts["gradient_accumulation_steps"] = str(train.accumulation_steps)
         facts["loss scale"] = str(train.scaler.scale)
         facts["changes"] = ", ".join(self._hashed[0][-1]) or "none"
