@@ -66,6 +66,9 @@ class ModelGuard(Extension):
         trainable = set(map(id, state.trained_params))
         self._frozen = [p for p in state.module.parameters() if id(p) not in trainable]
 
+        self._known: list[Tensor | None] = []  # the buffers that were described last
+        self._forms: list[tuple[torch.Size, torch.dtype] | None] | None = None  # their forms
+
     def watch(self) -> RemovableHandle:
         """Check the model before each forward with gradients, from now on."""
         self._remember_places()
@@ -127,8 +130,7 @@ class ModelGuard(Extension):
         self._places = [d.values() for d in dicts if d]  # views that reflect changes of the dicts
         self._entries = list(chain.from_iterable(self._places))
         self._buffers = [m._buffers.values() for m in modules]
-        self._known: list[Tensor | None] = []  # the buffers that were described last
-        self._forms: list[tuple[torch.Size, torch.dtype] | None] | None = None  # and their forms
+        self._forms = None  # a changed tree may have the same buffers under other names
 
     def _check_names(self, *, has_substitutes: bool) -> None:
         named = _named(self._state.module)
