@@ -30,7 +30,6 @@ from zero_core.core import hooks
 from zero_core.core.extension import Extension, Extensions
 from zero_core.core.facts import Facts
 from zero_core.core.grads import Arithmetic
-from zero_core.core.params import DeviceShard
 from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.core.units import UnitSet
@@ -390,7 +389,7 @@ def _make_engine(
         and isinstance(state.tier, DeviceTier)
     ):
         exchanged = (f for f in state.params if f.is_exchanged and f.segment.is_trainable)
-        unit_set.announced = [f for f in exchanged if isinstance(f.source, DeviceShard)]
+        unit_set.announced = [f for f in exchanged if f.source.is_on_device]
     passes = Passes(unit_set, communicator, gradient, facts)
     modules = [module for _, module, _ in drawn.found.units]
     is_apart = config.has_inputs_on_host and ranks.device.type != "cpu"
