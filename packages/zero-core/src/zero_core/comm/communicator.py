@@ -37,11 +37,15 @@ _OFFERED = (Reduction, InPlaceReduction, StatisticsReduction)  # optional, besid
 
 @dataclass(slots=True, eq=False)
 class NamedWork:
-    """A collective under way. Errors from `wait` name the collective."""
+    """A collective under way. Errors from `wait` name the collective.
+
+    ``_protocols``: the optional protocols that ``_work`` implements, if it is a reduction.
+    """
 
     _owner: Communicator
     _work: Work
     _name: str
+    _protocols: frozenset[type] = frozenset()
 
     def wait(self) -> None:
         owner, what = self._owner, self._name
@@ -55,15 +59,8 @@ class NamedWork:
         if owner.device_waits is not None:
             owner.device_waits.note(what)
 
-
-@dataclass(slots=True, eq=False)
-class NamedReduction(NamedWork):
-    """A reduction under way. ``_protocols``: the optional protocols that ``_work`` implements."""
-
-    _protocols: frozenset[type]
-
     def contributions(self) -> tuple[Tensor, ...]:
-        """Return each rank's summand, in rank order. Empty if the work does not expose them."""
+        """Return each rank's part of a sum, in rank order. Empty if the work hides them."""
         is_shown = Reduction in self._protocols
         return tuple(cast(Reduction, self._work).contributions) if is_shown else ()
 
@@ -143,7 +140,7 @@ class Communicator:
 
     def reduce_scatter(
         self, out: Tensor, full: Tensor, segment: int, *, is_added: bool = False
-    ) -> NamedReduction:
+    ) -> NamedWork:
         """Start `Collectives.reduce_scatter` of a segment, or `AddingCollectives.reduce_add`."""
         name = self.name_of("reduce_scatter", segment)
         if self.place.clock is not None:
@@ -159,7 +156,7 @@ class Communicator:
             self.fail(name, error)
         if type(work) not in self._protocols:
             self._protocols[type(work)] = frozenset(p for p in _OFFERED if isinstance(work, p))
-        return NamedReduction(self, work, name, self._protocols[type(work)])
+        return NamedWork(self, work, name, self._protocols[type(work)])
 
     def fail(self, name: str, error: RuntimeError) -> NoReturn:
         if isinstance(error, torch.OutOfMemoryError):  # OOM is local to this rank
