@@ -61,7 +61,10 @@ class _Trail:
 
 def _last_position(units: Sequence[int], unit: int) -> int | None:
     """Return the position at which backward next reaches ``unit``, or None."""
-    return next((p for p in range(len(units) - 1, -1, -1) if units[p] == unit), None)
+    for position in range(len(units) - 1, -1, -1):
+        if units[position] == unit:
+            return position
+    return None
 
 
 class BackwardOrder:

@@ -42,7 +42,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
+from zero_core._torch import call_at_end_of_backward, count_calls, find_trainable, is_in_backward
 from zero_core.comm.communicator import Communicator
 from zero_core.core.facts import Facts
 from zero_core.core.grads import FlatGrads
@@ -204,7 +204,7 @@ class BackwardPass:
         if self.is_open:
             return
         units = self._units.units
-        self.open({u.index: u.count_trainable() for u in units}, is_new=self.order.is_awaited)
+        self.open({u.index: _count_trainable(u) for u in units}, is_new=self.order.is_awaited)
         for grads in self.reductions.sequential:
             grads.begin_backward()
         self._place.enter("backward")
@@ -247,7 +247,7 @@ class BackwardPass:
         if not self.is_open:
             self.begin()
         if not unit.is_block:
-            unit.gather(backward=True)
+            units.gather(unit, backward=True)
             units.wait(unit)
             return
         previous = units.current
@@ -256,7 +256,7 @@ class BackwardPass:
             # until the unit's gradients are ready, or to the end of backward if it has no trainable
             # parameter.
             num_missing = self._recomputed.get(previous.index)
-            if num_missing is not None and (num_missing > 0 or not previous.count_trainable()):
+            if num_missing is not None and (num_missing > 0 or not _count_trainable(previous)):
                 units.current = None  # `end` releases the unit instead of `go_to`
         self._place.enter(self.names[unit.index])
         units.saved.entered = unit
@@ -270,7 +270,7 @@ class BackwardPass:
     def enter_recompute(self, unit: Unit) -> None:
         """Gather ``unit``, whose forward activation checkpointing recomputes in backward."""
         self.enter(unit, None)
-        self._recomputed[unit.index] = unit.count_trainable()
+        self._recomputed[unit.index] = _count_trainable(unit)
         self._ever_recomputed.add(unit.index)
 
     def gradient_ready(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
@@ -421,6 +421,11 @@ class BackwardPass:
         unreduced = [grads for grads in self.reductions.grads if grads.full.memory is not None]
         facts.put("unreduced", bool(unreduced))
         facts.mark("left out", self.order.unneeded)
+
+
+def _count_trainable(unit: Unit) -> int:
+    """Count the parameters of ``unit`` that require a gradient now."""
+    return sum(find_trainable(unit.trained_params))
 
 
 class ForwardPass:

@@ -93,7 +93,7 @@ class UnitSet:
             if backward or stray not in self.stay_gathered:
                 self.release(self.units[stray])
         if index not in self.ready:
-            unit.gather(backward=backward)
+            self.gather(unit, backward=backward)
         if unit.hints is not None:
             unit.hints.announce(index, backward=backward)
         if unit.is_block:
@@ -106,7 +106,12 @@ class UnitSet:
                 continue  # gathering would block until the tier has updated the unit
             if ahead.is_block:  # only blocks are released if not used next
                 self.prefetch.ahead.append((index, number))
-            ahead.gather(backward=backward)
+            self.gather(ahead, backward=backward)
+
+    def gather(self, unit: Unit, *, exact: bool = False, backward: bool = False) -> None:
+        """Start to gather ``unit``, unless it is gathered: see `FlatParams.gather`."""
+        for flat in unit.params:
+            flat.gather(exact=exact, backward=backward)
 
     def launch_tail(self) -> None:
         """Launch the gather of the tail. Reads of its parameters wait from now on."""
@@ -114,7 +119,7 @@ class UnitSet:
         if tail is None or tail.index in self.ready:
             return
         if tail.is_exchanged or tail.is_updated():  # a local gather must not wait for an update
-            tail.gather()
+            self.gather(tail)
         for flat in tail.params:
             flat.defer()
 
@@ -122,7 +127,7 @@ class UnitSet:
         """Gather the tail unless it is gathered, and wait for it."""
         if self.tail is not None and self.tail.index not in self.ready:
             with self._opening_tail:
-                self.tail.gather()
+                self.gather(self.tail)
                 self.wait(self.tail)
 
     def _await_tail(self) -> None:
@@ -135,7 +140,7 @@ class UnitSet:
     def gather_exact(self, unit: Unit) -> None:
         """Gather ``unit`` without quantization. Does nothing if it is already gathered."""
         if unit.index not in self.ready:
-            unit.gather(exact=True)
+            self.gather(unit, exact=True)
             self.wait(unit)
 
     def wait(self, unit: Unit) -> None:
