@@ -33,7 +33,7 @@ from zero_core.core.grads import Arithmetic
 from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.core.units import UnitSet
-from zero_core.engine import Engine
+from zero_core.engine import Engine, EngineOptimizer
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.extensions import (
     Site,
@@ -71,8 +71,8 @@ from zero_core.sharded.edits import Edits
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import CommonBuffers, ShardedState
 from zero_core.sharded_model import Attach, EngineParts, ShardedModel, for_evaluation
-from zero_core.step.gradient import EngineOptimizer, StepGradient
 from zero_core.step.states import StateAccess
+from zero_core.step.update import StepGradient
 from zero_core.vertical.schedule import make_micro_batches
 from zero_core.watch.notices import under_way
 from zero_core.watch.place import OUTSIDE

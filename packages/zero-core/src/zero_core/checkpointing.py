@@ -29,7 +29,7 @@ from zero_core.optim.train_state import TrainState
 from zero_core.runtime.device_states import NO_PARTS
 from zero_core.runtime.gathered import GatheredCalls
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.step.gradient import StepGradient
+from zero_core.step.update import StepGradient
 
 
 class ModelCheckpoints(GatheredCalls):

@@ -19,23 +19,120 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import cast_floats, has_step_pre_hooks
+from zero_core._torch import cast_floats, has_step_pre_hooks, mark_stepped
 from zero_core.checkpoint.patches import PatchWriter
 from zero_core.checkpointing import TrainingCheckpoints
+from zero_core.comm.meter import Meter
 from zero_core.core.extension import EndedStep, Extensions
+from zero_core.core.passes import Passes
 from zero_core.errors import AccumulationScheduleError, RankMismatchError, UnusedParameterError
 from zero_core.object_methods import ObjectMethods
 from zero_core.protocols import MicroBatchLoss
 from zero_core.record.recorder import StepRecords, Subject
 from zero_core.runtime.device_states import BACKWARD_PARTS, FORWARD_PARTS, NO_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
-from zero_core.step.gradient import EngineOptimizer, StepGradient
 from zero_core.step.micro_batches import MicroBatches
+from zero_core.step.update import StepGradient
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """Optimizer that shares the param groups of ``given``. Only the engine may step it."""
+
+    _has_all_groups = False  # False while torch's constructor adds the groups
+
+    def __init__(
+        self,
+        given: torch.optim.Optimizer,
+        gradient: StepGradient,
+        passes: Passes,
+        meter: Meter,
+        names: Mapping[int, str],
+    ) -> None:
+        """Share the groups of ``given``. ``names``: the model's parameter names by ``id``."""
+        super().__init__(given.param_groups, given.defaults)
+        self._has_all_groups = True
+        self._names = names
+        self._grouped = {id(p) for group in given.param_groups for p in group["params"]}
+        self._num_params = [len(group["params"]) for group in given.param_groups]
+        self.param_groups = given.param_groups
+        self.given = given
+        self.overflow = False  # whether the last step was skipped
+        self._gradient = gradient
+        self._passes = passes
+        self._meter = meter
+        self._may_step = False
+        self.state = given.state
+        self.guard = given.register_step_pre_hook(self._refuse_step)  # refuses given.step()
+
+    def engine_step(self) -> None:
+        """Run ``step`` with all its hooks, for `Engine.step`."""
+        self._may_step = True
+        try:
+            self.step()
+        finally:
+            self._may_step = False
+        # Schedulers of the given optimizer check whether it has been stepped.
+        mark_stepped(self.given)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise RuntimeError after build: only the original groups have master weights."""
+        if self._has_all_groups:
+            params = param_group["params"]
+            self._refuse_param(params if isinstance(params, Tensor) else next(iter(params), None))
+        super().add_param_group(param_group)
+
+    def check_groups(self) -> None:
+        """Raise if the groups no longer hold the original parameters."""
+        if [len(group["params"]) for group in self.param_groups] != self._num_params:
+            found = (p for group in self.param_groups for p in group["params"])
+            self._refuse_param(next((p for p in found if id(p) not in self._grouped), None))
+
+    def _refuse_param(self, param: Any) -> NoReturn:
+        if isinstance(param, tuple):  # torch also accepts (name, parameter)
+            param = param[1]
+        of_model = self._names.get(id(param))
+        shape = tuple(param.shape) if isinstance(param, Tensor) else "none"
+        what = of_model or f"of shape {shape}, which the model did not have at build()"
+        raise RuntimeError(
+            f"the optimizer's groups were changed after build() (parameter {what}): the engine "
+            "has no gradient, master weight or state for it. Put every parameter that is ever to "
+            "be trained into a group before build(), and freeze it by requires_grad_(False) until "
+            "then"
+        )
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Raise RuntimeError outside `Engine.step`: the engine holds the gradients."""
+        if not self._may_step or closure is not None:
+            raise RuntimeError("call engine.step(): the engine drives its optimizer")
+        self._gradient.apply()
+        self._meter.end_step()  # bytes that publish the new values count for the next step
+        self._passes.units.values_changed()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients accumulated since the last step. Keeps the count of micro-steps."""
+        self._gradient.policy.check_unused("dropping gradients")
+        self._passes.backward.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError(
+            "the optimizer state is sharded over ranks: use engine.save_checkpoint(), which "
+            "stores it for any stage and world size"
+        )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise RuntimeError("the optimizer state is sharded: use engine.load_checkpoint()")
+
+    def _refuse_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._may_step:  # a `WholeTier` steps the given optimizer itself
+            raise RuntimeError(
+                "this optimizer was given to zero_core.build(): call engine.step() instead of "
+                f"{type(optimizer).__name__}.step()"
+            )
 
 
 class Engine(TrainingCheckpoints, ShardedModel):

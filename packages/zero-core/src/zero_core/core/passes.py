@@ -53,7 +53,7 @@ from zero_core.watch.place import OUTSIDE
 
 
 class GradientSink(Protocol):
-    """Interface of `zero_core.step.gradient.StepGradient`, which collects reduced gradients."""
+    """Interface of `zero_core.step.update.StepGradient`, which collects reduced gradients."""
 
     params_with_grad: set[int]  # parameter numbers, added by `BackwardPass`
 
