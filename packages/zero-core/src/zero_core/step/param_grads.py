@@ -100,9 +100,9 @@ class ParamGrads:
     """The gradient of a step by parameter, and the changes that user code makes to it.
 
     Attributes:
-        complete: the complete gradients of the current step, by segment, which may be read.
-        is_used: whether user code has read or set any gradient. Until then `StepGradient` keeps
-            ``complete``, and calls no method.
+        complete: complete gradients of the step, by segment. `StepGradient` adds and removes them.
+        given: tensors that user code has read or set, by segment, of the ``complete`` gradients.
+        is_used: whether user code has ever read or set a gradient. If not, no method has an effect.
         set_params: parameters set after the facts were summed.
     """
 
@@ -121,9 +121,9 @@ class ParamGrads:
             if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter
         ]
         self.complete: dict[int, FlatGrads] = {}
+        self.given: dict[int, _Given] = {}
         self.is_used = False
         self.set_params: set[int] = set()
-        self._given: dict[int, _Given] = {}  # by segment: complete gradients that were read or set
         # By id: parameters whose gradient user code assigned before the gradient was complete.
         self._assigned: dict[int, nn.Parameter] = {}
         # Segments changed before the all-reduce of this step's facts, after this all-reduce, and
@@ -157,7 +157,7 @@ class ParamGrads:
                 self._has_warned = True
                 _log.warning("%s", self._why_none)
             return None
-        found = self._given.get(index) or _Given(grads)
+        found = self.given.get(index) or _Given(grads)
         given = found.given
         if position not in given:
             grad = _of_param(grads, position)
@@ -169,7 +169,7 @@ class ParamGrads:
             is_read = grads.segment.world_size > 1 and not grads.plan.is_sum_in_full
             is_copy = self._state.tier.owns_grads or is_read
             given[position] = grad.to(param.dtype, copy=is_copy)
-            self._given[index], self.is_used = found, True
+            self.given[index], self.is_used = found, True
             if given[position] is grad:
                 found.checksums[position] = _checksum(grad)
         return given[position]
@@ -187,9 +187,9 @@ class ParamGrads:
             raise RuntimeError(self._why_none)
         set_grad(param, grad)  # torch checks shape, dtype and device
         set_grad(param, None)
-        found = self._given.get(index) or _Given(grads)
+        found = self.given.get(index) or _Given(grads)
         found.given[position] = grad
-        self._given[index], self.is_used = found, True
+        self.given[index], self.is_used = found, True
         number = grads.param_numbers[position]
         self.set_params.add(number)
         if grad is None:
@@ -198,16 +198,7 @@ class ParamGrads:
             self._with_grad.add(number)
         return True
 
-    def renew(self, index: int) -> None:
-        """Forget changes of a segment's gradient, because a later reduction was added to it."""
-        self._given.pop(index, None)
-
-    def close(self) -> None:
-        self.complete.clear()
-        self._given.clear()
-
     def clear(self) -> None:
-        self.close()
         self.set_params.clear()
         self._changed.clear()
         self._changed_late.clear()
@@ -246,7 +237,7 @@ class ParamGrads:
         with no entry. ``is_agreed``: the facts were summed before these changes.
         """
         found = {}
-        for index, one in self._given.items():
+        for index, one in self.given.items():
             own = {}
             for position, grad in one.given.items():
                 home = _of_param(one.grads, position)
@@ -266,18 +257,18 @@ class ParamGrads:
     @torch.no_grad()
     def take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> list[FlatGrads]:
         """Write ``changes`` into the gradients, after agreement. Return the changed gradients."""
-        for index, one in self._given.items():
+        for index, one in self.given.items():
             if index in changes or one.checksums:  # a change may leave the checksum equal
                 one.grads.change(_elements(one.grads, changes.get(index, {})))
         for index in changes:
-            one = self._given[index]
+            one = self.given[index]
             one.checksums.update((p, _checksum(_of_param(one.grads, p))) for p in one.checksums)
-        return [self._given[index].grads for index in sorted(changes)]
+        return [self.given[index].grads for index in sorted(changes)]
 
     @torch.no_grad()
     def keep_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> None:
         """Save ``changes`` so that the next reductions add to the changed gradients."""
-        for index, one in self._given.items():
+        for index, one in self.given.items():
             if index in changes or one.checksums:
                 one.grads.wait()
                 assert isinstance(one.grads.shard, SummedShard), "changes are made at stage 0"
@@ -297,7 +288,6 @@ class ParamGrads:
         self._changed_before = set()
 
     def decided(self) -> None:
-        self.close()
         self._changed_before, self._changed_late = self._changed_late, set()
 
 

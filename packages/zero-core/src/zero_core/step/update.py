@@ -319,7 +319,7 @@ class StepGradient:
                 self.param_grads.keep_changes(changes)
             else:
                 self._take_changes(changes)
-        self._close_param_grads()
+        self._hide_param_grads()
         self.reopen()
         if self.policy.begins_early:
             self.policy.check_unused("a further backward of the same step")
@@ -334,11 +334,10 @@ class StepGradient:
         for follow in self._extensions.begin_backward:
             follow(is_new=is_new_round)
 
-    def _close_param_grads(self) -> None:
+    def _hide_param_grads(self) -> None:
         """Make ``param.grad`` None, until the gradient is complete again."""
-        if self.param_grads.is_used:
-            self.param_grads.close()
         self.param_grads.complete.clear()
+        self.param_grads.given.clear()
 
     def reopen(self) -> None:
         self._is_agreed = False
@@ -352,9 +351,8 @@ class StepGradient:
         self.grads[index] = grads
         self._norms.pop(index, None)
         if is_last:
-            if self.param_grads.is_used:
-                self.param_grads.renew(index)
             self.param_grads.complete[index] = grads
+            self.param_grads.given.pop(index, None)
         if reduced.norm is not None:
             self._norms[index] = reduced.norm
             if self.policy.is_final:
@@ -470,7 +468,7 @@ class StepGradient:
         self.reopen()
         if self.param_grads.is_used:
             self.param_grads.clear()
-        self.param_grads.complete.clear()
+        self._hide_param_grads()
         self.params_with_grad.clear()
         self._state.tier.discard_grads()
         self._train.num_drops += 1
@@ -492,7 +490,7 @@ class StepGradient:
 
     def update_ahead(self) -> None:
         """Enqueue the update before the host reads the facts, if the policy can."""
-        self._close_param_grads()
+        self._hide_param_grads()
         if self._facts.is_known or not self.policy.can_step_ahead:
             return
         pieces = enumerate(self._state.pieces)
@@ -552,7 +550,7 @@ class StepGradient:
             follow(self._train.global_steps + 1)
         if self.param_grads.is_used:
             self.param_grads.decided()
-        self.param_grads.complete.clear()
+        self._hide_param_grads()
         used = self._facts.counts("used")
         for param in self.param_grads.set_params:  # changed after the facts were summed
             used[param] = float(param in self.params_with_grad)
