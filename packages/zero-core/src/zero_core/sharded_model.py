@@ -272,8 +272,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         self._train = parts.train
         self._gathering = GatheredParams(passes, state, parts.device_states.edits)
         buffers = state.common_buffers
-        if parts.config.broadcast_buffers:
-            buffers.attach(state.control, passes.backward)
+        buffers.attach(state.control, passes.backward)
         ownership.begin(self)
         self.remove_at_end([buffers, fix_memory(state.module), self._gathering])
         self._gathering.begin()

@@ -322,10 +322,6 @@ class FlatParams:
     def is_gather_launched(self) -> bool:
         return self._full_version == self.version
 
-    def has_values_of(self, position: int) -> bool:
-        has_copy = self.shown.copy_of(position) is not None
-        return self.is_current or (has_copy and not self.shown.is_shown)
-
     def refresh(self) -> None:
         """Wait for pending kept values. Starts no exchange with other ranks."""
         is_here = self.shown.why_refused is not access.AWAY

@@ -204,7 +204,8 @@ class BackwardPass:
         if self.is_open:
             return
         units = self._units.units
-        self.open({u.index: _count_trainable(u) for u in units}, is_new=self.order.is_awaited)
+        num_missing = {u.index: sum(find_trainable(u.trained_params)) for u in units}
+        self.open(num_missing, is_new=self.order.is_awaited)
         for grads in self.reductions.sequential:
             grads.begin_backward()
         self._place.enter("backward")
@@ -256,7 +257,8 @@ class BackwardPass:
             # until the unit's gradients are ready, or to the end of backward if it has no trainable
             # parameter.
             num_missing = self._recomputed.get(previous.index)
-            if num_missing is not None and (num_missing > 0 or not _count_trainable(previous)):
+            params = previous.trained_params
+            if num_missing is not None and (num_missing > 0 or not any(find_trainable(params))):
                 units.current = None  # `end` releases the unit instead of `go_to`
         self._place.enter(self.names[unit.index])
         units.saved.entered = unit
@@ -270,7 +272,7 @@ class BackwardPass:
     def enter_recompute(self, unit: Unit) -> None:
         """Gather ``unit``, whose forward activation checkpointing recomputes in backward."""
         self.enter(unit, None)
-        self._recomputed[unit.index] = _count_trainable(unit)
+        self._recomputed[unit.index] = sum(find_trainable(unit.trained_params))
         self._ever_recomputed.add(unit.index)
 
     def gradient_ready(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
@@ -421,11 +423,6 @@ class BackwardPass:
         unreduced = [grads for grads in self.reductions.grads if grads.full.memory is not None]
         facts.put("unreduced", bool(unreduced))
         facts.mark("left out", self.order.unneeded)
-
-
-def _count_trainable(unit: Unit) -> int:
-    """Count the parameters of ``unit`` that require a gradient now."""
-    return sum(find_trainable(unit.trained_params))
 
 
 class ForwardPass:
@@ -596,15 +593,11 @@ class ForwardPass:
         return known[0] if known else self._units.blocks
 
 
-class _Leave(Protocol):
-    def __call__(self, unit: Unit, *, needs_grad: bool, error: BaseException | None) -> None: ...
-
-
 class Driver(NamedTuple):
     """The functions of the passes that hooks on the model call."""
 
     enter: Callable[[Unit, nn.Module], None]
-    leave: _Leave
+    leave: Callable[..., None]  # as `ForwardPass.leave`
     gradient_ready: Callable[[Unit, FlatGrads, int, Tensor], None]
 
 

@@ -89,9 +89,5 @@ class Unit:
         """Return whether no update of the unit's parameters by the state tier is pending."""
         return all(flat.source.is_updated() for flat in self.params)
 
-    @property
-    def is_current(self) -> bool:
-        return all(flat.is_current for flat in self.params)
-
     def __repr__(self) -> str:
         return f"unit {self.index} ({self.name or 'root'})"

@@ -176,7 +176,8 @@ class UnitSet:
 
     def release_all(self, stays: frozenset[int] = frozenset()) -> None:
         """Release every unit, root and tail included, except those in ``stays``."""
-        self.saved.release_references()
+        self.saved.referenced.clear()
+        self.saved.references.pop_all().close()  # parameters gathered for `SavedParam`
         self.current = self.saved.entered = None
         self.prefetch.ahead.clear()
         for unit in self.units:

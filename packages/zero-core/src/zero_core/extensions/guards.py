@@ -53,10 +53,7 @@ _ADVICE = (
 
 
 class ModelGuard(Extension):
-    """Check that the model still has the parameters that it had when the engine was built.
-
-    Its buffers may change: the step's facts then describe them again.
-    """
+    """Check that the model has the parameters that it had at build(), and see its new buffers."""
 
     def __init__(self, state: ShardedState) -> None:
         self._state = state
@@ -85,8 +82,7 @@ class ModelGuard(Extension):
     def fill(self, facts: Facts) -> None:
         buffers = [*chain.from_iterable(self._buffers)]
         forms = [None if buffer is None else (buffer.shape, buffer.dtype) for buffer in buffers]
-        is_same = forms == self._forms and all(map(is_, buffers, self._known))
-        if not is_same:
+        if forms != self._forms or not all(map(is_, buffers, self._known)):
             self._known, self._forms = buffers, forms
             self._state.common_buffers.describe()
 
@@ -130,7 +126,7 @@ class ModelGuard(Extension):
         self._places = [d.values() for d in dicts if d]  # views that reflect changes of the dicts
         self._entries = list(chain.from_iterable(self._places))
         self._buffers = [m._buffers.values() for m in modules]
-        self._forms = None  # a changed tree may have the same buffers under other names
+        self._forms = None  # the same buffers may have other names now
 
     def _check_names(self, *, has_substitutes: bool) -> None:
         named = _named(self._state.module)

@@ -82,11 +82,7 @@ class _HostCopy:
 
 
 class DeviceStates:
-    """Offloading of an engine's device memory, and refusal of calls that need offloaded parts.
-
-    Attributes:
-        refuses: whether parts are offloaded or the engine has ended.
-    """
+    """Offloading of an engine's device memory, and refusal of calls that need offloaded parts."""
 
     def __init__(
         self,
@@ -107,7 +103,7 @@ class DeviceStates:
         self._away: dict[StatePart, list[_HostCopy]] = {}
         self._refusals: list[RemovableHandle] = []
         self._ended_by = ""  # name of the call that ended the engine
-        self.refuses = False
+        self.refuses = False  # whether parts are offloaded or the engine has ended
 
     @property
     def offloaded(self) -> frozenset[StatePart]:

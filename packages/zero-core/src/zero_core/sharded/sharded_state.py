@@ -51,18 +51,12 @@ class _Buffer(NamedTuple):
 
 
 class CommonBuffers:
-    """The model's buffers on which all ranks agree, and their broadcast.
-
-    Attributes:
-        described: dtype and shape of this rank's buffers by name, from the last `describe`.
-        is_changed: whether `confirm` has not followed the last `describe` yet.
-        handles: handles of the hooks on the model, which has none while it has no buffers.
-    """
+    """The model's buffers on which all ranks agree, and their broadcast."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.described: Mapping[str, str] = {}
-        self.is_changed = False
-        self.handles: list[Any] = []
+        self.described: Mapping[str, str] = {}  # what the last `describe` returned
+        self.is_changed = False  # whether `describe` was called after the last `confirm`
+        self.handles: list[Any] = []  # handles of the hooks on a model with buffers
         self._model = model
         self._seen: list[_Buffer] = []
         self._agreed: list[_Buffer] = []  # empty until `confirm`
@@ -70,7 +64,7 @@ class CommonBuffers:
         self._is_due = True
 
     def describe(self) -> Mapping[str, str]:
-        """Return `described` after reading it from the model."""
+        """Return dtype and shape of this rank's buffers, by name."""
         self._seen, said = [], dict[str, str]()
         for name, module in self._model.named_modules():
             for key, b in module._buffers.items():
@@ -274,7 +268,10 @@ class ShardedState:
         places = self.places_of[id(param)]
         for flat, _ in places:
             flat.refresh()
-        return all(flat.has_values_of(position) for flat, position in places)
+        return all(
+            flat.is_current or (flat.shown.copy_of(i) is not None and not flat.shown.is_shown)
+            for flat, i in places
+        )
 
     def own_part(self, param: nn.Parameter) -> Tensor:
         """Return this rank's elements of ``param``, 1-D: a view of its shard, for reading only.

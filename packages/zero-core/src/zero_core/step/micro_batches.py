@@ -27,13 +27,9 @@ class ScaledLoss(Protocol):
 
 
 class MicroBatches:
-    """Driver that runs forward and backward of one micro-batch after another.
+    """Driver that runs forward and backward of one micro-batch after another."""
 
-    Attributes:
-        why_joint: why a step's micro-batches cannot be computed by separate calls, or "".
-    """
-
-    why_joint: ClassVar[str] = ""
+    why_joint: ClassVar[str] = ""  # why a step's micro-batches cannot be computed one by one
     handles: Sequence[Any] = ()  # handles of hooks on modules
 
     def __init__(self, train: TrainState, state: ShardedState) -> None:
