@@ -32,6 +32,7 @@ from zero_core.core.extension import EndedStep, Extensions
 from zero_core.core.passes import Passes
 from zero_core.errors import AccumulationScheduleError, RankMismatchError, UnusedParameterError
 from zero_core.object_methods import ObjectMethods
+from zero_core.optim.train_state import TrainState
 from zero_core.protocols import MicroBatchLoss
 from zero_core.record.recorder import StepRecords, Subject
 from zero_core.runtime.device_states import BACKWARD_PARTS, FORWARD_PARTS, NO_PARTS
@@ -200,14 +201,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
             AccumulationScheduleError: the vertical schedule is on. `train_batch` then runs
                 backward.
         """
-        self._check_apart("backward()")
+        _check_apart(self._micro_batches, self._train, "backward()")
         with self.place.during("backward"):
             self.scale(loss, over=over).backward(**kwargs)  # type: ignore[no-untyped-call]
-
-    def _check_apart(self, call: str) -> None:
-        """Raise if ``call`` runs one of several micro-batches that must be computed together."""
-        if (why := self._micro_batches.why_joint) and self.gradient_accumulation_steps > 1:
-            raise AccumulationScheduleError(f"{call}: {why}")
 
     def step(self, *, client_state: Mapping[str, Any] | None = None) -> None:
         """End a micro-step. At an accumulation boundary, update the parameters.
@@ -226,7 +222,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 trainable parameter got no gradient on a rank. All ranks raise it.
             AccumulationScheduleError: the vertical schedule is on. `train_batch` then steps.
         """
-        self._check_apart("step()")
+        _check_apart(self._micro_batches, self._train, "step()")
         self._end_micro_step(client_state)
 
     def zero_grad(self) -> None:
@@ -417,7 +413,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
     def idle_step(self, *, over: int | None = None) -> None:
         """Take part in the other ranks' micro-step without data: `idle_backward` and `step`."""
-        self._check_apart("idle_step()")
+        _check_apart(self._micro_batches, self._train, "idle_step()")
         self.idle_backward(over=over)
         self.step()
 
@@ -489,6 +485,12 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """
         super().close()
         self._saver.finish()
+
+
+def _check_apart(driver: MicroBatches, train: TrainState, call: str) -> None:
+    """Raise if ``call`` runs one of several micro-batches that must be computed together."""
+    if driver.why_joint and train.accumulation_steps > 1:
+        raise AccumulationScheduleError(f"{call}: {driver.why_joint}")
 
 
 def _loss_of(engine: Engine, batch: Any) -> Tensor:
