@@ -171,8 +171,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Floating inputs are cast to the compute dtype, if one is set."""
-        if self._device_states.refuses:
-            self._device_states.check_here("a forward", FORWARD_PARTS)
+        if self._device_states.refuses or self.place.unfinished:
+            self._device_states.check("a forward", FORWARD_PARTS)
         for follow in self._extensions.called:
             follow(args, kwargs)
         args, kwargs = cast_floats((args, kwargs), self._parts.compute_dtype)
@@ -184,8 +184,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
         ``over`` is the number of micro-steps in this step. Default: the configured number.
         """
-        if self._device_states.refuses:
-            self._device_states.check_here("backward()", BACKWARD_PARTS)
+        if self._device_states.refuses or self.place.unfinished:
+            self._device_states.check("backward()", BACKWARD_PARTS)
         for follow in self._extensions.scaled:
             follow(loss)
         return self._train.scale(loss, over)
@@ -239,9 +239,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
     def _end_micro_step(self, client_state: Mapping[str, Any] | None) -> None:
         train, backward, place = self._train, self._passes.backward, self.place
-        place.check_finished("step()")
-        if self._device_states.refuses:
-            self._device_states.check_here("step()")
+        if self._device_states.refuses or place.unfinished:
+            self._device_states.check("step()")
         if not train.is_boundary():
             train.end_micro_step()
             return
