@@ -166,7 +166,7 @@ class _UnitCalls:
                 f"order on all ranks, so name those that follow it in {order}, which begin with "
                 f"unit {unit.index + step}"
             )
-        passes.units.prefetch.set_depth(unit.index, len(found) or 1, backward=step < 0)
+        passes.units.set_depth(unit.index, len(found) or 1, backward=step < 0)
 
 
 class _Progress:

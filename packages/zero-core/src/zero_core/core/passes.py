@@ -502,7 +502,7 @@ class ForwardPass:
     def _note_passed(self, before: int) -> None:
         """Note blocks before unit ``before`` that were prefetched but not used."""
         last = self._path[-1].index if self._path else 0
-        for index in self._units.prefetch.windows[False][last]:
+        for index in self._units.windows[False][last]:
             if index < before and self._units.units[index].is_block:
                 self._order.pass_by(index)
 
