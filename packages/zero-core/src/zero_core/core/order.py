@@ -1,4 +1,4 @@
-"""Order in which units are gathered, and in which backward reduces their gradients.
+"""Order in which backward gathers units again and reduces their gradients.
 
 Units are numbers here: 0 is the root, then blocks in the order of the module tree, then the tail.
 

@@ -109,7 +109,7 @@ class UnitSet:
             is_next = other == index or other in window
             if (origin > index > other) if backward else (origin < index < other):
                 self._ahead.append((origin, other))
-            # Otherwise the model does not use units in the order of the module tree.
+            # A block that is not used next: the model leaves the order of the module tree.
             elif not is_next and (backward or other not in self.stay_gathered):
                 self.release(self.units[other])
         if index not in self.ready:

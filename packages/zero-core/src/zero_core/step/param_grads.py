@@ -141,6 +141,7 @@ class ParamGrads:
 
     def remove(self) -> None:
         self.clear()
+        self.given.clear()
         for param in self._params:
             _serving.pop(id(param), None)
         access.use_class(self._params, nn.Parameter)
