@@ -173,7 +173,7 @@ def sanitize(session: nox.Session) -> None:
 def resolve(session: nox.Session) -> None:
     """Resolve the requirements of all packages with each build of torch and each Python."""
     session.install("--quiet", "uv")
-    session.run("python", "integration/compat/releases.py", "resolve", *session.posargs)
+    session.run("python", "integration/compat/releases.py", "resolve")
 
 
 _parts = (slow, examples, experiments, clusters, report, kernels, sanitize, resolve)
@@ -387,7 +387,7 @@ def own(session: nox.Session, *packages: str) -> tuple[str, str]:
     """Return pip's arguments for packages of this repository."""
     # Use a requirements file: uv would rebuild packages named on the command line every time.
     file = Path(session.virtualenv.location, "own.txt")
-    names = [package.replace("integration", "zero-engine") for package in packages]
+    names = [package.replace("integration", "zero-parts") for package in packages]
     folders = [Path(FOLDERS[package.split("[")[0]]).resolve().as_uri() for package in packages]
     lines = [f"{name} @ {folder}\n" for name, folder in zip(names, folders, strict=True)]
     file.write_text("".join(lines), encoding="utf-8")

@@ -30,7 +30,7 @@ def find_problem(tag: str, root: Path = ROOT) -> str | None:
 
 def folder_of(package: str) -> str:
     """Return the folder of ``package``, relative to the repository's root."""
-    return "integration" if package == "zero-engine" else f"packages/{package}"
+    return "integration" if package == "zero-parts" else f"packages/{package}"
 
 
 def main(tag: str) -> int:

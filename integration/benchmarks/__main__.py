@@ -19,7 +19,7 @@ EXPERIMENTS = {
     "gpu": "one accelerator, part by part: correct, and how fast",
 }
 MODULES = {"comm": "comm.race", "gpu": "gpu.program"}
-"""Modules of `benchmarks.experiments` for the experiments whose module is in a folder."""
+"""Modules of the experiments that are in folders, relative to `benchmarks.experiments`."""
 
 
 class Experiments(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -105,39 +106,24 @@ def sentences(count: int, length: int, seed: int) -> list[str]:
 
 def save_data(root: Path) -> None:
     """Write text, instruction, pairs, preference, prompts and unpaired data as JSON lines."""
-    count, length = 256, 48
-    texts, others = sentences(count, length, 0), sentences(count, length, 1)
-    half = length // 2
-    rows: dict[str, list[dict[str, Any]]] = {
-        "text": [{"text": text} for text in texts],
-        "instruction": [
-            {"instruction": " ".join(text.split()[:half]), "output": " ".join(text.split()[half:])}
-            for text in texts
-        ],
-        "pairs": [
-            {"sentence1": one, "sentence2": one if number % 2 else other, "label": number % 2}
-            for number, (one, other) in enumerate(zip(texts, others, strict=True))
-        ],
-        "preference": [
-            {
-                "prompt": " ".join(one.split()[:half]),
-                "chosen": " ".join(one.split()[half:]),
-                "rejected": " ".join(other.split()[half:]),
-            }
-            for one, other in zip(texts, others, strict=True)
-        ],
-        "prompts": [{"prompt": " ".join(text.split()[:8])} for text in texts],
-        "unpaired": [
-            {
-                "prompt": " ".join(one.split()[:half]),
-                "completion": " ".join((one if number % 2 else other).split()[half:]),
-                "label": bool(number % 2),
-            }
-            for number, (one, other) in enumerate(zip(texts, others, strict=True))
-        ],
-    }
-    for name, entries in rows.items():
-        folder = root / name
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
-        (folder / "train.jsonl").write_text(lines, encoding="utf-8")
+    count, half = 256, 24
+    lines: dict[str, list[str]] = defaultdict(list)
+    texts = zip(*(sentences(count, 2 * half, seed) for seed in (0, 1)), strict=True)
+    for number, (text, other) in enumerate(texts):
+        words, is_own = text.split(), bool(number % 2)
+        prompt, chosen = " ".join(words[:half]), " ".join(words[half:])
+        rejected = " ".join(other.split()[half:])
+        second, answer = (text, chosen) if is_own else (other, rejected)
+        rows: dict[str, dict[str, Any]] = {
+            "text": {"text": text},
+            "instruction": {"instruction": prompt, "output": chosen},
+            "pairs": {"sentence1": text, "sentence2": second, "label": int(is_own)},
+            "preference": {"prompt": prompt, "chosen": chosen, "rejected": rejected},
+            "prompts": {"prompt": " ".join(words[:8])},
+            "unpaired": {"prompt": prompt, "completion": answer, "label": is_own},
+        }
+        for name, row in rows.items():
+            lines[name].append(json.dumps(row) + "\n")
+    for name, written in lines.items():
+        (root / name).mkdir(parents=True, exist_ok=True)
+        (root / name / "train.jsonl").write_text("".join(written), encoding="utf-8")

@@ -94,7 +94,7 @@ def measuring() -> Iterator[None]:
     file.write_text(json.dumps(found), encoding="utf-8")
 
 
-def run(program: str, arguments: list[str]) -> None:
+def run(program: str) -> None:
     make = transformers.Trainer.__init__
 
     def make_with_callback(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -102,7 +102,7 @@ def run(program: str, arguments: list[str]) -> None:
         self.add_callback(Steps())
 
     transformers.Trainer.__init__ = make_with_callback  # type: ignore[method-assign]
-    sys.argv = [program, *arguments]
+    del sys.argv[0]
     if program.endswith(".py"):
         sys.path.insert(0, str(Path(program).parent))
         runpy.run_path(program, run_name="__main__")
@@ -115,7 +115,7 @@ def main() -> None:
     allow_cpu()
     transformers.set_seed(SEED)  # TRL before 1.15 makes adapters before it sets its seed
     with measuring() if "RANK" in os.environ else nullcontext():
-        run(sys.argv[1], sys.argv[2:])
+        run(sys.argv[1])
 
 
 if __name__ == "__main__":

@@ -56,23 +56,34 @@ class Case:
         return "ddp" if self.ddp else "deepspeed"
 
 
+def auto(*keys: str) -> Config:
+    return dict.fromkeys(keys, "auto")
+
+
+def buckets(numel: float) -> Config:
+    """Return the settings of buckets in configurations for stages below 3."""
+    return {
+        "allgather_partitions": True,
+        "allgather_bucket_size": numel,
+        "reduce_scatter": True,
+        "reduce_bucket_size": numel,
+        "contiguous_gradients": True,
+    }
+
+
 CPU = {"device": "cpu"}
 PINNED = {**CPU, "pin_memory": True}
-AUTO_BATCH: Config = dict.fromkeys(
-    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+AUTO_BATCH = auto(
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 )
 CLIPPED: Config = {"gradient_clipping": "auto"}
 SCALE = {"loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
-AUTO_ADAMW = {
-    "type": "AdamW",
-    "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
-}
+AUTO_ADAMW = {"type": "AdamW", "params": auto("lr", "betas", "eps", "weight_decay")}
+AUTO_WARMUP = auto("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
 GATHERED = {"stage3_gather_16bit_weights_on_model_save": True}
-AUTO_3: Config = {
-    "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto",
-}
+AUTO_3 = auto(
+    "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"
+)
 LARGE_3: Config = {
     "contiguous_gradients": True,
     "sub_group_size": 1e9,
@@ -115,7 +126,7 @@ GENERATES = (
 def trained(
     family: str, name: str, program: tuple[str, ...], config: Config, *arguments: str, **more: Any
 ) -> Case:
-    """Return a case of a Trainer. ``is_by_ddp``: DDP is the reference."""
+    """Return a case of a Trainer. With ``is_by_ddp`` DDP is the reference."""
     ddp = (*program[1:], "--use_cpu=True", *arguments) if more.pop("is_by_ddp", False) else ()
     given = (*program[1:], "--deepspeed={config}", *arguments)
     return Case(family, name, program[0], given, config, ddp=ddp, **more)
@@ -126,23 +137,8 @@ def trl_script(trainer: str, what: str, config: Config, *arguments: str, **more:
     return trained("TRL", f"{script}, {what}", (script,), config, *arguments, *TRL_RUN, **more)
 
 
-def trl_lora() -> Case:
-    found = find_spec("trl")
-    origin = found.origin if found is not None else None
-    file = Path(origin or "trl/__init__.py").parent / "accelerate_configs" / "zero3.yaml"
-    return Case(
-        "TRL",
-        "trl.scripts.sft with LoRA, accelerate_configs/zero3.yaml",
-        "trl.scripts.sft",
-        ("--dataset_name={data}/text", "--use_peft", "--lora_target_modules=all-linear", *TRL_RUN),
-        launcher=(
-            *("accelerate", "launch", f"--config_file={file}"),
-            *("--num_processes=2", "--mixed_precision=no", "--main_process_port=0"),
-        ),
-        needs=NEEDS_TRL,
-    )
-
-
+_trl = find_spec("trl")
+ZERO_3_FILE = Path((_trl and _trl.origin) or "trl/_").with_name("accelerate_configs") / "zero3.yaml"
 TRL = [
     trl_script("sft", "ZeRO-3", TRL_3, "--dataset_name={data}/text"),
     trl_script("dpo", "ZeRO-3", TRL_3, "--dataset_name={data}/preference"),
@@ -150,7 +146,17 @@ TRL = [
     trl_script("reward", "ZeRO-3", TRL_3, "--dataset_name={data}/preference"),
     trl_script("grpo", "ZeRO-3", TRL_3, *GENERATES),
     trl_script("rloo", "ZeRO-3, all offloaded", TRL_OFFLOADED, *GENERATES, compared="grad_norm"),
-    trl_lora(),
+    Case(
+        "TRL",
+        "trl.scripts.sft with LoRA, accelerate_configs/zero3.yaml",
+        "trl.scripts.sft",
+        ("--dataset_name={data}/text", "--use_peft", "--lora_target_modules=all-linear", *TRL_RUN),
+        launcher=(
+            *("accelerate", "launch", f"--config_file={ZERO_3_FILE}"),
+            *("--num_processes=2", "--mixed_precision=no", "--main_process_port=0"),
+        ),
+        needs=NEEDS_TRL,
+    ),
 ]
 
 
@@ -206,15 +212,7 @@ GENERATION = [
 ]
 
 # LlamaFactory's ``examples/deepspeed/ds_*_config.json``.
-BELOW_3: Config = {
-    "allgather_partitions": True,
-    "allgather_bucket_size": 5e8,
-    "overlap_comm": False,
-    "reduce_scatter": True,
-    "reduce_bucket_size": 5e8,
-    "contiguous_gradients": True,
-    "round_robin_gradients": True,
-}
+BELOW_3 = {**buckets(5e8), "overlap_comm": False, "round_robin_gradients": True}
 AT_3: Config = {"stage": 3, "overlap_comm": False, **LARGE_3}
 LLAMAFACTORY: dict[str, Config] = {
     "ds_z0_config": {"stage": 0, **BELOW_3},
@@ -381,15 +379,7 @@ ENGINES = [
 ]
 
 # transformers' example scripts, with the configurations of its DeepSpeed guide.
-GUIDE_2: Config = {
-    "stage": 2,
-    "allgather_partitions": True,
-    "allgather_bucket_size": 2e8,
-    "overlap_comm": True,
-    "reduce_scatter": True,
-    "reduce_bucket_size": 2e8,
-    "contiguous_gradients": True,
-}
+GUIDE_2: Config = {"stage": 2, "overlap_comm": True, **buckets(2e8)}
 GUIDE_3: Config = {"stage": 3, "overlap_comm": True, **LARGE_3}
 
 
@@ -400,14 +390,13 @@ def example(script: str, what: str, zero: Config, model: str, data: str, *furthe
         *("--max_steps=10", "--per_device_train_batch_size=8", "--learning_rate=1e-3"),
         *("--warmup_steps=2", *QUIET, *further),
     )
-    warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
     config = {
         **AUTO_BATCH,
         **CLIPPED,
         "fp16": {"enabled": "auto", "initial_scale_power": 16, **SCALE},
         "bf16": {"enabled": "auto"},
         "optimizer": AUTO_ADAMW,
-        "scheduler": {"type": "WarmupLR", "params": warmup},
+        "scheduler": {"type": "WarmupLR", "params": AUTO_WARMUP},
         "zero_optimization": zero,
         "steps_per_print": 2000,
         "wall_clock_breakdown": False,
@@ -434,7 +423,7 @@ EXAMPLES = [
     ),
 ]
 
-# The ways to use DeepSpeed in accelerate's documentation, started by accelerate's launcher.
+# Uses of DeepSpeed in accelerate's documentation.
 LAUNCH: Config = {
     "compute_environment": "LOCAL_MACHINE",
     "debug": False,
@@ -463,17 +452,9 @@ ACCELERATE_2 = {
     "fp16": {"enabled": "auto"},
     "optimizer": {
         "type": "AdamW",
-        "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True},
+        "params": {**auto("lr", "weight_decay"), "torch_adam": True, "adam_w_mode": True},
     },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
-    },
+    "scheduler": {"type": "WarmupDecayLR", "params": {**AUTO_WARMUP, "total_num_steps": "auto"}},
     "zero_optimization": {**GUIDE_2, "reduce_bucket_size": "auto"},
     "gradient_accumulation_steps": 1,
     "steps_per_print": 2000,

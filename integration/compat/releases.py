@@ -1,6 +1,6 @@
 """Torch's releases and their builds: requirements, resolution, and what was tested.
 
-    python integration/compat/releases.py resolve [RELEASE ...]
+    python integration/compat/releases.py resolve
     python integration/compat/releases.py cells [RELEASE]
 
 A **cell** is a release of torch, a build of it (``cpu`` or a CUDA version) and a Python. `TABLE`
@@ -27,13 +27,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "integration/src/zero_engine/torch_releases.json"
-PAGE = ROOT / "docs/tested-releases.md"
+PAGE = ROOT / "docs/install.md"
 INDEX = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl")
+TODAY = datetime.date.today().isoformat()
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PACKAGES = {
     "cpu-adam[torch]": "packages/cpu-adam",
     **{name: f"packages/{name}" for name in ("zero-core", "zero-comm", "zero-offload")},
-    "zero-engine[all]": "integration",
+    "zero-parts[all]": "integration",
 }
 
 
@@ -59,13 +60,13 @@ def requirements(torch: str, build: str) -> tuple[list[str], list[str]]:
     is_nightly = torch == "nightly"
     pin = table["nightly"]["requirement"] if is_nightly else f"torch=={torch}+{build}"
     index = f"{INDEX}/nightly/{build}" if is_nightly else f"{INDEX}/{build}"
-    # By default uv takes a package from the first index that has it, and this one has old NumPys.
+    # By default uv uses the first index that has a package, and torch's index has old NumPys.
     return [pin, *further], ["--index", index, "--index-strategy", "unsafe-best-match"]
 
 
 @functools.cache
 def is_reachable(index: str) -> bool:
-    """Whether ``index`` answers. If it answers that it has no torch, uv's error will say so."""
+    """Return whether ``index`` answers, possibly by an HTTP error, which uv then reports."""
     try:
         urllib.request.urlopen(f"{index}/torch/", timeout=30).close()
     except OSError as error:
@@ -75,11 +76,11 @@ def is_reachable(index: str) -> bool:
 
 @functools.cache
 def is_resolved(python: str, torch: str, build: str) -> bool:
-    """Whether uv resolves the requirements of all packages in a cell. uv prints a conflict."""
+    """Return whether uv resolves all packages' requirements in a cell. uv prints a conflict."""
     required, options = requirements(torch, build)
     own = [f"{name} @ {(ROOT / path).as_uri()}" for name, path in PACKAGES.items()]
     target = (f"--python-version={python}", "--python-platform=x86_64-manylinux_2_28")
-    # Name an interpreter: uv would search the machine for a Python of the target's version.
+    # Without this option uv would search for a Python of the target's version.
     running = ("--python", sys.executable)
     command = ("uv", "pip", "compile", "--quiet", "-", *running, *target, *options)
     given = "\n".join([*own, *required])
@@ -89,24 +90,21 @@ def is_resolved(python: str, torch: str, build: str) -> bool:
     return run.returncode == 0
 
 
-def resolve(*chosen: str) -> int:
-    """Resolve all cells, or those of ``chosen`` releases. Returns 1 if one has a conflict."""
-    table = read_table()
-    if unknown := {*chosen} - {*table["torch"]}:
-        raise SystemExit(f"no releases of {TABLE.name}: {', '.join(unknown)}")
-    has_conflict = False
-    today = datetime.date.today().isoformat()
+def resolve() -> int:
+    """Resolve all cells of the table. Returns 1 if one has a conflict."""
+    table, has_conflict = read_table(), False
     for torch, build in builds():
-        for python in PYTHONS if torch in (chosen or table["torch"]) else ():
+        release = table["torch"].get(torch)  # None for nightly builds
+        for python in PYTHONS if release else ():
             _, options = requirements(torch, build)
             is_default = bool(options) and not is_reachable(options[1])
-            used = table["torch"][torch]["default"] if is_default else build
-            result = {"resolved" if is_resolved(python, torch, used) else "conflict": today}
-            result |= {"by": "default build"} if is_default else {}
-            cell = table["torch"][torch][build].get(python, {})
-            table["torch"][torch][build][python] = result | {k: cell[k] for k in cell if k == "run"}
-            print(f"torch {torch}, {build}, Python {python}: {show(result)}", flush=True)
-            has_conflict |= "conflict" in result
+            used = release["default"] if is_default else build
+            end = "resolved" if is_resolved(python, torch, used) else "conflict"
+            cell = {end: TODAY} | ({"by": "default build"} if is_default else {})
+            print(f"torch {torch}, {build}, Python {python}: {show(cell)}", flush=True)
+            run = release[build].get(python, {}).get("run")
+            release[build][python] = cell | ({"run": run} if run else {})
+            has_conflict |= end == "conflict"
     write(table)
     return int(has_conflict)
 
@@ -114,11 +112,11 @@ def resolve(*chosen: str) -> int:
 def record(
     torch: str, build: str, python: str, arguments: Sequence[str] = (), *, is_passed: bool
 ) -> None:
-    """Record a run of all packages' tests in a cell. ``arguments`` may choose fewer tests."""
-    if torch == "nightly" or arguments:  # the nightly build is another one tomorrow
+    """Record a run of a cell's tests, except one with ``arguments``, which may be partial."""
+    if torch == "nightly" or arguments:  # the nightly build changes every day
         return
     table = read_table()
-    run = {"date": datetime.date.today().isoformat(), "passed": is_passed}
+    run = {"date": TODAY, "passed": is_passed}
     table["torch"][torch][build].setdefault(python, {})["run"] = run
     write(table)
 
@@ -131,15 +129,20 @@ def show(cell: dict[str, Any]) -> str:
 
 
 def write(table: dict[str, Any]) -> None:
-    """Write the table, and its rows into the page."""
+    """Write the table, and a row for each release into the page."""
     TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    rows = [f"| torch | build | {' | '.join(PYTHONS)} |", "|---" * (2 + len(PYTHONS)) + "|"]
+    names = sorted({name for _, name in builds()})
+    rows = [f"| torch | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
     for torch, release in table["torch"].items():
-        for build in sorted({name for _, name in builds()}):
-            name = f"**{build}**" if build == release["default"] else build
-            cells = [show(release.get(build, {}).get(python, {})) for python in PYTHONS]
-            cells = cells if build in release else ["absent"] * len(PYTHONS)
-            rows.append(f"| {torch} | {name} | {' | '.join(cells)} |")
+        row = [f"{torch} ({release['default']})"]
+        for cells in (release.get(name) for name in names):
+            pythons: dict[str, list[str]] = {}
+            for python in PYTHONS:
+                text = "absent" if cells is None else show(cells.get(python, {}))
+                pythons.setdefault(text, []).append(python)
+            one = len(pythons) == 1
+            row.append(", ".join(t if one else f"{t} ({' '.join(p)})" for t, p in pythons.items()))
+        rows.append(f"| {' | '.join(row)} |")
     text, _, _ = PAGE.read_text(encoding="utf-8").partition("| torch |")
     PAGE.write_text(text + "\n".join(rows) + "\n", encoding="utf-8")
 

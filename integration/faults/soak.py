@@ -94,7 +94,7 @@ class Moment:
     def wait(self, program: Program, folder: RunFolder, gone: list[int]) -> list[int]:
         """Wait for the moment. Return the ranks, or an empty list if the program has ended.
 
-        ``gone`` are killed ranks, whose successors must have started. Raises TimeoutError if
+        ``gone`` are killed ranks, whose replacements must start first. Raises TimeoutError if
         training makes no progress.
         """
         while not program.has_ended and (not program.ranks() or set(program.ranks()) & set(gone)):
@@ -211,7 +211,7 @@ def command(run: Run, folder: RunFolder, num_ranks: int, restarts: int) -> tuple
 
 
 def launches(faults: list[str]) -> Iterator[list[str]]:
-    """Yield the faults of each launch. The last fault of a list ends the launch."""
+    """Yield the faults of each launch. All lists but the last end with a fault that ends it."""
     own: list[str] = []
     for fault in faults:
         own.append(fault)

@@ -106,7 +106,7 @@ def run_rank(number: int, results: Path) -> None:
     deepspeed = importlib.import_module("deepspeed")
     accelerator = deepspeed.accelerator.get_accelerator()
     accelerator.communication_backend_name = lambda: "gloo"
-    # The original checks for fp16 instructions, without which torch computes too, but slowly.
+    # DeepSpeed's check requires fp16 instructions. Without them torch computes slowly.
     accelerator.is_fp16_supported = lambda: True
     accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
     # Prevents a compilation of minutes, for collectives that only inference uses.

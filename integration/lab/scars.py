@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH, SAMPLES = 8, 4
 OTHER = 100
-"""First step number of the samples for a loss's second part."""
+"""Added to the step number for the samples of a loss's second part."""
 CPU = {"device": "cpu"}
 BF16 = torch.bfloat16
 
@@ -108,7 +108,7 @@ class Scar:
     calls_module: bool = False
     """Add to the loss a second call of the model, directly and with other samples."""
     halves: bool = False
-    """Let each rank halve its part of the gradients before the step, by name."""
+    """Let each rank halve its shards of the gradients before the step."""
 
     @property
     def tolerance(self) -> float:

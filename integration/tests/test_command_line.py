@@ -61,7 +61,7 @@ def test_the_extra_all_has_every_extra_of_users_and_eight_packages_are_enough_wi
     project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     of_users = sorted(extras.keys() - {"all", "bench"})
-    assert extras["all"] == [f"zero-engine[{','.join(of_users)}]"]
+    assert extras["all"] == [f"zero-parts[{','.join(of_users)}]"]
     assert len(project["dependencies"]) <= 8
 
 

@@ -46,13 +46,17 @@ class Type(NamedTuple):
 
 def _types(block: str) -> list[Type]:
     _, _, table = TABLE.read_text().partition(f"| `{block}.type` | here |")
-    pattern = r"^\| `(\w+)` \| (honoured|refused) \| .* \|$"
-    table = table.partition("\n\n")[0]
-    return [Type(*found) for found in re.findall(pattern, table, re.MULTILINE)]
+    rows = re.findall(ROW, table.partition("\n\n")[0], re.MULTILINE)
+    return [Type(name, here) for names, here, _ in rows for name in re.findall(r"\w+", names)]
 
 
-KEYS = r"^\| `([a-z_0-9A-Z.]+)` \| (.*?) \| (honoured|unneeded|refused) \| (.*) \|$"
-ROWS = [Row(*found) for found in re.findall(KEYS, TABLE.read_text(), re.MULTILINE)]
+ROW = r"^\| (`.*?`) \| (honoured|unneeded|refused) \| (?:(.*) )?\|$"
+KEY = r"`([a-z_0-9.]+)(?:=(.*?))?`"  # names of classes begin with a capital
+ROWS = [
+    Row(key, default or "-", here, why)
+    for keys, here, why in re.findall(ROW, TABLE.read_text(), re.MULTILINE)
+    for key, default in re.findall(KEY, keys)
+]
 TYPES = {block: _types(block) for block in ("optimizer", "scheduler")}
 
 # Example values for keys whose non-default value cannot be guessed.
@@ -144,7 +148,7 @@ def _example(row: Row) -> Any:
     """Return another value than the default: another choice, the negated bool, or a near number."""
     if row.key in EXAMPLES:
         return EXAMPLES[row.key]
-    default = None if row.default == "-" else json.loads(row.default.strip("`"))
+    default = None if row.default == "-" else json.loads(row.default)
     field = _field(row.key)
     if field is not None:
         if row.default == "-" and isinstance(field.default, bool | int | float | str):
@@ -240,7 +244,7 @@ def test_a_refused_key_raises_and_its_default_passes(row):
     assert row.key in str(caught.value)
     if row.key in REFUSED:
         assert row.why in str(caught.value)
-    default = None if row.default == "-" else json.loads(row.default.strip("`"))
+    default = None if row.default == "-" else json.loads(row.default)
     _resolved(_with(beside, row.key, default))
 
 
@@ -372,7 +376,7 @@ def test_every_key_has_a_row_and_its_default() -> None:
     assert asked <= rows.keys() | blocks, asked - rows.keys() - blocks
     for key, default in found["models"].items():
         if key in rows and rows[key].default != "-":
-            assert json.loads(rows[key].default.strip("`")) == default, key
+            assert json.loads(rows[key].default) == default, key
     assert set(found["optimizers"]) <= {row.name.lower() for row in TYPES["optimizer"]}
     assert set(found["schedules"]) <= {row.name for row in TYPES["scheduler"]}
     ours = {key for key, row in rows.items() if row.default != "-"}

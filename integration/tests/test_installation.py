@@ -29,7 +29,7 @@ def test_an_installation_leaves_the_torch_that_is_there() -> None:
     done = subprocess.run(command, **CAPTURED)
     changes = [line.split()[1] for line in done.stderr.splitlines() if line[:2] in (" +", " -")]
     names = {name.split("==")[0] for name in changes}
-    assert {"zero-core", "zero-engine"} <= names, done.stderr
+    assert {"zero-core", "zero-parts"} <= names, done.stderr
     assert "torch" not in names, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""States and parameters in files: bytes per step, compared with the formula in docs/offload.md."""
+"""States and parameters in files: bytes per step, compared with lab/evidence/offload.md."""
 
 from __future__ import annotations
 

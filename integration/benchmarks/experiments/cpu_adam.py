@@ -23,7 +23,7 @@ import typer
 from torch import Tensor
 
 import cpu_adam
-from benchmarks.harness.options import RESULTS, AllThreads, Output, threads_of_all
+from benchmarks.harness.options import RESULTS, AllThreads, Output, use_threads
 from benchmarks.harness.ranks import Row
 from benchmarks.harness.report import MS, Column, Rows, Section, bars, green, machine, publish
 from benchmarks.harness.rounds import spread, take_turns, version
@@ -38,9 +38,9 @@ FUSED_BYTES = 28
 """Bytes of memory traffic per fp32 element: weight and two moments in and out, gradient in. The
 offload path moves as many: its gradient is 2 bytes smaller, and it writes a 2-byte copy."""
 TURN_S = 0.05
-"""Least seconds of timed calls in a turn."""
+"""Seconds after which the timed calls of a turn end."""
 MAX_CALLS = 30
-"""Most timed calls in a turn."""
+"""Maximum number of timed calls in a turn."""
 NUMELS = (64 * 2**20, 2**20)
 REST_S = 0.05
 NUM_SMALL, SMALL_NUMEL = 500, 10_000
@@ -50,8 +50,8 @@ BANDWIDTH = "bandwidth, 28 B/element"
 
 Step = Callable[[], object]
 Contenders = Mapping[str, tuple[Callable[[], Step], float | None]]
-"""Maps a contender's name to a function that prepares its step, and to the least ratio of its time
-to cpu-adam's (None: no bar). The first contender is cpu-adam."""
+"""Maps a contender's name to a function that prepares its step, and to the minimum ratio of its
+time to cpu-adam's (None: no bar). The first contender is cpu-adam."""
 
 
 def main(
@@ -60,14 +60,15 @@ def main(
     output: Output = RESULTS,
 ) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    found: dict[str, tuple[int, dict[str, Row]]] = {}
-    with threads_of_all(threads) as num_threads:
-        for name, num_elements, make in _races():
-            print(f"{name} ...", flush=True)
-            found[name] = num_elements, _run(make(), rounds)
-            gc.collect()  # frees the race's memory before the next race allocates its own
+    races: dict[str, Rows] = {}
+    sections: list[Section] = []
+    num_threads = use_threads(threads)
+    for name, num_elements, make in _races():
+        print(f"{name} ...", flush=True)
+        races[name] = _run(make(), rounds)
+        sections.append(section(name, num_elements, races[name]))
+        gc.collect()  # frees the race's memory before the next race allocates its own
     settings = {"numels": NUMELS, "rounds": rounds, "rest_s": REST_S, "threads": num_threads}
-    races = {name: rows for name, (_, rows) in found.items()}
     about = {
         **machine(),
         "isa": cpu_adam.active_isa(),
@@ -75,7 +76,6 @@ def main(
         **{name: version(name) or "not installed" for name in PEERS},
     }
     report = {"settings": settings, "machine": about, "races": races}
-    sections = [section(name, num_elements, rows) for name, (num_elements, rows) in found.items()]
     publish(output, "cpu_adam", report, sections, columns=2)
 
 
@@ -169,9 +169,8 @@ class Flat:
             optimizer.state[param].update(step=step(), exp_avg=first, exp_avg_sq=second)
         return optimizer.step
 
-    def ours(self, isa: str | None = None) -> Step:
-        step = self.lend(cpu_adam.CPUAdam(self.params, **ADAMW), partial(torch.tensor, 0.0))
-        return step if isa is None else _with_isa(isa, step)
+    def ours(self) -> Step:
+        return self.lend(cpu_adam.CPUAdam(self.params, **ADAMW), partial(torch.tensor, 0.0))
 
     def torch(self, **how: Any) -> Step:
         return self.lend(torch.optim.AdamW(self.params, **ADAMW, **how), partial(torch.tensor, 0.0))
@@ -231,7 +230,7 @@ def offload_race(numel: int) -> Contenders:
     half_grad = grad.to(torch.bfloat16)
     half = param.detach().to(torch.bfloat16)
 
-    def ours(isa: str | None = None, dtype: torch.dtype = torch.bfloat16) -> Step:
+    def ours(dtype: torch.dtype = torch.bfloat16) -> Step:
         count = iter(range(1, 2**31))
         # For bf16, `to` returns the tensors themselves.
         source, copy = half_grad.to(dtype), half.to(dtype)
@@ -245,7 +244,7 @@ def offload_race(numel: int) -> Contenders:
                 **KERNEL_ADAMW,
             )
 
-        return step if isa is None else _with_isa(isa, step)
+        return step
 
     def deepspeed() -> Step:
         zero: Any = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2")
@@ -317,39 +316,34 @@ def int8_race(numel: int) -> Contenders:
         param.grad = draw().mul_(1e-2).to(torch.bfloat16)
         return [param]
 
-    def ours(isa: str | None = None) -> Step:
-        optimizer: Any = cpu_adam.CPUAdam
-        made: torch.optim.Optimizer = optimizer(bf16(), state_dtype="int8", **ADAMW)
-        return made.step if isa is None else _with_isa(isa, made.step)
+    def made(module: str, name: str, **settings: Any) -> Step:
+        package: Any = importlib.import_module(module)
+        optimizer: torch.optim.Optimizer = getattr(package, name)(bf16(), **ADAMW, **settings)
+        return optimizer.step
 
-    def peer(module: str, name: str) -> Callable[[], Step]:
-        def make() -> Step:
-            package: Any = importlib.import_module(module)
-            optimizer: torch.optim.Optimizer = getattr(package, name)(bf16(), **ADAMW)
-            return optimizer.step
-
-        return make
-
+    ours = partial(made, "cpu_adam", "CPUAdam", state_dtype="int8")
     return {
         f"{OURS}, int8": (ours, None),
         **_by_isa(f"{OURS}, int8", ours),
         "torch fused, fp32": (lambda: Flat(numel).torch(fused=True), 1.0),
-        "torchao AdamW8bit": (peer("torchao.optim", "AdamW8bit"), 25.0),
-        "bitsandbytes AdamW8bit": (peer("bitsandbytes.optim", "AdamW8bit"), 25.0),
+        "torchao AdamW8bit": (partial(made, "torchao.optim", "AdamW8bit"), 25.0),
+        "bitsandbytes AdamW8bit": (partial(made, "bitsandbytes.optim", "AdamW8bit"), 25.0),
     }
 
 
-def _by_isa(name: str, make: Callable[[str], Step], numel: int = 0) -> Contenders:
+def _by_isa(name: str, make: Callable[[], Step], numel: int = 0) -> Contenders:
     """Return contenders for the processor's other instruction sets.
 
     Only the larger number of elements has a bar, because the smaller one fits into the caches.
     """
     bar = 0.9 if numel == NUMELS[0] else None
     others = [isa for isa in cpu_adam.available_isas()[1:] if isa != cpu_adam.active_isa()]
-    return {f"{name}, {isa}": (partial(make, isa), bar) for isa in others}
+    return {f"{name}, {isa}": (partial(_with_isa, isa, make), bar) for isa in others}
 
 
-def _with_isa(isa: str, step: Step) -> Step:
+def _with_isa(isa: str, make: Callable[[], Step]) -> Step:
+    step = make()
+
     def run() -> None:
         with use_isa(isa):
             step()

@@ -17,10 +17,8 @@ import gc
 import pstats
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -55,10 +53,9 @@ SMALL = Job(
     # The silent collectives leave arbitrary values, whose norm must not stop the step.
     top={"check_grad_overflow": False},
 )
-NUM_SHOWN = 12
 NUM_CALIBRATION = 20_000
 SHORT_STEPS = 10
-"""Steps that measure Python time, for each timed step of a workload."""
+"""Steps in which Python time is measured, as a multiple of ``--steps``."""
 VOCAB = 8192
 HOST = {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}
 Contenders = Mapping[str, tuple[str, int, Mapping[str, Any]]]
@@ -183,12 +180,10 @@ def measure(place: Place, job: Mapping[str, Any], steps: int) -> Row:
     for _ in range(steps):
         profile.runcall(run_engine, next(batches))
         engine.step()
-    functions = _own_times(profile, steps * passes)
     bare_s, engine_s = (statistics.median(found) for found in zip(*added_s, strict=True))
     return {
         "overhead_us": (engine_s - bare_s) / passes * 1e6,
-        "python_us": sum(functions.values()),
-        "functions_us": dict(Counter(functions).most_common(NUM_SHOWN)),
+        "python_us": _own_seconds(profile) / (steps * passes) * 1e6,
     }
 
 
@@ -198,21 +193,16 @@ def _thread_seconds(run: Callable[[Tensor], None], ids: Tensor) -> float:
     return time.thread_time() - started_at
 
 
-def _own_times(profile: cProfile.Profile, num: int) -> dict[str, float]:
-    """Return each engine function's microseconds over ``num``, less the profiler's own cost."""
+def _own_seconds(profile: cProfile.Profile) -> float:
+    """Return the seconds in the engine's own functions, without the profiler's cost."""
     per_call, per_child, per_builtin = _calibrate()
-    spent: Counter[tuple[str, int, str]] = Counter()
-    for function, (_, num_calls, own_s, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        if "zero_core" in function[0]:
-            spent[function] += own_s - num_calls * per_call
-        cost = per_builtin if function[0] == "~" else per_child
-        for caller, (_, num_calls_by, _, _) in callers.items():
-            if "zero_core" in caller[0]:
-                spent[caller] -= num_calls_by * cost
-    return {
-        f"{Path(file).name}:{name}:{line}": own_s / num * 1e6
-        for (file, line, name), own_s in spent.items()
-    }
+    spent = 0.0
+    for (file, *_), (_, num_calls, own_s, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        if "zero_core" in file:
+            spent += own_s - num_calls * per_call
+        cost = per_builtin if file == "~" else per_child
+        spent -= cost * sum(calls[1] for by, calls in callers.items() if "zero_core" in by[0])
+    return spent
 
 
 def _calibrate() -> tuple[float, float, float]:
@@ -240,14 +230,9 @@ def _calibrate() -> tuple[float, float, float]:
 
 
 def python_section(by_stage: Rows) -> Section:
-    def longest(row: Row) -> str:
-        functions = list(row["functions_us"].items())[:2]
-        return ", ".join(f"{where.rsplit(':', 1)[0]} {spent:.0f}" for where, spent in functions)
-
     columns = (
         Column("overhead, us", "overhead_us", ".0f"),
         Column("Python, us", "python_us", ".0f"),
-        Column("most of it in", longest),
     )
     return Section(
         *("the engine itself, per unit and pass", by_stage, columns),

@@ -1,12 +1,12 @@
 """Peak memory against ZeRO's formula and the plan, growth of memory, and start-up time. Linux.
 
 [Note: comparisons]
-formula   peak of a rank over ZeRO's formula (arXiv 1910.02054, sections 3 and 5), two gathered
-          units, and transient memory: two units' gradients, an exchange buffer, one parameter's
-          gradient. The model's activations are negligible
-growth    resident memory after 500 steps against after 50, with samples of one or of random length
+formula   peak of a rank, divided by the sum of ZeRO's formula (arXiv 1910.02054, sections 3 and 5),
+          two gathered units, and transient memory: two units' gradients, an exchange buffer, one
+          parameter's gradient. The model's activations are negligible
+growth    resident memory after 500 steps compared with 50, with samples of one or of random length
 start-up  seconds of `zero_core.build` by model size
-plan      peak of a rank over `zero_core.plan`, activations included
+plan      peak of a rank, divided by that of `zero_core.plan`, activations included
 
 The ranks set glibc's ``MALLOC_MMAP_THRESHOLD_`` to 64 KiB, so that freed tensors return to the
 system. By default glibc keeps freed blocks of up to 32 MiB. One row of "formula" uses the default.
@@ -177,20 +177,17 @@ PARTS = {
     "start": (start_rows, "CPU seconds of build, all ranks, per 10^9 parameters"),
     "plan": (plan_rows, "peak over the plan (bar 0.95 to 1.05)"),
 }
-"""Maps a measurement's name to its rows (``case``, ``ratio``, ``is_met``) and to what the ratio is.
-"""
+"""Maps a measurement to its rows (``case``, ``ratio``, ``is_met``) and the meaning of the ratio."""
 
 
 def main(only: Annotated[list[str] | None, of(PARTS)] = None, output: Output = RESULTS) -> None:
-    started_at = time.perf_counter()
     parts: dict[str, list[Row]] = {}
     for part in only or PARTS:
         parts[part] = []
         for row in PARTS[part][0]():
             parts[part].append(row)
             print(f"{part}: {row['case']}: {row['ratio']:.3f}", flush=True)
-    seconds = time.perf_counter() - started_at
-    report = {"machine": machine(), "parts": parts, "seconds": seconds}
+    report = {"machine": machine(), "parts": parts}
     publish(output, "memory", report, [section(part, rows) for part, rows in parts.items()])
 
 

@@ -5,10 +5,10 @@ overhead    median step time minus the median time of the bare forward and backw
             same for the fastest steps, which other work on the machine disturbs least
 to rival    a figure over that of DeepSpeed at the same stage with states in host memory
 memory      peak resident memory of a rank minus its resident memory before the model was made
-overlap     1 minus the seconds that forward or backward waited for an update, over the seconds of
-            file access
-hidden      1 minus the additional step time relative to states in host memory, over the seconds of
-            file access in a step
+overlap     1 - waited / accessed: seconds in which forward or backward waited for an update, and
+            seconds of file access
+hidden      1 - added / accessed: seconds that a step takes longer than with states in host memory,
+            and seconds of file access in a step
 """
 
 from __future__ import annotations
@@ -25,16 +25,11 @@ from benchmarks.harness.job import Job
 from benchmarks.harness.options import RESULTS, Output, of
 from benchmarks.harness.ranks import Row, Runner
 from benchmarks.harness.report import MS, Column, Rows, Section, judged, publish
-from benchmarks.harness.rounds import (
-    has_figures,
-    measured,
-    quotient,
-    race_on_cpu,
-)
+from benchmarks.harness.rounds import has_figures, measured, quotient, race_on_cpu
 
 BARS = {"overhead_to_rival": 0.4, "memory_to_rival": 0.8, "overlap": 0.8, "loss": 1e-5}
-"""Largest allowed values; for overlap the least. ``loss`` bounds the relative difference between
-contenders with fp32 states."""
+"""Largest allowed values, and the least allowed overlap. ``loss`` bounds the relative difference
+between contenders with fp32 states."""
 ROUNDED = "int8"
 """Part of the name of each contender with rounded optimizer states. Its loss is not compared."""
 _DEEPSPEED_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}

@@ -1,8 +1,8 @@
-"""The harness of all experiments.
+"""Code shared by all experiments. A contender is a library, or a setting, that they compare.
 
 [Note: harness]
-models   the trained models
-job      a contender with one model, as plain data
+models   the models that contenders train
+job      settings of a contender and its model, as plain data
 ranks    starts rank processes and collects their results; `rank` is the processes' program
 sides    the contenders: this engine, plain torch, DDP, FSDP2, DeepSpeed
 memory   resident and device memory

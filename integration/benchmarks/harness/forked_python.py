@@ -10,7 +10,7 @@ A server runs until its owner closes its connection (`hold_server`). The server 
 calls `serve`, or one that `start_server` starts. The server of `forked_python` is forked like ranks
 of `zero_core.testing`, with the modules given to `preload`.
 
-Tests about the start or the end of an interpreter must not use it.
+Tests of the start or the end of an interpreter must not use the client.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ os._exit(code)
 def forked_python() -> str:
     """Start a server that ends with this process, and return the path of its client program."""
     listener, program = listen(tempfile.mkdtemp(prefix="python"))
-    threading.Thread(target=run_alone, args=(_stand_in, listener, program), daemon=True).start()
+    threading.Thread(target=run_alone, args=(serve, listener, program), daemon=True).start()
     # Exit handlers run in reverse order. The server must end before multiprocessing's handler joins
     # the server process.
     atexit.register(hold_server(program).close)
@@ -75,7 +75,7 @@ def forked_python() -> str:
 
 
 def start_server(environment: Mapping[str, str], *modules: str) -> str:
-    """Start a server with ``modules`` that ends with this process. Return its client program."""
+    """Start a server that imports ``modules`` and ends with this process. Return its client."""
     listener, program = listen(tempfile.mkdtemp(prefix="python"))
     number = listener.fileno()
     command = [sys.executable, "-m", __spec__.name, str(number), *modules]
@@ -86,7 +86,7 @@ def start_server(environment: Mapping[str, str], *modules: str) -> str:
 
 
 def listen(folder: str) -> tuple[socket.socket, str]:
-    """Create a server's socket and client program in ``folder``. Return socket and program."""
+    """Create a server's socket and client program in ``folder``. Return socket and program path."""
     address, program = f"{folder}/server", Path(folder, "python")
     client = CLIENT.format(python=sys.executable, address=address)
     program.write_text(client, encoding="utf-8")
@@ -101,13 +101,12 @@ def hold_server(program: str) -> socket.socket:
     return connection
 
 
-def _stand_in(listener: socket.socket, program: str) -> None:
-    sys.executable = program  # processes started by a forked process are forked, too
-    serve(listener)
+def serve(listener: socket.socket, executable: str = sys.executable) -> None:
+    """Fork a process per connection until the owner's connection closes. Then remove its folder.
 
-
-def serve(listener: socket.socket) -> None:
-    """Fork a process per connection until the owner's connection closes. Then remove the folder."""
+    Forked processes see ``executable`` as ``sys.executable``.
+    """
+    sys.executable = executable
     gc.freeze()  # keeps the garbage collector from scanning imported objects in every fork
     ended, notify = socket.socketpair()
     for end in (ended, notify):
@@ -193,7 +192,7 @@ def _run(files: list[int], arguments: list[str], folder: str, variables: dict[st
         sys.path[:0] = variables.get("PYTHONPATH", "").split(os.pathsep)
         # The server may have imported another sitecustomize, such as Debian's.
         sys.modules.pop("sitecustomize", None)
-        # In Python 3.14 multiprocessing clears all exit handlers. Register weakref's again.
+        # In Python 3.14 multiprocessing clears all exit handlers. Register weakref's handler again.
         atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
         with suppress(ImportError):
             importlib.import_module("sitecustomize")

@@ -22,14 +22,14 @@ FOUR_BITS: Mapping[str, Any] = {
     "zero_quantized_gradients_between_nodes": "int4",
     "zero_quantized_gradients_hadamard": True,
 }
-"""The fewest bits that ZeRO++ has here, without hpZ."""
+"""ZeRO++ with the fewest bits, without hpZ."""
 LOSSLESS_WEIGHTS: Mapping[str, Any] = {"zero_lossless_weights": True}
 LOSSLESS: Mapping[str, Any] = {**LOSSLESS_WEIGHTS, "zero_lossless_gradients": True}
 LOSSLESS_FOUR_BITS: Mapping[str, Any] = {
     **{key: value for key, value in FOUR_BITS.items() if "weights" not in key},
     **LOSSLESS_WEIGHTS,
 }
-"""Exact weights, and 4-bit gradients between nodes."""
+"""Lossless weights, and 4-bit gradients between nodes."""
 DRY_SHAPE = GptShape(layers=2, width=64, heads=2, vocab=128, context=16)
 
 
@@ -63,17 +63,17 @@ class Job:
     threads: int = 1
     """CPU threads per rank."""
     shortest: int = 0
-    """Least tokens of a sample where every step draws a length; 0: all have ``shape.context``."""
+    """Smallest number of tokens that a step may draw per sample; 0: always ``shape.context``."""
     is_repeating: bool = False
     """Give every step the same samples, for a loss that must fall."""
     settling: int = 0
-    """Most further untimed steps, which end once ``"ratio": "auto"`` has settled."""
+    """Maximum number of further untimed steps, until ``"ratio": "auto"`` has chosen a ratio."""
     num_traced: int = 0
-    """Steps after the timed ones whose kernels are traced."""
+    """Number of steps, after the timed ones, whose kernels are traced."""
     trace_file: str | None = None
-    """File for the trace, where ``num_traced`` is not 0."""
+    """File for the trace; None: nothing is traced."""
     device_limit_bytes: int | None = None
-    """Most device memory that torch's allocator may take."""
+    """Limit of the device memory that torch's allocator may use."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Job:
@@ -85,7 +85,7 @@ class Job:
         return replace(self, shape=DRY_SHAPE, micro_batch=2, steps=2, warmup=warmup)
 
     def unchecked(self) -> Job:
-        """Return the job without overflow checks, which the peers do not make either."""
+        """Return the job without overflow checks. The compared libraries make none either."""
         return replace(self, top={**self.top, "check_grad_overflow": False})
 
     @property

@@ -1,6 +1,6 @@
 """Memory of a process, its machine and its device.
 
-Ranks of one host read each other's shards in shared memory. The kernel counts such a page as
+Ranks of one host read each other's shards in shared memory. The kernel counts a shared page as
 resident in every process that has touched it. Read-only maps of other ranks' memory are therefore
 subtracted. A process's counters miss page-locked memory, so `HostWatch` measures the whole machine.
 """
@@ -85,7 +85,7 @@ def device_peaks(device: torch.device) -> dict[str, int | None]:
 
 
 def limit_device(limit_bytes: int | None, device: torch.device) -> int | None:
-    """Limit the memory of torch's allocator. Return the limit, or None where nothing is limited."""
+    """Limit the memory of torch's allocator. Return the limit, or None without a limit."""
     if limit_bytes is None or device.type == "cpu":
         return None
     _, total = torch.accelerator.get_memory_info(device)

@@ -23,7 +23,7 @@ class GptShape:
     heads: int
     vocab: int
     context: int
-    """Most tokens per sample."""
+    """Maximum number of tokens per sample."""
 
     @property
     def numel(self) -> int:
@@ -77,7 +77,7 @@ class Gpt(nn.Module):
         return y
 
     def loss(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Return the fp32 loss from the last block's output ``x``: [batch, length, width]."""
+        """Return the fp32 loss from the final norm's output ``x``: [batch, length, width]."""
         logits = self.head(x[:, :-1]).flatten(0, 1).float()
         return functional.cross_entropy(logits, ids[:, 1:].flatten())
 
@@ -85,8 +85,8 @@ class Gpt(nn.Module):
 class GptWithSmallLogits(Gpt):
     """`Gpt` whose backward recomputes the logits sample by sample.
 
-    The loss equals that of `Gpt` up to the order of a sum. Logits of 10 x 1024 tokens over 50257
-    words, with their gradients, would take 8 GB.
+    The loss equals that of `Gpt` up to the order of a sum. Logits of 10 x 1024 tokens with a
+    vocabulary of 50257, and their gradients, would take 8 GB.
     """
 
     def loss(self, x: Tensor, ids: Tensor) -> Tensor:

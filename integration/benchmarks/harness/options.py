@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +28,7 @@ Output = Annotated[Path, typer.Option(help="Folder for the results, as JSON and 
 
 
 def of(names: Iterable[str], *options: str) -> Any:
-    """Return an option that accepts some of ``names``. Without the option, all are chosen."""
+    """Return an option that accepts some of ``names``. Without the option all names are chosen."""
     known = list(names)
 
     def check(given: list[str] | None) -> list[str]:
@@ -41,15 +40,10 @@ def of(names: Iterable[str], *options: str) -> Any:
     return typer.Option(*options, callback=check, help=f"Of: {', '.join(known)}; all by default.")
 
 
-@contextmanager
-def threads_of_all(asked: int) -> Iterator[int]:
-    """Set torch's number of threads (0: keep it) within the context, and yield the number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(asked or before)
-    try:
-        yield asked or before
-    finally:
-        torch.set_num_threads(before)
+def use_threads(asked: int) -> int:
+    """Set torch's number of threads and return it. 0 keeps the present number."""
+    torch.set_num_threads(asked or torch.get_num_threads())
+    return torch.get_num_threads()
 
 
 def parse_size(size: str, *, vocab: int, context: int) -> GptShape:

@@ -57,7 +57,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Node:
-    """A node for ranks: words before each rank's command, and the network device for gloo."""
+    """Prefix of the commands of a node's ranks, and the network device for gloo."""
 
     prefix: tuple[str, ...] = ()
     interface: str = LOOPBACK
@@ -131,17 +131,8 @@ def run_ranks(
             node = nodes[rank // per_node]
             program = ("-m", "benchmarks.harness.rank", target, plain, scratch)
             commands.append([*node.prefix, python or sys.executable, *program])
-            of_rank = {
-                "GLOO_SOCKET_IFNAME": node.interface,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(num_ranks),
-                "LOCAL_RANK": str(rank % per_node),
-                "LOCAL_WORLD_SIZE": str(per_node),
-                "GROUP_RANK": str(rank // per_node),
-                # DeepSpeed requires these variables although the process group already exists.
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": "29500",
-            }
+            of_rank = rank_variables(rank, num_ranks, per_node=per_node)
+            of_rank["GLOO_SOCKET_IFNAME"] = node.interface
             environments.append({**own_environment(), **of_rank, **environment})
         files = [Path(scratch, f"rank{rank}.json") for rank in range(num_ranks)]
         try:
@@ -187,6 +178,22 @@ def run_together(
         raise RankError(reason, said)
 
 
+def rank_variables(
+    rank: int, num_ranks: int, *, per_node: int, port: str = "29500"
+) -> dict[str, str]:
+    """Return torchrun's variables of a rank, with ``port`` on this machine for the store."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank % per_node),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_RANK": str(rank // per_node),
+        # DeepSpeed requires an address even if the process group already exists.
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
 def own_environment() -> dict[str, str]:
     """Return this process's variables, extended so that programs can import `benchmarks`."""
     paths = {
@@ -221,7 +228,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], limit_s: float) -> bool:
 
 
 def _why(ranks: Sequence[subprocess.Popen[bytes]], said: str, folder: Path) -> str:
-    """Return a rank's first error: from its file, or else from its output."""
+    """Return the first error of a rank, from the rank's file or otherwise from the output."""
     failures = sorted(folder.glob("*.failure"), key=lambda path: path.stat().st_mtime_ns)
     if failures:
         return str(json.loads(failures[0].read_text(encoding="utf-8"))["error"])

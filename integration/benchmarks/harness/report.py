@@ -39,7 +39,7 @@ class Column:
     """None gives an empty cell, a bool "met" or "missed"."""
     spec: str = ""
     unit: float = 1.0
-    """Unit in which a number is shown."""
+    """Divisor of a shown number."""
 
     def cell(self, row: Row) -> str:
         value = value_of(row, self.value)
@@ -120,7 +120,7 @@ def bars(
     color: Callable[[str], str | None] = lambda _: None,
     bar: float | None = None,
 ) -> list[Panel]:
-    """Return a panel with a horizontal bar per row and value, or no panel without figures.
+    """Return a panel with a horizontal bar per row and value, or [] if no row has figures.
 
     ``values`` are named in the legend. ``color`` maps a row's name to a color (None: matplotlib's
     default). ``bar`` is the position of a vertical line.

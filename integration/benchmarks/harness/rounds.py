@@ -77,13 +77,11 @@ def race_on_cpu(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, R
     ranks and rounds.
     """
     print(jobs[0].title)
-    found = race(jobs, rounds, lambda job, _: start_on_cpu(job, runner))
-    return {name: _added_up(rows) for name, rows in found.items()}
 
+    def run(job: Job, _: int) -> Row:
+        return start_ranks("benchmarks.harness.train:on_cpu", {"job": job}, job, runner)
 
-def start_on_cpu(job: Job, runner: Runner) -> Row:
-    """Measure a job once. The result's ``ranks`` has a row per rank."""
-    return start_ranks("benchmarks.harness.train:on_cpu", {"job": job}, job, runner)
+    return {name: _added_up(rows) for name, rows in race(jobs, rounds, run).items()}
 
 
 def start_ranks(

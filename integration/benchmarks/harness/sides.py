@@ -1,7 +1,7 @@
 """Contenders of a comparison. Each makes a function that trains one step.
 
-All compute in the job's dtype over fp32 master weights. Each uses its fastest
-AdamW for the device: torch's fused one, DeepSpeed's, or the engine's.
+All compute in the job's dtype over fp32 master weights. Each uses its fastest AdamW for the device:
+torch's fused one, DeepSpeed's, or the engine's.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class KeptTier:
         return None if report is None else asdict(report)
 
     def host_share(self) -> float | None:
-        if self.tier is None:
-            return None
-        return self.tier.host_numel / self._numel if self._numel else 0.0
+        return None if self.tier is None else self.tier.host_numel / max(1, self._numel)
 
     def io_seconds(self) -> dict[str, float]:
         """Return seconds of file access so far, or an empty dict if the tier has no file.
@@ -146,7 +144,7 @@ def fsdp2(job: Job, device: torch.device, place: Place) -> Side:
 def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
     """Train with the installed DeepSpeed, which compiles its Adam at first use.
 
-    On the CPU, DeepSpeed uses its own Adam if states are offloaded, else torch's fused AdamW.
+    On the CPU, DeepSpeed uses its own Adam if states are offloaded, otherwise torch's.
     """
     package: Any = importlib.import_module("deepspeed")
     place.join(device)
@@ -184,7 +182,7 @@ SIDES: Mapping[str, Callable[[Job, torch.device, Place], Side]] = {
     "zero": zero,
 }
 NEEDS = {"deepspeed": "deepspeed"}
-"""Packages that a side needs besides this project's."""
+"""Packages that sides need in addition to this project's."""
 
 
 def torch_loop(job: Job, model: nn.Module, autocast: str = "") -> Side:
@@ -198,7 +196,7 @@ def torch_loop(job: Job, model: nn.Module, autocast: str = "") -> Side:
 
 
 def _step(model: nn.Module, update: Callable[[], object], autocast: str = "") -> Step:
-    """Return a step of forward, backward and ``update``, with bf16 autocast on a device type."""
+    """Return a step of forward, backward and ``update``. ``autocast`` is a device type for bf16."""
 
     def step(ids: Tensor) -> Tensor:
         with torch.autocast(autocast or "cpu", torch.bfloat16, enabled=bool(autocast)):

@@ -186,7 +186,7 @@ def test_masters_and_moments_are_deepspeeds_conversions(case, form, written, tmp
 
 
 def _goes_on(rank: int, world_size: int, case: str, place: str) -> None:
-    """Resume ``case`` at its stage and at stage 1. Compare with the losses DeepSpeed had."""
+    """Resume ``case`` at its stage and at stage 1. Compare the losses with DeepSpeed's."""
     expected = json.loads(Path(place, f"losses-{rank}.json").read_text())
     for stage in (CASES[case][1], 1):
         model = Model(seed=4)

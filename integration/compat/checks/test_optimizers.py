@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,15 @@ from zero_core.testing import rows, seeded, spawn, train
 STEPS = 3
 WIDTH = 72  # 5184 elements are no multiple of 256, so torchao does not quantize this layer's states
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "torchao AdamW8bit": lambda params: torchao.optim.AdamW8bit(params, lr=1e-2),
-    "torchao AdamW4bit": lambda params: torchao.optim.AdamW4bit(params, lr=1e-2),
-    "torchao AdamWFp8": lambda params: torchao.optim.AdamWFp8(params, lr=1e-2),
-    "bitsandbytes AdamW8bit": lambda params: bitsandbytes.optim.AdamW8bit(params, lr=1e-2),
-    "bitsandbytes PagedAdamW32bit": lambda params: bitsandbytes.optim.PagedAdamW32bit(
-        params, lr=1e-2
-    ),
-    "bitsandbytes Lion8bit": lambda params: bitsandbytes.optim.Lion8bit(params, lr=1e-3),
-    "bitsandbytes LAMB": lambda params: bitsandbytes.optim.LAMB(params, lr=1e-2),
-    "transformers Adafactor": lambda params: transformers.Adafactor(
-        params, lr=1e-2, scale_parameter=False, relative_step=False
+    "torchao AdamW8bit": partial(torchao.optim.AdamW8bit, lr=1e-2),
+    "torchao AdamW4bit": partial(torchao.optim.AdamW4bit, lr=1e-2),
+    "torchao AdamWFp8": partial(torchao.optim.AdamWFp8, lr=1e-2),
+    "bitsandbytes AdamW8bit": partial(bitsandbytes.optim.AdamW8bit, lr=1e-2),
+    "bitsandbytes PagedAdamW32bit": partial(bitsandbytes.optim.PagedAdamW32bit, lr=1e-2),
+    "bitsandbytes Lion8bit": partial(bitsandbytes.optim.Lion8bit, lr=1e-3),
+    "bitsandbytes LAMB": partial(bitsandbytes.optim.LAMB, lr=1e-2),
+    "transformers Adafactor": partial(
+        transformers.Adafactor, lr=1e-2, scale_parameter=False, relative_step=False
     ),
     "transformers Adafactor, own steps": transformers.Adafactor,
 }

@@ -1,4 +1,4 @@
-"""Trains a tiny model with the Trainer once for each given value of ``--optim``.
+"""Trains a tiny model with the Trainer for each given value of ``--optim``.
 
 This file does not mention DeepSpeed or zero-engine. ``--deepspeed FILE`` is an argument of the
 Trainer.

@@ -165,26 +165,20 @@ def peft_qlora(own, training, tokenizer):
     return get_peft_model(model, lora), rows, {"data_collator": collator}
 
 
-SEQ2SEQ = {"run_summarization": run_summarization, "llamafactory_sft": llamafactory_sft}
-OTHERS = {
-    "run_clm": run_clm,
-    "run_mlm": run_mlm,
-    "run_glue": run_glue,
-    "run_image_classification": run_image_classification,
-    "axolotl_train": axolotl_train,
-    "peft_qlora": peft_qlora,
-}
+SEQ2SEQ = (run_summarization, llamafactory_sft)
+OTHERS = (run_clm, run_mlm, run_glue, run_image_classification, axolotl_train, peft_qlora)
+TASKS = {task.__name__: task for task in (*SEQ2SEQ, *OTHERS)}
 
 
 def main() -> None:
-    name, *given = sys.argv[1:]
+    task, given = TASKS[sys.argv[1]], sys.argv[2:]
     make, of_training = Trainer, TrainingArguments
-    if name in SEQ2SEQ:
+    if task in SEQ2SEQ:
         make, of_training = Seq2SeqTrainer, Seq2SeqTrainingArguments
     own, training = HfArgumentParser((Arguments, of_training)).parse_args_into_dataclasses(given)
     set_seed(training.seed)  # adapters are created before the Trainer sets its seed
     tokenizer = AutoTokenizer.from_pretrained(own.model_name_or_path)
-    model, rows, more = (SEQ2SEQ | OTHERS)[name](own, training, tokenizer)
+    model, rows, more = task(own, training, tokenizer)
     trainer = make(
         model=model,
         args=training,

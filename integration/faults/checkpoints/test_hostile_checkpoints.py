@@ -32,7 +32,7 @@ _MAX_S = 1.0
 _MAX_BYTES = 32 << 20
 _NEVER_FREE = 2**30  # more bytes than this process has mapped but unused
 BAD: tuple[Any, ...] = (None, True, -1, 2**63, 1e400, "x" * 50, [], {}, [[]], "../../etc/passwd")
-"""Values that entries of a manifest must not have, except those of `ALLOWED`."""
+"""Values that entries of a manifest must not have, apart from those in `ALLOWED`."""
 _HUGE = 1 << 40
 Change = Callable[[dict[str, Any]], object]
 OF_OTHERS = ("python_rng", "param_groups", "lr_scheduler", "scalars", "client_state")
@@ -65,7 +65,7 @@ def manifests(content: dict[str, Any]) -> Iterator[tuple[str, Change]]:
 
 
 def _places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of all entries. Of a list, or of ``files``, only the first entry counts."""
+    """Yield the paths of all entries, but only of the first one in each list and in ``files``."""
     entries = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
     is_table = isinstance(node, list) or path[-1:] == ("files",)
     for key, value in entries[:1] if is_table else entries:
@@ -175,12 +175,12 @@ def _replace(place: Path, name: str, make: Callable[[Path], object]) -> None:
 _WEIGHTS = "master_weight-00000.safetensors"
 _BUFFERS = "buffers.safetensors"
 _RNG = "rng-00000.safetensors"
-FILES_OF = {
-    "read_weights": (MANIFEST, _WEIGHTS),
-    "read_buffers": (MANIFEST, _BUFFERS),
-    "verify_checkpoint": (MANIFEST, _WEIGHTS, _BUFFERS, _RNG),
+READERS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "read_weights": (lambda folder: list(read_weights(folder)), (MANIFEST, _WEIGHTS)),
+    "read_buffers": (read_buffers, (MANIFEST, _BUFFERS)),
+    "verify_checkpoint": (zero_core.verify_checkpoint, (MANIFEST, _WEIGHTS, _BUFFERS, _RNG)),
 }
-"""Files that each reader must refuse when they are damaged."""
+"""Functions that read a checkpoint, with the files that each must refuse when they are damaged."""
 
 
 def folders() -> Iterator[tuple[str, str, Callable[[Path], object]]]:
@@ -251,7 +251,7 @@ def rewrite(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def digest(engine: zero_core.Engine) -> str:
-    """Return a digest of this rank's weights, optimizer states, buffers, groups and counters."""
+    """Return a digest of this rank's weights, states, buffers, groups, counters and RNGs."""
     found = hashlib.sha256()
     state = engine.sharded_state
 
@@ -310,24 +310,32 @@ def _manifest(folder: Path) -> dict[str, Any]:
 def _refused(engine: zero_core.Engine, folder: Path, tag: str | None = None) -> str:
     """Load a checkpoint that must be refused. Return what went wrong, or an empty string."""
     before, began = digest(engine), time.perf_counter()
+    with _little_memory():
+        why = _result(engine.load_checkpoint, folder, tag)
+    seconds = time.perf_counter() - began
+    if not why and digest(engine) != before:
+        return "was written into the engine"
+    return why or (f"took {seconds} s" if seconds > _MAX_S else "")
+
+
+_READ = "was not refused"
+
+
+def _result(read: Callable[..., object], *arguments: object) -> str:
+    """Read a checkpoint that must be refused. Return what went wrong, or an empty string."""
     try:
-        with _little_memory():
-            engine.load_checkpoint(folder, tag)
-        return "was loaded"
+        read(*arguments)
+        return _READ
     except zero_core.CheckpointError as error:
-        if "alloc" in str(error) or "MemoryError" in str(error):
-            return f"asked for memory: {error}"
+        is_large = "alloc" in str(error) or "MemoryError" in str(error)
+        return f"asked for memory: {error}" if is_large else ""
     except Exception as error:
         return f"raised {error!r:.200}"
-    seconds = time.perf_counter() - began
-    if digest(engine) != before:
-        return "was written into the engine"
-    return f"took {seconds} s" if seconds > _MAX_S else ""
 
 
 @contextmanager
 def _little_memory() -> Iterator[None]:
-    """Let this process map at most `_MAX_BYTES` more than now, torch's memory included."""
+    """Limit the growth of this process's mapped memory, torch's included, to `_MAX_BYTES`."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _MAX_BYTES, limits[1]))
@@ -363,20 +371,10 @@ def test_files_that_are_not_checkpoints_are_refused(saved, engine, tmp_path):
         change(folder / "t")
         why = _refused(engine, folder)
         found += [f"{name}: {why}"] if why else []
-        readers: dict[str, Callable[[Path], object]] = {
-            "read_weights": lambda f: list(read_weights(f)),
-            "read_buffers": read_buffers,
-            "verify_checkpoint": zero_core.verify_checkpoint,
-        }
-        for reader, read in readers.items():
-            try:
-                read(folder)
-                if file in FILES_OF[reader]:
-                    found.append(f"{name}: taken by {reader}")
-            except zero_core.CheckpointError:
-                pass
-            except Exception as error:
-                found.append(f"{name}, {reader}: raised {error!r:.200}")
+        for reader, (read, refused) in READERS.items():
+            why = _result(read, folder)
+            if why and (why != _READ or file in refused):
+                found.append(f"{name}, {reader}: {why}")
         count += 1
         shutil.rmtree(folder)
     print(f"{count - len(found)} of {count} hostile folders were refused")
@@ -426,11 +424,8 @@ def _loads(ranks: SimulatedRanks, folder: str, stage: int, is_offloaded: bool) -
             shutil.copytree(Path(folder, "saved"), place)
             rewrite(place / "t", change)
         control.barrier()
-        try:
-            engine.load_checkpoint(place)
-            found.append(f"{name}: loaded")
-        except zero_core.CheckpointError:
-            pass
+        if why := _result(engine.load_checkpoint, place):
+            found.append(f"{name}: {why}")
         if digest(engine) != before:
             found.append(f"{name}: written")
             before = digest(engine)
@@ -487,13 +482,8 @@ def _check(path: Path, readers: list[Callable[[], object]]) -> None:
         path.write_bytes(found)
         for number, read in enumerate(readers):
             count += 1
-            try:
-                read()
-                wrong.append(f"{path.name}, {name}: reader {number} took it")
-            except zero_core.CheckpointError:
-                pass
-            except Exception as error:
-                wrong.append(f"{path.name}, {name}: reader {number} raised {error!r:.100}")
+            if why := _result(read):
+                wrong.append(f"{path.name}, {name}, reader {number}: {why}")
     path.write_bytes(data)
     print(f"{path.name}: {count - len(wrong)} of {count} reads were refused")
     assert not wrong, "\n".join(wrong[:20])

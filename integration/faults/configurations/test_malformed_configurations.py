@@ -61,20 +61,16 @@ OF_OPTIMIZERS = {
     "Adafactor": ("beta2_decay", "d"),
 }
 """Parameters that AdamW does not have, by optimizer."""
-OF_SCHEDULES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "cycle_": ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
-    "decay_": ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
-    "lr_range_test_": ("LRRangeTest", {}),
-    "total_num_steps": ("WarmupDecayLR", {"total_num_steps": 10}),
-    "warmup_min_ratio": ("WarmupCosineLR", {"total_num_steps": 10}),
-    "cos_min_ratio": ("WarmupCosineLR", {"total_num_steps": 10}),
-    "step_size": ("StepLR", {"step_size": 3}),
-    "gamma": ("StepLR", {"step_size": 3}),
-    "T_max": ("CosineAnnealingLR", {"T_max": 9}),
-    "eta_min": ("CosineAnnealingLR", {"T_max": 9}),
+OF_SCHEDULES: Mapping[tuple[str, ...], tuple[str, Mapping[str, Any]]] = {
+    ("cycle_", "decay_"): ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
+    ("lr_range_test_",): ("LRRangeTest", {}),
+    ("total_num_steps",): ("WarmupDecayLR", {"total_num_steps": 10}),
+    ("warmup_min_ratio", "cos_min_ratio"): ("WarmupCosineLR", {"total_num_steps": 10}),
+    ("step_size", "gamma"): ("StepLR", {"step_size": 3}),
+    ("T_max", "eta_min"): ("CosineAnnealingLR", {"T_max": 9}),
 }
-"""Maps a parameter's prefix to a schedule that has it and to that schedule's required parameters.
-All others use WarmupLR."""
+"""Maps prefixes of parameters to a schedule that has such parameters and to the parameters that the
+schedule requires. Parameters without such a prefix are tried with WarmupLR."""
 
 
 class Malformed(NamedTuple):
@@ -111,7 +107,7 @@ def _at(path: tuple[str, ...], value: Any) -> dict[str, Any]:
         kind = next((k for k, keys in OF_OPTIMIZERS.items() if path[-1] in keys), "AdamW")
         config["optimizer"] = {"type": kind}
     if path[:1] == ("scheduler",):
-        begins = (row for start, row in OF_SCHEDULES.items() if path[-1].startswith(start))
+        begins = (row for starts, row in OF_SCHEDULES.items() if path[-1].startswith(starts))
         kind, needed = next(begins, ("WarmupLR", {}))
         config["scheduler"] = {"type": kind, "params": dict(needed)}
     block = config
@@ -136,7 +132,7 @@ SERVED_BY_DEEPSPEED: Mapping[str, tuple[Any, ...]] = {
     "optimizer.params.set_grad_none": HOSTILE,
     "zero_force_ds_cpu_optimizer": HOSTILE,
 }
-"""Values that DeepSpeed accepts and its facade here accepts too."""
+"""Values that DeepSpeed and this project's DeepSpeed facade accept."""
 
 
 def malformed_configurations() -> Iterator[Malformed]:

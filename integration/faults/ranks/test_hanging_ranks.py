@@ -1,4 +1,4 @@
-"""Whatever happens to a rank, all others end in time and name that rank, and no healthy rank."""
+"""Whatever happens to a rank, all others end in time and name that rank, but no healthy one."""
 
 from __future__ import annotations
 
@@ -209,10 +209,10 @@ NUM_FAULTS = 300
 AT_ONCE = 4
 """Launches that run at the same time."""
 LIMIT_S = 10.0
-"""Most seconds from the fault to the error of every other rank."""
+"""Maximum seconds from the fault to the error of every other rank."""
 START_S = 120.0
 NUM_STARTS = 3
-"""Starts per fault. Under load a rank may exceed `ENDED_WITHIN_S` before training begins."""
+"""Maximum starts per fault. Under load a rank may exceed `ENDED_WITHIN_S` before training."""
 LEAVES_AFTER_S = 1.0
 """Seconds for a last heartbeat, which says that the rank gave up."""
 
@@ -373,7 +373,7 @@ def _fault(number: int) -> list[str]:
 
 
 def _launch(drawn: Drawn) -> list[str] | None:
-    """Run one fault once. Return the violated expectations, or None if training did not begin."""
+    """Start a fault's ranks. Return the violated expectations, or None if no training began."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(drawn.world_size) as started:
         root = Path(folder)
         ranks = [started.submit(_run, r, drawn, folder) for r in range(drawn.world_size)]

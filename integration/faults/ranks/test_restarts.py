@@ -310,7 +310,7 @@ def test_node_that_is_lost_with_its_memory_comes_back_from_the_other_one(tmp_pat
         with Program(*command, **OWN_STORE) as second, Program(*command, **OWN_STORE) as third:
             first.wait_for(lambda: num_ranks(folder)[-1] == 2)
             first.wait_for(lambda: last_step(folder) >= 20)
-            # The two nodes that met first train. The third waits until one of them is missing.
+            # The two nodes that joined first train. The third waits until one of them is missing.
             assert sum(bool(p.ranks()) for p in (first, second, third)) == 2
             lost = second if second.ranks() else third
             left = (first, third if lost is second else second)

@@ -142,10 +142,10 @@ def train(job: Training, corpus: Corpus) -> Row:
 
     Returns:
         A row. Losses are in nats per token, as means over all ranks: ``held_out``, ``training``
-        (mean of the last steps) and ``curve`` (at most about `CURVE_POINTS` means over steps).
+        (mean of the last steps) and ``curve`` (less than twice `CURVE_POINTS` means over steps).
         ``is_finite`` says whether all losses are finite. ``skipped_steps`` counts steps with
-        non-finite gradients. In fp16 the first steps are such, until the loss scale fits. Bytes are
-        those of parameters and gradients that a rank sends per step.
+        non-finite gradients. In fp16 these are the first steps, until the loss scale is small
+        enough. Bytes are those of parameters and gradients that a rank sends per step.
     """
     corpus = replace(corpus, seed=job.seed)
     torch.manual_seed(job.seed)

@@ -24,7 +24,7 @@ import typer
 from torch import Tensor, nn
 
 import cpu_adam
-from benchmarks.harness.options import RESULTS, AllThreads, Output, threads_of_all
+from benchmarks.harness.options import RESULTS, AllThreads, Output, use_threads
 from benchmarks.harness.ranks import Row
 from benchmarks.harness.report import Column, Panel, Section, machine, publish
 from lab.text import (
@@ -110,10 +110,8 @@ def main(
 ) -> None:
     """Run all trials, write ``cpu_adam_convergence.json`` and ``.png``, print a table."""
     started_at = time.perf_counter()
-    with (
-        threads_of_all(threads) as num_threads,
-        text_folder(vocab=MODEL.vocab, context=MODEL.context) as folder,
-    ):
+    num_threads = use_threads(threads)
+    with text_folder(vocab=MODEL.vocab, context=MODEL.context) as folder:
         corpora = [Corpus.open(folder, seed=seed) for seed in range(seeds)]
         trials = [_run(steps, corpus) for corpus in corpora]
     mean = {

@@ -11,8 +11,8 @@ real       measured update time of the fixed engine over that of the faulty one
 off        predicted over real, less 1. The bar is 15%
 
 For the case ``recomputation`` these figures are peak memory per rank instead of seconds, and each
-engine has its own processes. Pageable memory costs nothing on a CPU. The records of that case are
-edited to show an accelerator's device, key and copy times, so it has no real gain.
+engine has its own processes. Pageable memory costs nothing on a CPU. The records of its case are
+edited to show an accelerator's device, key and copy times, so the case has no real gain.
 """
 
 from __future__ import annotations

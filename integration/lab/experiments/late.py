@@ -41,7 +41,7 @@ STEPS = 4
 TIMEOUT_S = 60.0
 RUNS_PER_PROCESS = 50
 DELAYS_S = (0.0, 1e-5, 1e-4, 5e-4)
-"""Longest delays of a kernel, from which a run draws. A copy's are ten times as long."""
+"""Choices of a kernel's longest delay. A copy's longest delay is ten times as long."""
 
 Result = tuple[list[float], dict[str, Tensor]]
 
@@ -247,7 +247,7 @@ class Bits:
 
 
 def _run_all(runs: Sequence[Run], file: str) -> None:
-    """Run all runs. Each row is written at once, because a run may kill this process."""
+    """Run all runs. Each row is written immediately, because a run may kill this process."""
     bits = Bits()
     with Path(file).open("a") as rows:
         for run in runs:

@@ -5,9 +5,9 @@ this machine's cores, in proportion. The post trains t5-large on two cards of 24
 samples for training and 500 for evaluation by a beam search of 4.
 
 [Note: scale]
-model    t5-large's proportions: `benchmarks.harness.models.T5`, 16 heads, and as many tokens per
-         element of width (128 of 1024), so that the ratio of activations to parameters is the same
-cap      bytes per parameter, as 24 GiB to t5-large's 737,668,096 parameters
+model    t5-large's proportions: `benchmarks.harness.models.T5`, 16 heads, and a token per 8
+         elements of width (128 for 1024), so that activations are to parameters as in t5-large
+cap      as many bytes per parameter as 24 GiB are for t5-large's 737,668,096 parameters
 samples  a twentieth of the post's for training, a tenth for evaluation
 dtype    fp32 on all sides, because processors without bf16 instructions are many times slower in
          bf16
@@ -73,7 +73,7 @@ CONTENDERS: Contenders = {
     **{f"zero-{stage}-offload": ("zero", stage, HOST) for stage in (2, 3)},
 }
 BASELINE = "ddp"
-"""The baseline is that of the post."""
+"""The contender that the others are compared with, as in the post."""
 ALONE = "plain"
 """The contender that runs in a single process."""
 POST: Rows = {
@@ -86,7 +86,7 @@ POST: Rows = {
 }
 """The post's figures. Only ratios to a baseline are compared with it."""
 Attempt = Callable[[int], Row]
-"""Runs a micro-batch and returns its row."""
+"""Function that tries a micro-batch and returns its row."""
 
 
 def main(
@@ -291,7 +291,7 @@ class Cap:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Start to count memory now. Every rank must call it."""
+        """Start counting memory. Every rank must call it."""
         gc.collect()
         dist.barrier()  # by then all ranks have freed other ranks' shards
         # Otherwise the model would use memory that imports have freed.

@@ -14,8 +14,8 @@ files that reach the mutant's line: first those named like the source, then the 
 "equivalent" is a judgement, and "gone" means that the line no longer exists. All three commands
 resume where they stopped. A test file that runs `PATIENCE_S` longer than without the mutant counts
 as a failure. A test file newer than ``reach`` has the reach of the files that its tests were in
-before (``former_tests.tsv``). Without such files it reaches every line of the sources it is named
-like. All packages with their test groups, and coverage, must be installed.
+before (``former_tests.tsv``). Without such files it is assumed to reach every line of sources with
+a similar name. All packages with their test groups, and coverage, must be installed.
 """
 
 from __future__ import annotations

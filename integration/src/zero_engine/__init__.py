@@ -4,4 +4,4 @@ from importlib.metadata import version
 
 __all__ = ["__version__"]
 
-__version__ = version("zero-engine")
+__version__ = version("zero-parts")

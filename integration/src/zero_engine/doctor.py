@@ -136,7 +136,7 @@ def _release() -> _Row:
             run = cell["run"]
             said = f"torch {name} {'passed' if run['passed'] else 'failed'} tests on {run['date']}"
             return "release", f"{shown}: {said}", "ok" if run["passed"] else "note"
-    return "release", f"{shown}: not tested together", "note", "see docs/tested-releases.md"
+    return "release", f"{shown}: not tested together", "note", "see docs/install.md"
 
 
 def _entry_points() -> Iterator[_Row]:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.harness.forked_python import start_server
-from benchmarks.harness.ranks import RankError, run_together
+from benchmarks.harness.ranks import RankError, rank_variables, run_together
 from tests.support.ports import free_port
 from zero_engine.script.hook import hooked
 
@@ -27,14 +27,13 @@ def run_script(script: Path, *arguments: str, ranks: int = 2, folder: Path | Non
     """Run ``script`` in ``folder`` on forked ranks, like ``zero-engine run --nproc-per-node``."""
     from conftest import environment
 
-    shared = {**hooked(environment()), "WORLD_SIZE": str(ranks)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+    shared, port = {**hooked(environment()), "GLOO_SOCKET_IFNAME": "lo"}, str(free_port())
+    own = [rank_variables(rank, ranks, per_node=ranks, port=port) for rank in range(ranks)]
     with tempfile.TemporaryDirectory() as logs:
         try:
             run_together(
                 [[_python(), str(script), *arguments]] * ranks,
-                [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)],
+                [{**shared, **variables} for variables in own],
                 Path(logs),
                 work_folder=folder,
             )

@@ -223,7 +223,7 @@ def test_gradients_are_near_those_of_plain_ddp(ranks: list[Outcomes], which: str
     got = ranks[0]["ddp_gradients"]
     plain = got[f"plain {which}"]
     error = (got[f"quantized {which}"] - plain).norm() / plain.norm()
-    # Rounded twice to 4 bits and once to 8. A sum, or a wrong average, has an error above 0.5.
+    # Two roundings to 4 bits, one to 8. A sum, or a wrong average, has an error above 0.5.
     assert error <= (0.3 if len(ranks) > 1 else 0)
 
 

@@ -67,7 +67,7 @@ def test_any_bit_patterns_come_back_and_the_bytes_are_those_of_torch(
 ) -> None:
     with target.forced():
         assert fmt.find(target.device).name == target.name
-        for old, new in fmt.cases():
+        for old, new in fmt.cases(513 if target.is_interpreted else 2049):
             fmt.check(target.device, old, new)
         target.for_all(lambda both: fmt.check(target.device, *both), fmt.pairs)
 
@@ -83,7 +83,9 @@ def test_bytes_are_those_of_the_format_note_and_few_more_than_the_elements(fmt: 
     for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
         old, new = fmt.all_modes(dtype)
         check((old, new))
-        assert modes_in(fmt.encoded(fmt.reference, old, new), old.numel()) == fmt.modes[itemsize]
+        assert (
+            set(modes_in(fmt.encoded(fmt.reference, old, new), old.numel())) == fmt.modes[itemsize]
+        )
 
 
 @both_formats
@@ -94,8 +96,8 @@ def test_damaged_bytes_have_the_verdict_of_torch(
 ) -> None:
     verdicts = []
     with target.forced():
-        flips = {300: 2, 2049: 2} if target.is_interpreted else {1: 40, 300: 40, 2049: 40}
-        for numel in {0, 2049, *flips}:  # a tile has 2048 elements
+        flips = {300: 2, 513: 2} if target.is_interpreted else {1: 40, 300: 40, 2049: 40}
+        for numel in (0, *flips):
             old, new = fmt.pair(numel, dtype, 0.3, 9, numel)
             buffer = fmt.encoded(fmt.reference, old, new)
             others = damaged(buffer, numel, flips.get(numel, 0), numel)
@@ -188,7 +190,7 @@ def test_short_slices_and_bytes_are_not_coded() -> None:
 
 
 @both_formats
-@pytest.mark.parametrize(  # the checks do not depend on the backend: one has all dtypes
+@pytest.mark.parametrize(  # the checks do not depend on the backend, so one backend has all dtypes
     ("target", "dtype"), [(t, d) for t in HOSTS for d in (DTYPES if t == TORCH else DTYPES[::3])]
 )
 def test_functions_take_any_shape_and_address_and_fill_values_in_place(
@@ -252,7 +254,7 @@ def test_a_buffer_of_another_tensor_is_refused(fmt: Lossless, target: Target) ->
 
 @every_host
 @both_sizes
-@pytest.mark.parametrize("numel", [0, 1, 2100])
+@pytest.mark.parametrize("numel", [0, 1, 600])
 def test_uploaded_values_are_the_new_ones_bit_for_bit(
     target: Target, dtype: torch.dtype, numel: int
 ) -> None:

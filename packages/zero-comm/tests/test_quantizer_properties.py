@@ -110,7 +110,7 @@ def test_stochastic_rounding_is_right_on_average(
     values = torch.stack(draws).double()
     steps = steps_per_element(x, fmt)
     spacing = steps * spacing_in_steps(x, values.abs().amax(0), steps, fmt)
-    # Half the spacing bounds a draw's standard deviation. The bound is six times the mean's.
+    # A draw's standard deviation is at most half the spacing. The bound is six times the mean's.
     error = (values.mean(0) - x.double()).abs()
     is_end = x.abs() == x.abs().max()  # bf16 may round the maximum down, which clamps x
     bound = spacing * (6 * 0.5 / num_draws**0.5)

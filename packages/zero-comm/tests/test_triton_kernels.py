@@ -106,7 +106,7 @@ def test_nothing_is_compiled_after_prepare(
     monkeypatch.setattr(InterpretedFunction, "run", run)
     monkeypatch.setenv("ZERO_COMM_BACKEND", "triton")
 
-    # Weights in fp32 would also compile the decoder of errors.
+    # Gathers of fp32 weights would also compile the kernel that decodes kept errors.
     dtype = torch.bfloat16 if "zeropp_loco_param" in config else torch.float32
 
     def program(transport: ranks.SimulatedTransport) -> None:

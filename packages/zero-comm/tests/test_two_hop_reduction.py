@@ -17,7 +17,7 @@ from zero_comm.quantizer.message import Packing
 from zero_comm.transport.scratch import Scratch
 
 # (ranks, ranks per node)
-LAYOUTS = [(1, 1), (2, 2), (3, 1), (4, 2), (6, 2), (6, 3), (12, 4)]
+LAYOUTS = [(2, 2), (3, 1), (4, 2), (6, 2), (6, 3), (12, 4)]
 
 
 def gradient(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:

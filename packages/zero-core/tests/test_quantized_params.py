@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zero_core
+from zero_core.checkpoint.files import read_weights
 from zero_core.errors import CheckpointError, ConfigError
 from zero_core.testing import (
     Case,
@@ -196,6 +197,8 @@ def test_a_checkpoint_holds_the_components(ranks, tmp_path):
     resumed = _build(ranks, 2, other)
     resumed.load_checkpoint(tmp_path)
     assert resumed(_x(1, 0)).item() == expected
+    offset = "inlet.weight.state.offset"
+    assert [w.value.shape for w in read_weights(tmp_path) if offset in w.names] == [()]
 
 
 @on_ranks(2)

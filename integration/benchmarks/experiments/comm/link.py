@@ -132,11 +132,10 @@ class Link:
                 _do([*own, "link", "set", up, "up"])
 
 
-def _do(command: Sequence[str]) -> str:
+def _do(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LinkError(f"'{' '.join(command)}' failed: {done.stderr.strip()}")
-    return done.stdout
 
 
 def _transfer(

@@ -86,7 +86,7 @@ BARS: Mapping[str, Any] = {
     "deviation": 0.02,
     "loss": 0.01,
 }
-"""The bars of ``to_peer`` hold at this rate and number of ranks per node only."""
+"""The bars of ``to_peer`` apply only at this rate and number of ranks per node."""
 
 
 def main(
@@ -162,15 +162,15 @@ def compare(
                     traffic = job.plan(ranks_per_node=count, device_type="cpu").traffic
                     planned[job.name] = count * sum(kind.between_nodes_bytes for kind in traffic)
             names = ("shape", "micro_batch", "steps", "warmup", "lr")
-            common = {name: asdict(jobs[0])[name] for name in names}
+            about = {name: asdict(jobs[0])[name] for name in names}
+            about |= {"ranks_per_node": count, "rates": list(rates)}
             for place, rate in enumerate(rates):
                 rows = {
                     name: summed_up(by_round, place, count, planned.get(name))
                     for name, by_round in found.items()
                 }
-                about = {"title": title, "rate_mbit": rate, "ranks_per_node": count}
-                shared = {**common, "ranks_per_node": count, "rates": list(rates)}
-                runs.append({**about, "job": shared, "contenders": rows_of(rows, rate=rate)})
+                of_rate = {"title": title, "rate_mbit": rate, "ranks_per_node": count}
+                runs.append({**of_rate, "job": about, "contenders": rows_of(rows, rate=rate)})
     report = {"rounds": rounds, "bars": BARS, "machine": machine(), "links": links, "runs": runs}
     publish(output, "comm", report, [section(run) for run in runs])
 

@@ -29,18 +29,10 @@ from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import HERE, Place, Row
 from benchmarks.harness.report import Column, Section
 from benchmarks.harness.rounds import has_figures
-from zero_core.testing import Case, Trace, compare_with_ddp, read_gaps, run_engine
+from zero_core.testing import Case, compare_with_ddp, read_gaps, run_engine
 
-GROUPS = (
-    "engine 1",
-    "offload 1",
-    "engine 2",
-    "offload 2",
-    "comm 2",
-    "comm 4",
-    "engine 3",
-)
-"""Groups: kind of cases and number of ranks. Those of one rank run first."""
+GROUPS = ("engine 1", "offload 1", "engine 2", "offload 2", "comm 2", "comm 4", "engine 3")
+"""Kind of cases and number of ranks of each group. Groups of one rank run first."""
 DRY_GROUPS = ("offload 2", "comm 2")
 
 STEPS = 10
@@ -73,7 +65,7 @@ def _run(context: Context) -> Row:
         num_ranks = int(group.partition(" ")[2] or 1)
         arguments = {"group": group, "is_dry_run": context.is_dry_run}
         nodes = (HERE,) * max(1, num_ranks // RANKS_PER_NODE)
-        # Rank 0's rows stand for all ranks, whose results are equal.
+        # Only rank 0's rows are used, because all ranks have the same results.
         found = context.runner.start(f"{__name__}:measure", arguments, num_ranks, nodes=nodes)[0]
         for name, row in found.pop("rows", {}).items():
             rows[f"{group}: {name}"] = row
@@ -139,11 +131,12 @@ def collectives(place: Place) -> dict[str, Row]:
     for name, zero in COLLECTIVES[place.world_size].items():
         trace = run_engine(replace(case, zero=zero), place.rank, STEPS)
         is_exact = name == "hpZ"
-        gaps = [abs(a - b) / b for a, b in zip(trace.losses, plain.losses, strict=True)]
+        losses = list(zip(trace.losses, plain.losses, strict=True))
+        gaps = [abs(a - b) / b for a, b in losses]
+        gap = max(gaps) if all(map(math.isfinite, gaps)) else math.inf
         if is_exact:
-            gap: float = _num_different(trace, plain)
-        else:
-            gap = max(gaps) if all(map(math.isfinite, gaps)) else math.inf
+            values = [(trace.values[name], value) for name, value in plain.values.items()]
+            gap = sum(float((a != b).sum()) for a, b in values) + sum(a != b for a, b in losses)
         of_plain = plain.between_nodes_bytes
         sent = trace.between_nodes_bytes / of_plain if of_plain else 0.0
         worst = torch.tensor([gap, sent], dtype=torch.float64)
@@ -162,14 +155,6 @@ def _name(case: Case) -> str:
     offload += ", parameters too" if "offload_param" in case.zero else ""
     clip = ", clipped" if case.clipping else ""
     return f"stage {case.stage}, {case.dtype}, {case.accumulation} micro-steps{clip}{offload}"
-
-
-def _num_different(trace: Trace, plain: Trace) -> int:
-    """Return the number of losses and elements of final values that differ in any bit."""
-    num_losses = sum(a != b for a, b in zip(trace.losses, plain.losses, strict=True))
-    return num_losses + sum(
-        int((trace.values[name] != value).sum()) for name, value in plain.values.items()
-    )
 
 
 def engine_cases(*, is_dry_run: bool) -> list[list[Case]]:
@@ -243,9 +228,4 @@ def _section(found: Row) -> Section:
     return Section("correct", {**rows, **left_out}, columns, caption)
 
 
-PART = Part(
-    *("correct", "equivalence with DDP and torch's optimizers"),
-    8.0,
-    _run,
-    _section,
-)
+PART = Part("correct", "equivalence with DDP and torch's optimizers", 8.0, _run, _section)

@@ -20,7 +20,7 @@ from benchmarks.harness.rounds import race_on_device
 
 BASELINES = ("torch", "torch, masters by hand")
 BARS = {0: 0.98, 1: 0.98, 2: 0.98, 3: 0.95}
-"""Least tokens per second relative to plain torch, by stage."""
+"""Minimum tokens per second relative to plain torch, by stage."""
 
 
 def single_jobs() -> list[Job]:

@@ -1,7 +1,7 @@
 """Training with offload on one device: speed, its bounds, and the largest models.
 
 [Note: speed]
-The parts twin_flow train models of OPT's shapes (arXiv 2205.01068, table 1). Every contender
+The twin_flow parts train models of OPT's shapes (arXiv 2205.01068, table 1). Every contender
 computes in bf16, keeps fp32 states and recomputes blocks and logits in backward. The limit of
 device memory applies to every contender. A ratio that does not fit becomes a row with the failure.
 
@@ -45,7 +45,7 @@ RATIOS: tuple[float | str, ...] = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0, "auto")
 DEEPSPEED_RATIOS = (0.8, 0.6, 0.4, 0.2)
 """DeepSpeed has these ratios at stage 3 only. They count sub-groups, not elements."""
 SETTLING = 80
-"""Most steps after the warm-up in which ``"ratio": "auto"`` may still change."""
+"""Maximum number of steps after the warm-up in which ``"ratio": "auto"`` may still change."""
 PEER_BAR, BEST_GOAL, AUTO_BAR = 2.0, 6.0, 0.95
 PEERS = ("fsdp2", "fsdp2, units kept", "deepspeed-2", "deepspeed-3")
 """The peers offload the whole optimizer state, as this engine does at ratio 1."""
@@ -111,7 +111,7 @@ def speed_jobs(first: Job) -> list[Job]:
 
 
 def _part(name: str, about: str, first: Job, rounds: Mapping[int, int]) -> Part:
-    """Return a part that runs ``rounds[micro_batch]`` rounds, micro-batch by micro-batch."""
+    """Return a part that runs ``rounds[micro_batch]`` rounds with each micro-batch size."""
 
     def run(context: Context) -> Row:
         rows: dict[str, Row] = {}
@@ -149,8 +149,8 @@ def _part(name: str, about: str, first: Job, rounds: Mapping[int, int]) -> Part:
 def verdicts(rows: Rows, *, is_judged: bool = True) -> Row:
     """Return ratios of tokens per second, each with its bar and the contenders not tried.
 
-    A speed ratio is None if a contender has no figure. It is judged only if every peer and every
-    offload ratio was tried. A contender that did not fit was tried, one skipped for time was not.
+    A ratio is None if a contender has no figure. It is judged only if every peer has a figure and
+    no offload ratio was skipped, for lack of time or host memory. A failed one counts as tried.
     """
     speeds = {name: row["tokens_per_s"] for name, row in rows.items() if "tokens_per_s" in row}
     fixed = [name for name in rows if name.startswith("ratio ") and name != "ratio auto"]

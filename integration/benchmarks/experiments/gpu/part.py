@@ -17,7 +17,7 @@ from benchmarks.harness.ranks import Row, Runner
 from benchmarks.harness.report import Section
 
 IN_MEMORY = GptShape(layers=24, width=1024, heads=16, vocab=50257, context=1024)
-"""The model of all parts without offload."""
+"""The model trained without offload."""
 
 
 @dataclass(frozen=True)

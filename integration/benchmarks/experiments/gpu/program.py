@@ -44,7 +44,7 @@ PARTS = {
 }
 PACKAGES = (
     *("torch", "triton", "deepspeed", "numpy"),
-    *("zero-core", "zero-offload", "zero-comm", "cpu-adam", "zero-engine"),
+    *("zero-core", "zero-offload", "zero-comm", "cpu-adam", "zero-parts"),
 )
 COMMIT_VARIABLE = "ZERO_ENGINE_COMMIT"
 """Environment variable with the measured commit, for sources outside a repository."""

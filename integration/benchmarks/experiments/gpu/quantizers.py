@@ -21,7 +21,7 @@ import os
 import statistics
 import timeit
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,24 +41,15 @@ from zero_comm.quantizer.torch_backend import TorchBackend
 MI: Final = 1 << 20
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BAR: Final = 0.8
-"""Least share of copy bandwidth."""
+"""Minimum share of copy bandwidth."""
 BAR_NUMEL: Final = 64 * MI
 """Elements of the smallest tensor to which the bar applies."""
 SUM_ROWS: Final = 8
 FIRST_KINDS, OTHER_KINDS = ("int8", "int4"), ("e4m3", "e5m2")
 _BUSY_WIDTH = 4096
-
-
-@dataclass(frozen=True)
-class Settings:
-    numels: Sequence[int]
-    rounds: int
-    calls: int
-    """Calls of each contender in a round, timed together."""
-
-
-REAL: Final = Settings((MI, 4 * MI, 16 * MI, 64 * MI, 256 * MI), rounds=7, calls=10)
-DRY: Final = Settings((1 << 10, 1 << 12), rounds=1, calls=1)
+REAL: Final = ((MI, 4 * MI, 16 * MI, 64 * MI, 256 * MI), 7, 10)
+DRY: Final = ((1 << 10, 1 << 12), 1, 1)
+"""Sizes, rounds, and calls of each contender in a round, which are timed together."""
 
 
 def _run(context: Context) -> Row:
@@ -76,20 +67,20 @@ def _name(row: Row) -> str:
 
 def measure(place: Place, is_dry_run: bool) -> Row:
     """Measure all rows in this process, and write the result after every row."""
-    what = DRY if is_dry_run else REAL
+    sizes, rounds, calls = DRY if is_dry_run else REAL
     device = find_device()
     backend = kernels(device)
     stopwatch = Stopwatch(device)
     found: Row = {"backend": backend.name, "rows": []}
     # The kinds and sizes with a bar are measured first, because the time may end before the last
     # row.
-    large = [numel for numel in what.numels if numel >= BAR_NUMEL]
-    small = [numel for numel in what.numels if numel < BAR_NUMEL]
+    large = [numel for numel in sizes if numel >= BAR_NUMEL]
+    small = [numel for numel in sizes if numel < BAR_NUMEL]
     for kinds, numels in itertools.product((FIRST_KINDS, OTHER_KINDS), (large, small)):
         for job in operations(kinds, numels, device):
             row = dict(job.about)
             try:
-                row |= compare(job, backend, what, stopwatch, device)
+                row |= compare(job, backend, rounds, calls, stopwatch)
             except Exception as error:  # wrong results and failed compilations become rows
                 row["failure"] = f"{type(error).__name__}: {error}"
             found["rows"].append(row)
@@ -125,8 +116,8 @@ class Operation:
     """One quantizer operation on tensors of one size."""
 
     about: Row
-    """``operation``, ``kind``, ``dtype``, ``numel`` and ``moved_bytes``, the least bytes read and
-    written."""
+    """``operation``, ``kind``, ``dtype``, ``numel`` and ``moved_bytes``, the bytes that
+    must be read and written."""
     run: Callable[[Backend], object]
     out: Tensor
     """The result of ``run``."""
@@ -182,7 +173,7 @@ class Stopwatch:
 
     The host takes longer to launch a call than a small kernel takes to run. The device therefore
     first gets other work, during which the host launches all calls. The calls then run back to
-    back, and the time between two events is theirs alone.
+    back, and nothing else runs between the two events.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -218,21 +209,16 @@ class Stopwatch:
         return float(start.elapsed_time(stop)) / 1e3 / calls
 
 
-class WrongResultError(RuntimeError):
-    """A backend's result differs from plain torch's."""
-
-
-def compare(
-    job: Operation, backend: Backend, settings: Settings, stopwatch: Stopwatch, device: torch.device
-) -> Row:
+def compare(job: Operation, backend: Backend, rounds: int, calls: int, stopwatch: Stopwatch) -> Row:
     """Check ``backend``, then time ``backend``, plain torch, and a copy of as many bytes."""
+    device = job.out.device
     backends: dict[str, Backend] = {"torch": TorchBackend(), backend.name: backend}
     job.run(backends["torch"])
     expected = job.out.clone()
     job.out.fill_(77)
     job.run(backend)
     if not torch.equal(job.out, expected):
-        raise WrongResultError(
+        raise RuntimeError(
             f"{_name(job.about)}: the {backend.name} backend on {device} gives another result than "
             "torch: run packages/zero-comm/tests/test_quantizer_backends.py there"
         )
@@ -246,30 +232,21 @@ def compare(
             job.run(backends[name])
 
     def time_s(name: str, _: int) -> Row:
-        return {"s": stopwatch.time_s(lambda: run(name), settings.calls)}
+        return {"s": stopwatch.time_s(lambda: run(name), calls)}
 
     run("copy")  # allocates the copy's memory, as the checks above did for the others
-    found = take_turns(["copy", *backends], settings.rounds, time_s)
+    found = take_turns(["copy", *backends], rounds, time_s)
     times = {name: statistics.median(row["s"] for row in rows) for name, rows in found.items()}
-    return {
-        "backend": backend.name,
-        "median_s": times,
-        **figures(times, job.about, backend.name, device),
-    }
-
-
-def figures(times: Mapping[str, float], about: Row, name: str, device: torch.device) -> Row:
-    if device.type == "cpu":
-        keys = ("bytes_per_s", "copy_bytes_per_s", "share", "times_torch", "is_met")
-        return dict.fromkeys(keys)
-    share = times["copy"] / times[name]
-    return {
-        "bytes_per_s": about["moved_bytes"] / times[name],
-        "copy_bytes_per_s": about["moved_bytes"] / times["copy"],
+    share = times["copy"] / times[backend.name]
+    figures = {
+        "bytes_per_s": job.about["moved_bytes"] / times[backend.name],
+        "copy_bytes_per_s": job.about["moved_bytes"] / times["copy"],
         "share": share,
-        "times_torch": times["torch"] / times[name],
-        "is_met": share >= BAR if about["numel"] >= BAR_NUMEL else None,
+        "times_torch": times["torch"] / times[backend.name],
+        "is_met": share >= BAR if job.about["numel"] >= BAR_NUMEL else None,
     }
+    shown = dict.fromkeys(figures) if device.type == "cpu" else figures
+    return {"backend": backend.name, "median_s": times, **shown}
 
 
 def _section(found: Row) -> Section:

@@ -2,8 +2,8 @@
 
 Four ranks act as two nodes of two, at stage 3 in bf16 over fp32 master weights. With secondary
 shards (hpZ) each step's weights go to the other node once: whole, in 8 bits (qwZ), as 4-bit
-differences (SDP4Bit), or as lossless differences. The runs from scratch come first. Fine-tuning
-starts from the final weights of the one that sends whole weights.
+differences (SDP4Bit), or as lossless differences. Fine-tuning starts from the final weights of the
+run from scratch that sends whole weights.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def tuning() -> Iterator[Case]:
 
 
 def searched() -> Iterator[Case]:
-    """Yield 6 held-out configurations, with so few samples that the plan has several choices."""
+    """Yield 6 held-out configurations with few samples, for which plans have several choices."""
     of_name = {case.name: case for case in held_out()}
     for name, micro_batch in (
         ("wide, stage 0, fp32, 1 ranks", 4),

@@ -201,7 +201,7 @@ def _choice_s(bench: Bench, case: Case, choice: TimedChoice) -> float:
 
 
 def _job_of(job: Job, choice: TimedChoice) -> Job:
-    """Return the job with a choice's configuration and as many samples per step."""
+    """Return the job with a choice's configuration. The samples per step stay the same."""
     written = choice.apply(job.config())
     again = AGAIN if choice.is_recomputed else {}
     zero = {k: v for k, v in written["zero_optimization"].items() if k != "stage"}

@@ -22,7 +22,7 @@ every step clipped  the same, but every update is undone and repeated: the secon
 [Note: model]
 Equal blocks between an embedding and a head, which are small unless ``root`` is set. The calling
 thread takes `LAUNCH_S` per block and pass, and waits for the device once per step, before the
-decision. A chunk has the same ratio to a block as 2^24 elements to a block of the simulated model.
+decision. A chunk is to a block what 2^24 elements are to a block of the simulated model.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MODES: tuple[Mode, ...] = (
 CPU = torch.device("cpu")
 CHUNK_NUMEL = 64
 EIGHT_BIT_CHUNK_NUMEL = 128
-"""At least one block of the 8-bit codes."""
+"""Must be at least one block of 8-bit codes."""
 ROOT_NUMEL = 16
 LAUNCH_S = 0.5e-3
 WARM_STEPS = 2
@@ -94,7 +94,7 @@ class Times:
     undo_s: float = 0.0
     """The host's copies back from the log."""
     term_s: float = 0.0
-    """The host's reads of one further micro-batch's gradient in the update."""
+    """The update's reads of the gradients of one more micro-batch."""
     root: float = 0.0
     """Share of all parameters in the embedding, and the same in the head."""
 
@@ -123,11 +123,11 @@ class Variant:
     """A schedule: the present one, or one with an earlier behaviour."""
 
     end: str = "last"
-    """End of the model that the host updates."""
+    """"first" or "last": the end of the model that the host updates."""
     is_fifo: bool = False
     """Whether updates run in the order of arrival."""
     is_hasty: bool = False
-    """Whether the upload stream must wait before the copies of earlier steps are enqueued."""
+    """Whether the upload stream waits at once for all work that the caller has enqueued."""
 
 
 TODAY = Variant()
@@ -324,7 +324,7 @@ class Job:
         times: seconds of a step over all of its micro-batches.
         variant: the schedule.
         chunks_per_block: number of update chunks per block.
-        clipped_every: with an undo log, every how many steps one is clipped; 0 for none.
+        clipped_every: with an undo log, number of steps of which one is clipped; 0 for none.
         is_eight_bit: whether the host has 8-bit moments.
         micro_batches: number of micro-batches per step, trained by ``train_batch``.
         is_vertical: whether all micro-batches pass a block before the next block runs.

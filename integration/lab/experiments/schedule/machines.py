@@ -30,7 +30,7 @@ from zero_engine.calibration.machine import BYTES_PER_UPDATE, device_calibration
 from zero_engine.planning.rates import Rates
 
 CHUNK_NUMEL = 1 << 24
-"""Most elements of an update that are published at once."""
+"""Maximum number of elements of an update that are published together."""
 _GRAD_BYTES = 2
 
 

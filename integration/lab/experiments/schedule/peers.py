@@ -10,8 +10,8 @@ ZeRO-Offload  arXiv 2101.06840. Gradients go to the host during backward. After 
               off
 ZenFlow       arXiv 2505.12242. In each step the device updates the gradient's most important
               columns (`ZENFLOW_TOP`). The host sums the others and updates their parameters every
-              `ZENFLOW_STEPS` steps, in parallel with the following steps. Steps wait only if the
-              update takes longer than they do. Traffic is the paper's, 1.13 times the model's bytes
+              `ZENFLOW_STEPS` steps, in parallel with the following steps. Forward waits only if an
+              update takes longer than that. Traffic is the paper's, 1.13 times the model's bytes
               per step
 SuperOffload  arXiv 2509.21271. The host updates each bucket when its gradient arrives, and sends
               the new values at once. Forward begins when all have arrived. The norm is checked
@@ -34,7 +34,7 @@ ZENFLOW_TOP, ZENFLOW_STEPS = 0.1, 4
 _SUM_BYTES, _UPDATE_BYTES = 10, 28
 """Host traffic per parameter: adding a gradient to a 4-byte sum, and an update."""
 CYCLES = 4
-"""Simulated cycles. The last one counts."""
+"""Number of simulated cycles. Only the last one counts."""
 CYCLE_STEPS = 20
 """A multiple of ZenFlow's interval and of ``clipped_every``."""
 
@@ -189,7 +189,7 @@ def run(peer: Peer, times: Times, clipped_every: int = 0) -> tuple[float, list[S
     Args:
         peer: the schedule.
         times: seconds of a step's work.
-        clipped_every: every how many steps one is clipped; 0 for none.
+        clipped_every: number of steps of which one is clipped; 0 for none.
     """
     program = Program(times)
     num_steps = CYCLES * CYCLE_STEPS

@@ -8,13 +8,13 @@ times (`lab.experiments.schedule.peers`).
 
 [Note: steps]
 no offload          the device updates everything after backward
-after the decision  the host updates once the norm is known
+after the decision  the host updates when the norm is known
 undo log            the host also updates during backward, and a log keeps the old states
 one in ten clipped  the same, and every tenth step undoes its updates
 every step clipped  the same, and every step undoes its updates. Without ``update_in_backward:
                     true`` the engine would then return to updates after the decision
 bound               max(forward + backward, host update, link), the least time of any schedule in
-                    which the host updates everything once per step
+                    which the host makes every update
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from zero_offload.testing.virtual_time import Span
 VOCAB, CONTEXT = 32_000, 4096
 TOKENS = (16_384, 4096)
 BARS: Mapping[int, float] = {16_384: 0.9, 4096: 0.6}
-"""Least practicality, by tokens per step and device."""
+"""Minimum practicality, by tokens per step and device."""
 CLIPPED_EVERY = 10
 HOST_GB = (200, 300, 400, 500, 600, 800, 1000, 1200)
 """Peak bandwidths of a node's host memory, in GB/s."""

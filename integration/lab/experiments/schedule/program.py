@@ -33,7 +33,7 @@ LOGGED: tuple[tuple[Mode, int], ...] = (
     ("with an undo log", 10),
     ("every step clipped", 1),
 )
-"""Modes with an undo log, and every how many steps one is clipped."""
+"""Modes with an undo log, and the number of steps of which one is clipped."""
 BAR, TAIL_BAR_S = 1.05, 0.020
 BEFORE = {
     "as before": Variant("first", is_fifo=True, is_hasty=True),

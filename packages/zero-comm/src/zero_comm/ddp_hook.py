@@ -55,8 +55,8 @@ def ddp_comm_hook(
         gathered: format of the averaged gradients in the gather. None sends them exactly.
         group: DDP's process group. None: the default group. The hook creates a new group of the
             same ranks, which keeps its exchanges separate from DDP's. For a subgroup, only its
-            ranks create the new group. torch then requires that all these ranks are in equally many
-            groups. With NCCL, no device may be bound to the default group either.
+            ranks create the new group. They must then be in equally many process groups, and with
+            NCCL no device may be bound to the default group.
         ranks_per_node: number of consecutive ranks that share a node, or a 2-D DeviceMesh whose
             last dimension is within a node. None uses the launcher's environment.
         is_stochastic: whether gradients are rounded stochastically.

@@ -1,8 +1,7 @@
 """Closed forms of the bytes that the collectives send and keep, without allocating anything.
 
 Entry points ``collectives`` and ``uploads`` of the group ``zero_core.footprints``. The forms
-describe `zero_comm.create_collectives` for the same configuration. ZeRO++ (arXiv 2306.10209),
-sections 3.1 to 3.3; SDP4Bit (arXiv 2410.15526) for weight differences.
+describe `zero_comm.create_collectives` for the same configuration.
 
 [Note: phases and hops]
 [Note: the two phases] in `zero_comm.collectives.weight_gathers` defines the phases of gathers:
@@ -11,8 +10,8 @@ shards. Otherwise both phases send messages. [Note: the two hops] in `zero_comm.
 defines the hops of reductions. Shards that no message would shorten are sent exactly.
 
 At stage 3, lossless differences are sent in phase 1 and update secondary shards. At stages 1 and 2,
-where every rank keeps all weights, both phases send differences. The forms omit the 16 or 24 bytes
-per rank of lengths, versions and checksums. Losslessly coded gradients replace the slices or
+where every rank keeps all weights, both phases send differences. The forms omit the 24 bytes per
+rank and unit of lengths, versions and checksums. Losslessly coded gradients replace the slices or
 partial sums that the engine's reduction sends to other nodes.
 
 [Note: expected bytes]
@@ -23,7 +22,7 @@ for fp16, 24 for fp32) and the standard deviation std of the weights.
 
 `_BITS` is the measured bits per weight for 2**21 normally distributed weights that change by 0.3
 lr times a normal number. Adam's first steps change all weights by lr and take up to 2.5 times as
-many bits (recorded steps: docs/benchmarks.md).
+many bits (recorded steps: integration/lab/evidence/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -55,19 +54,12 @@ _BITS: Final = (0.09, 0.14, 0.26, 0.59, 1.43, 2.21, 3.97, 6.53, 9.2, 12.3, 16.1,
 
 @dataclass(frozen=True, slots=True)
 class GatherFootprint:
-    """Bytes of one segment's gather. See [Note: phases and hops].
+    """Bytes of one segment's gather. See [Note: phases and hops]."""
 
-    Attributes:
-        across_nbytes: bytes that a rank sends into phase 1.
-        within_nbytes: bytes that a rank sends into phase 2.
-        format: format of phase 1's messages, None for exact elements.
-        is_kept: whether phase 2 starts from a secondary shard.
-    """
-
-    across_nbytes: int
-    within_nbytes: int
-    format: str | None
-    is_kept: bool
+    across_nbytes: int  # bytes that a rank contributes to phase 1
+    within_nbytes: int  # bytes that a rank contributes to phase 2
+    format: str | None  # format of phase 1's messages, None for exact elements
+    is_kept: bool  # whether phase 2 starts from a secondary shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +84,9 @@ def expected_difference_nbytes(numel: int, dtype: torch.dtype, learning_rate: fl
 
 
 def expected_gradient_nbytes(numel: int, itemsize: int) -> int:
-    """Return the expected message bytes of normally distributed bfloat16 or float32 gradients.
-
-    The largest of 256 such values is 2 to 4 standard deviations. The elements below 1/32 of a
-    standard deviation, 1 in 40, are then escapes.
-    """
+    """Return the expected message bytes of normally distributed bfloat16 or float32 gradients."""
+    # The largest of 256 such values is 2 to 4 standard deviations. The elements below 1/32 of a
+    # standard deviation, 1 in 40, are then escapes.
     coded = fixed_nbytes(3, itemsize) + BLOCK_NUMEL // 40
     return message_nbytes(descriptors_nbytes(numel) + num_blocks(numel) * coded)
 
@@ -110,30 +100,17 @@ def comm_footprint(
 ) -> CommFootprint:
     """Return the closed forms for the collectives of a configuration.
 
-    Args:
-        config: the resolved ``zero_optimization`` block.
-        world_size: number of ranks.
-        ranks_per_node: number of ranks on a node, which are consecutive. Divides ``world_size``.
-        learning_rate: learning rate of the optimizer, which determines [Note: expected bytes]. None
-            counts the largest possible size of differences and coded gradients.
-
-    Raises:
-        ValueError: a setting is invalid. The message names its key.
+    Arguments and errors are those of `zero_comm.create_collectives`. ``learning_rate`` of the
+    optimizer determines [Note: expected bytes]. None counts the largest possible size of
+    differences and coded gradients.
     """
-    settings = CommSettings.from_config(config)
-    is_gathered = config.get("stage", 3) == 3
-    return CommFootprint(
-        settings, world_size, ranks_per_node, is_gathered=is_gathered, learning_rate=learning_rate
-    )
+    return CommFootprint(config, world_size, ranks_per_node, learning_rate)
 
 
 def upload_nbytes(*, numel: int, dtype: torch.dtype, learning_rate: float | None = None) -> int:
     """Return the expected bytes of a lossless difference uploaded from the host to a device.
 
-    Args:
-        numel: number of parameters.
-        dtype: dtype of the parameters.
-        learning_rate: learning rate of the optimizer. None counts the parameters' own bytes.
+    ``learning_rate`` is that of the optimizer. None counts the parameters' own bytes.
     """
     if learning_rate is None or not is_worthwhile(dtype, numel):
         return numel * dtype.itemsize
@@ -141,29 +118,22 @@ def upload_nbytes(*, numel: int, dtype: torch.dtype, learning_rate: float | None
 
 
 class CommFootprint:
-    """Bytes sent and kept by the collectives of one configuration.
-
-    Attributes:
-        group_size: number of ranks in a group of gathers.
-        num_groups: number of these groups.
-    """
+    """Bytes sent and kept by the collectives of one configuration."""
 
     def __init__(
         self,
-        settings: CommSettings,
+        config: Mapping[str, Any],
         world_size: int,
         ranks_per_node: int,
-        *,
-        is_gathered: bool,
         learning_rate: float | None,
     ) -> None:
-        self._settings = settings
-        self._is_gathered = is_gathered
+        self._settings = settings = CommSettings.from_config(config)
+        self._is_gathered = config.get("stage", 3) == 3
         self._learning_rate = learning_rate
         self._world_size = world_size
         self._per_node = ranks_per_node
         self._num_nodes = world_size // ranks_per_node
-        self.group_size = settings.group_size(ranks_per_node)
+        self.group_size = settings.group_size(ranks_per_node)  # ranks in a group of gathers
         self.num_groups = world_size // self.group_size
 
     def gather(
@@ -172,33 +142,28 @@ class CommFootprint:
         """Return the footprint of a shard's gather, or None for the engine's own collective."""
         if self._world_size == 1:
             return None
-        settings = self._settings
+        settings, exact, is_one_group = self._settings, numel * dtype.itemsize, self.num_groups == 1
         if settings.is_lossless and is_trainable:
-            if self.num_groups > 1 and is_worthwhile(dtype, numel):
-                across = numel * dtype.itemsize  # upper limit: the whole shard
+            if not is_one_group and is_worthwhile(dtype, numel):
+                across = exact
                 if self._learning_rate is not None:
                     expected = expected_difference_nbytes(numel, dtype, self._learning_rate)
-                    across = min(across, HEADER_NBYTES + expected)
-                within = numel * dtype.itemsize if self._is_gathered else across
-                return GatherFootprint(
-                    across, self.num_groups * within, LOSSLESS, is_kept=self._is_gathered
-                )
+                    across = min(exact, HEADER_NBYTES + expected)
+                within = self.num_groups * (exact if self._is_gathered else across)
+                return GatherFootprint(across, within, LOSSLESS, is_kept=self._is_gathered)
             if not self._is_gathered:
                 return None
         kind = settings.weights if is_trainable else settings.frozen_weights
         if kind is not None and not settings.weight_packing(kind).shortens(dtype, numel):
             kind = None
-        is_one_group = self.num_groups == 1
         is_kept = not is_one_group and (settings.partition_size > 1 or kind == DIFFERENCE)
         if is_one_group and kind == DIFFERENCE:
             kind = None  # one group has no other group to send differences to
         if kind is None and not is_kept:
             return None
-        exact = numel * dtype.itemsize
         across = exact if kind is None else settings.weight_packing(kind).nbytes(numel)
-        return GatherFootprint(
-            across, self.num_groups * (exact if is_kept else across), kind, is_kept
-        )
+        within = self.num_groups * (exact if is_kept else across)
+        return GatherFootprint(across, within, kind, is_kept)
 
     def reduction(self, numel: int, dtype: torch.dtype) -> ReduceFootprint | None:
         """Return the footprint of a reduction, or None for the engine's own collective.
@@ -217,8 +182,7 @@ class CommFootprint:
     def coded_nbytes(self, numel: int, dtype: torch.dtype) -> tuple[int, int] | None:
         """Return expected and largest bytes of a coded slice for another node, None if not coded.
 
-        The expected bytes assume normally distributed gradients. For float16, or without a learning
-        rate, the largest size is returned for both.
+        For float16, or without a learning rate, both are the largest bytes.
         """
         is_coded = self._settings.codes_gradients and self._num_nodes > 1
         if not is_coded or not is_worthwhile(dtype, numel):
@@ -276,7 +240,7 @@ class CommFootprint:
             found["message"] = gather.across_nbytes
         if gather.format == DIFFERENCE:
             found["change"] = numel * _FP32_NBYTES
-        if size > 1:  # phase 2 needs a buffer to re-order the groups' slices
+        if size > 1:  # phase 2 re-orders the groups' slices from a buffer
             found["values", dtype] = size * gather.within_nbytes
         return found
 

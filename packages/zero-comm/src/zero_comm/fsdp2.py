@@ -5,7 +5,7 @@
 
 [Note: FSDP2's buffers]
 All-gather: FSDP2 passes the flat shards of a parameter group, which are a slice of the gather's
-output. `apply` quantizes the input into a separate buffer, gathers the messages, and dequantizes
+output. The gather quantizes them into a separate buffer, exchanges the messages, and dequantizes
 all slices of the output, including this rank's. All ranks therefore compute with the same weights,
 while the sharded parameters keep every bit. If a group has parameters of several dtypes, FSDP2
 passes bytes, which are sent exactly.
@@ -16,8 +16,7 @@ Two hops reduce it (`zero_comm.collectives.two_hop`).
 Both run on FSDP2's streams and use the process group that FSDP2 passes, the shard group. With a
 replicate dimension (HSDP), FSDP2 still runs its own all-reduce across replicas. Each root module
 reduces on its own stream. There is one reducer per group and stream, so two roots never write to
-the same buffers at once. No set-up among ranks is needed, see [Note: one order] in
-`zero_comm.transport.torch_collectives`.
+the same buffers at once.
 """
 
 from __future__ import annotations
@@ -62,22 +61,15 @@ def apply(
     It applies to every FSDPModule in the tree of ``module``. Every rank must call it, after
     ``fully_shard`` and outside of forward and backward. Another call changes the settings, and
     ``weights=None, gradients=None`` restores FSDP2's collectives. Shards that no message would
-    shorten are sent exactly. With one rank per shard group nothing changes. See [Note: FSDP2's
-    buffers].
+    shorten are sent exactly. With one rank per shard group nothing changes.
 
     Args:
         module: the root module, or any submodule.
         weights: format of gathered weights: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.
             None: FSDP2's own gather.
         gradients: format of reduced gradients. None: FSDP2's own reduction.
-        between: format of reduced gradients between nodes. None: same as ``gradients``.
-        ranks_per_node: number of consecutive ranks of a shard group that share a node, or a 2-D
-            DeviceMesh whose last dimension is within a node. None uses the launcher's environment.
-            Checked at the first reduction.
-        is_stochastic: whether gradients are rounded stochastically.
-        error_feedback: `LocoSettings` to add the quantization error of a group's gradients to its
-            next gradients.
-        has_checksum: whether messages carry a checksum.
+        ranks_per_node: number of consecutive ranks of a shard group that share a node, checked at
+            the first reduction. This and the other arguments: see `zero_comm.ddp_comm_hook`.
 
     Raises:
         ValueError: an argument does not fit, the tree has no FSDPModule, or, from FSDP2, parameters
@@ -185,7 +177,7 @@ class _ReduceScatter(_Comm):
     fmt: GradientFormat | None
     ranks_per_node: int | DeviceMesh | None
     reducers: dict[tuple[dist.ProcessGroup, object], SliceReducer]
-    index: int
+    index: int  # of the module, which is a key of the error feedback
 
     def __call__(
         self,

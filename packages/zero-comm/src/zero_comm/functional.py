@@ -24,11 +24,10 @@ def quantized_all_gather(
 ) -> Tensor:
     """Gather every rank's shard as quantized messages (ZeRO++, arXiv 2306.10209: qwZ).
 
-    Every rank of the group must call it, with a shard of the same shape and dtype. All ranks get
-    identical results, because a rank also quantizes and dequantizes its own shard. A shard that is
-    not floating point, or that a message would not shorten, is gathered exactly. Return a new
-    tensor with the dtype and device of ``shard``: all shards concatenated along the first dimension
-    in rank order.
+    Every rank of the group must call it, with a shard of the same shape and dtype. Return a new
+    tensor: all shards concatenated along the first dimension in rank order. All ranks get identical
+    results, because a rank also quantizes and dequantizes its own shard. A shard that is not
+    floating point, or that a message would not shorten, is gathered exactly.
 
     Args:
         shard: at least 1-D, never changed. Gradients do not flow through.
@@ -66,10 +65,10 @@ def quantized_reduce_scatter(
 
     qgZ (ZeRO++, arXiv 2306.10209, section 3.3), see [Note: the two hops] in
     `zero_comm.collectives.two_hop`. Every rank of the group must call it, with a tensor of the same
-    shape and dtype and the same other arguments. Sums are in fp32 and in rank order, so the result
-    is the same in every run. A slice that a message would not shorten is reduced exactly. Return a
-    new tensor with the dtype and device of ``full``, whose first dimension has ``full.shape[0] /
-    ranks`` elements. Other arguments and errors are those of `quantized_all_gather`.
+    shape and dtype and the same other arguments. Return a new tensor, whose first dimension has
+    ``full.shape[0] / ranks`` elements. Sums are in fp32 and in rank order, so that all runs are
+    equal. A slice that a message would not shorten is reduced exactly. Other arguments and errors
+    are those of `quantized_all_gather`.
 
     Args:
         full: fp32, bf16, fp16 or fp64, never changed. The number of ranks divides its first

@@ -64,17 +64,25 @@ class Lossless:
     def find(self, device: torch.device) -> Any:
         return find_codec(self.name, device)
 
-    def cases(self) -> Iterator[Pair]:
-        """Yield tensors with all modes, both itemsizes, and lengths near whole blocks and tiles."""
+    def cases(self, most: int) -> Iterator[Pair]:
+        """Yield tensors with all modes, both itemsizes, and lengths near whole blocks.
+
+        The longest length is ``most``. Below 2049 every mode has one block only.
+        """
         for dtype in (torch.bfloat16, torch.float32):
-            yield self.all_modes(dtype)
+            old, new = self.all_modes(dtype)
+            modes = modes_in(self.encoded(self.reference, old, new), old.numel())
+            blocks = [*{mode: place for place, mode in enumerate(modes)}.values()]
+            if most < 2049:
+                old, new = (x.view(-1, 256)[blocks].flatten() for x in (old, new))
+            yield old, new
             zeros = torch.where(torch.arange(256) % 3 == 0, -0.0, 0.0).to(dtype)
             yield torch.zeros_like(zeros), zeros
-        for index, numel in enumerate((0, 1, 3, 255, 256, 257, 2049)):
+        for index, numel in enumerate((0, 1, 3, 255, 256, 257, most)):
             for dtype in (DTYPES[index % 3], DTYPES[3 + index % 2]):  # one dtype of each itemsize
                 share = (0.02, 0.3, 1.0)[(index + dtype.itemsize) % 3]
                 yield self.pair(numel, dtype, share, (1, 5, 9, 14, 20)[index % 5], index)
-        yield self.pair(2049, torch.bfloat16, 0.0, 20, 7)
+        yield self.pair(most, torch.bfloat16, 0.0, 20, 7)
 
     @property
     def pairs(self) -> st.SearchStrategy[Pair]:
@@ -235,7 +243,7 @@ class Values(Lossless):
 
 
 def unpack_checked(coding: Any, message: Tensor, values: Tensor, versions: tuple[int, int]) -> None:
-    """Unpack the message of `SENDER`. Raise also what was found on a device."""
+    """Unpack the message of `SENDER`. Also raise the errors that were found on a device."""
     checks, of = Checks(), {"senders": [SENDER], "unit": 3, "versions": versions}
     unpack(coding, message.view(1, -1), [values], checks=checks, **of)
     for unit, error in checks.take():
@@ -260,13 +268,14 @@ def decoded(codec: Any, buffer: Tensor, old: Tensor, around: int = 7) -> tuple[b
     return is_good, own
 
 
-def modes_in(buffer: Tensor, numel: int) -> set[int]:
+def modes_in(buffer: Tensor, numel: int) -> list[int]:
+    """Return the mode of each block."""
     descriptors = buffer[: descriptors_nbytes(numel)].cpu().view(torch.int16)
-    return {x >> 11 for x in descriptors.tolist()}
+    return [x >> 11 for x in descriptors.tolist()]
 
 
 def damaged(buffer: Tensor, numel: int, count: int, seed: int) -> Iterator[Tensor]:
-    """Yield copies of ``buffer`` with one flipped bit (``count`` of them) or other damage."""
+    """Yield ``count`` copies of ``buffer`` with a flipped bit, and copies with other damage."""
     generator = torch.Generator().manual_seed(seed)
     start = descriptors_nbytes(numel)
 

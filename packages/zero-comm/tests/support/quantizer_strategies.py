@@ -24,7 +24,7 @@ seeds = st.one_of(st.none(), st.integers(0, 2**32 - 1))
 
 @st.composite
 def extreme_values(draw: st.DrawFn) -> Tensor:
-    """Draw few elements from the dtype's whole range: subnormal, zero, the largest."""
+    """Draw a few elements from the dtype's whole range: subnormal, zero, the largest."""
     dtype = draw(dtypes)
     top = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     value = st.floats(-top, top, width=16 if dtype == torch.float16 else 32)
@@ -48,7 +48,7 @@ def typical_values(draw: st.DrawFn) -> Tensor:
 
 @st.composite
 def close_values(draw: st.DrawFn) -> Tensor:
-    """Draw values near a power of two, in a range of few to many of the dtype's spacings."""
+    """Draw values near a power of two, spread over few or many of the dtype's spacings."""
     dtype = draw(dtypes)
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     spread = draw(st.sampled_from([2.0**-22, 2.0**-16, 2.0**-9, 0.1, 1.0, 2.0]))

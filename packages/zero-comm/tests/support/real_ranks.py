@@ -65,7 +65,7 @@ def start_ranks(program: Callable[..., None], arguments: tuple[Any, ...], world_
 def _run(
     rank: int, world_size: int, ranks_per_node: int, folder: str, scenarios: tuple[Scenario, ...]
 ) -> None:
-    gc.freeze()  # excludes the forkserver's imports from collections
+    gc.freeze()  # garbage collections then skip the forkserver's imports
     warnings.simplefilter("error")
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": str(ranks_per_node)}
     torch.set_num_threads(1)

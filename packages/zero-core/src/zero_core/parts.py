@@ -7,8 +7,6 @@ from typing import Any
 
 from zero_core.errors import MissingPartError
 
-# On the package index this name belongs to another project.
-_NOT_ON_THE_INDEX = {"zero-engine": "./integration"}
 FOUND: dict[tuple[str, str], EntryPoint] = {}
 """Entry points found so far, by group and name. A search reads all packages' metadata."""
 
@@ -22,9 +20,7 @@ def missing_part(asked_by: str, distribution: str) -> MissingPartError:
 
 def install_command(distribution: str, *flags: str) -> str:
     """Return the command that installs a package of this repository."""
-    folder = _NOT_ON_THE_INDEX.get(distribution)
-    command = " ".join(("pip install", *flags, folder or distribution))
-    return command if folder is None else f"{command} in a checkout"
+    return " ".join(("pip install", *flags, distribution))
 
 
 def has_part(group: str, name: str) -> bool:

@@ -255,7 +255,7 @@ def make_scheduler(
         factory = SCHEDULERS[name]
     elif name in _OF_ZERO_ENGINE:
         asked = f"scheduler.type = {name!r}"
-        factory = load_part("zero_core.schedules", name, asked_by=asked, distribution="zero-engine")
+        factory = load_part("zero_core.schedules", name, asked_by=asked, distribution="zero-parts")
     elif name in _NEEDS_OBJECTS:
         raise ConfigError(
             f"scheduler.type = {name!r} cannot be given in a configuration: "

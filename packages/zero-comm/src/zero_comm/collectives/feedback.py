@@ -3,8 +3,8 @@
 After LoCo (Xie et al., arXiv 2407.04480), section 3. A rank adds its kept error to a gradient
 before quantizing it. The kept error is a moving average of quantization errors in 8 bits. It is
 dropped every ``reset_T`` reductions, because it belongs to older weights, and after a skipped step,
-because the step's gradients overflowed. If an fp16 loss scale doubles, which is rare, the kept
-error counts half once.
+because the step's gradients overflowed. When an fp16 loss scale doubles, which is rare, the kept
+error has half its weight in one reduction.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Collectives of a sharded-training engine with compression: qwZ, hpZ, qgZ and lossless coding.
 
 `QuantizedCollectives` wraps the engine's collectives (`zero_comm.transport.protocol`), has the same
-methods, and chooses how each segment is sent. `weight_gathers` and `two_hop` do the sending.
+methods, and chooses how each tensor is sent. `weight_gathers` and `two_hop` do the sending.
 
 [Note: what is sent exactly]
-Three kinds of values are never compressed: values that are not floating point, shards too small for
-a shorter message, and values with a negative version. Engines use negative versions for values that
-are not weights, such as reduced gradients. The choice depends only on dtype, length and version, so
-all ranks choose alike.
+Values with a negative version are never compressed. Engines use negative versions for values that
+are not weights, such as reduced gradients. Values that are not floating point are never quantized.
+Shards too small for a shorter message are sent exactly. The choice depends only on arguments that
+are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from torch import Tensor
 from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
 from zero_comm.collectives.two_hop import TwoHopReduce
 from zero_comm.collectives.weight_gathers import (
-    Differences,
+    Announced,
+    DifferenceGather,
     Grid,
     LosslessGather,
     LosslessSecondaryGather,
@@ -34,6 +35,7 @@ from zero_comm.collectives.weight_gathers import (
     PublishedGather,
     SecondaryGather,
     WeightGather,
+    exchange,
 )
 from zero_comm.lossless.message import Checks, GradientMessages, is_worthwhile
 from zero_comm.quantizer.backend import backend
@@ -51,8 +53,8 @@ from zero_comm.transport.scratch import Scratch
 from zero_comm.transport.torch_collectives import DoneWork, Rehearsal
 
 _log = logging.getLogger(__name__)
-_PUBLISHED = "published"  # key of a `PublishedGather`; other keys are formats
-_REHEARSED = 4096  # at most so many elements of a shard are sent to compile kernels
+_PUBLISHED = "published"  # key of the `PublishedGather`; other keys are formats
+_REHEARSED = 4096  # elements of the largest shard that `prepare` sends
 
 
 def create_collectives(
@@ -71,15 +73,14 @@ def create_collectives(
 
     Args:
         native: the transport collectives, which carry the bytes.
-        rank: this process's rank in the group of ``native``.
-        world_size: size of that group.
+        rank, world_size: this process's rank in the group of ``native``, and the group's size.
         config: the resolved ``zero_optimization`` block. `CommSettings` reads its keys.
         ranks_per_node: number of ranks on a node, which are consecutive. Divides ``world_size``.
         frozen: units whose weights are never trained.
 
     Returns:
-        A `QuantizedCollectives`. ``native`` itself if nothing is compressed or there is one rank.
-        ``native`` with a codec if only ``zero_lossless_gradients`` is set.
+        A `QuantizedCollectives`, or ``native`` if nothing is compressed or there is one rank, with
+        a codec if only ``zero_lossless_gradients`` is set.
 
     Raises:
         ValueError: a setting is out of range, or ``native`` does not support it. The message names
@@ -111,12 +112,10 @@ def create_collectives(
         has_checksum=settings.has_checksum, codes_gradients=settings.codes_gradients
     ):
         return native
+    adds = settings.gradients is None and isinstance(native, AddingCollectives)
+    kind = ExactGradients if adds else QuantizedCollectives
     never = frozenset(frozen)
-    if settings.gradients is None and isinstance(native, AddingCollectives):
-        return ExactGradients(native, settings, checks, ranks_per_node=ranks_per_node, frozen=never)
-    return QuantizedCollectives(
-        native, settings, checks, ranks_per_node=ranks_per_node, frozen=never
-    )
+    return kind(native, settings, checks, ranks_per_node=ranks_per_node, frozen=never)
 
 
 class QuantizedCollectives:
@@ -140,7 +139,7 @@ class QuantizedCollectives:
         self._frozen = frozen
         self._ranks_per_node = ranks_per_node
         self._scratch = Scratch()
-        self._differences = Differences(self._scratch, checks)
+        self._announced: Announced = {}
         formats = {settings.weights, settings.frozen_weights}
         self._packings = {kind: settings.weight_packing(kind) for kind in formats if kind}
         self._gathers = self._make_gathers(ranks_per_node)
@@ -159,13 +158,13 @@ class QuantizedCollectives:
         shard that is quantized, because rounded weights would overwrite the exact ones.
 
         Args:
-            out: 1-D, contiguous, ``world_size * shard.numel()`` elements of the dtype and on the
-                device of ``shard``. Filled when ``wait`` of the result returns.
+            out: 1-D, contiguous, ``world_size * shard.numel()`` elements. Filled when ``wait`` of
+                the result returns.
             shard: 1-D, contiguous; never written to.
-            unit: key of the kept messages or secondary shards.
+            unit: key of the kept memory.
             version: must grow whenever any rank's shard may have changed. Negative for values that
                 are not weights. Ignored for frozen weights, which change only at `forget_values`.
-            backward: whether the gather serves a backward pass. Passed on to the transport.
+            backward: passed on to the transport.
         """
         _check(out, shard, self._transport.world_size)
         shard_end, out_end = shard.data_ptr() + shard.nbytes, out.data_ptr() + out.nbytes
@@ -188,20 +187,23 @@ class QuantizedCollectives:
         return LOSSLESS in self._gathers
 
     def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
-        """Start to exchange the lengths of the next gathers' messages. A collective.
+        """Start to exchange the message lengths of later gathers on an accelerator. A collective.
 
-        The host then does not wait for a device when it launches these gathers. ``shards``: unit,
-        version, ``out`` if it overlaps the shard, and shard of each. After a change of shards all
-        ranks must call it again, which replaces earlier announcements.
+        The host then does not wait for the device when it launches these gathers. An item of
+        ``shards`` is a unit, its version, ``out`` if it overlaps the shard, and the shard. After a
+        change of shards all ranks must call it again, which replaces earlier announcements.
         """
 
         def job() -> None:
             numbers = {}
+            self._announced.clear()
             for unit, version, out, shard in shards:
                 gather = self._gather_for(shard, unit, is_kept=out is not None)
                 if isinstance(gather, LosslessGather):
                     numbers[unit, version] = gather.numbers(out, shard, unit)
-            self._differences.announce(numbers, self._transport.world_size, gather_numbers)
+            if numbers:
+                read = exchange([*numbers.values()], self._transport.world_size, gather_numbers)
+                self._announced.update({key: (read, at) for at, key in enumerate(numbers)})
 
         def gather_numbers(out: Tensor, own: Tensor) -> None:
             self._transport.all_gather(out, own, unit=-1, version=-2, backward=False).wait()
@@ -220,10 +222,7 @@ class QuantizedCollectives:
         return _Exchange(self._transport.launch(job, is_reduction=True), reduction.packings)
 
     def prepare(self, gathered: Gathered, reduced: Reduced, device: torch.device) -> None:
-        """Compile the Triton kernels of later exchanges, by exchanging zeros with no other rank.
-
-        Other backends have nothing to compile.
-        """
+        """Compile the Triton kernels of later exchanges, by exchanging zeros with no other rank."""
         rank, size, reduction = self._transport.rank, self._transport.world_size, self._reduction
         coded = [r for r in reduced if reduction and reduction.shortens(r[1], r[0] // size)]
         if isinstance(self._transport, CodingCollectives):
@@ -234,7 +233,7 @@ class QuantizedCollectives:
         used = QuantizedCollectives(
             alone, self._settings, Checks(), ranks_per_node=per_node, frozen=self._frozen
         )
-        # All lengths are multiples of 32 elements, so the longest ones use all kernels.
+        # Shards are multiples of 32 elements, so the longest shard uses the kernels of all.
         longest = {(g[0] in self._frozen, g[2]): g for g in sorted(gathered, key=itemgetter(1))}
         for unit, numel, dtype in longest.values():
             out = torch.zeros(size, min(numel, _REHEARSED), dtype=dtype, device=device)
@@ -246,7 +245,7 @@ class QuantizedCollectives:
         sums = {dtype: numel // size for numel, dtype, _ in sorted(coded, key=itemgetter(0))}
         for unit, (dtype, numel) in enumerate(sums.items()):
             full = torch.zeros(size, min(numel, _REHEARSED), dtype=dtype, device=device)
-            for _ in range(2):  # the second one decodes the errors of the first
+            for _ in range(2):  # the second reduction decodes the kept errors of the first
                 used.reduce_scatter(full[0].float(), full.view(-1), unit=unit)
 
     @property
@@ -261,19 +260,18 @@ class QuantizedCollectives:
         the exact weights, and gradient errors are dropped. A run that continues after a checkpoint
         therefore equals a run that starts from the checkpoint.
         """
-        # Queued, because a gather that still runs would otherwise record its version later.
+        # Queued, because a gather that still runs would otherwise record its version afterwards.
         self._transport.launch(self._forget_weights, is_reduction=False).wait()
         if self._reduction is not None:
             self._transport.launch(self._reduction.forget, is_reduction=True).wait()
 
     def forget_errors(self) -> None:
         """Drop gradient errors after a skipped step. All ranks must call it after reductions."""
-        feedback = None if self._reduction is None else self._reduction.feedback
-        if feedback is not None:
-            self._transport.launch(feedback.forget, is_reduction=True).wait()
+        if self._reduction is not None and self._reduction.feedback is not None:
+            self._transport.launch(self._reduction.feedback.forget, is_reduction=True).wait()
 
     def _forget_weights(self) -> None:
-        self._differences.forget()
+        self._announced.clear()
         for gather in self._gathers.values():
             gather.forget()
 
@@ -283,11 +281,9 @@ class QuantizedCollectives:
         found = Counter({"message buffers": self._scratch.nbytes})
         for gather in self._gathers.values():
             found[gather.kept_kind] += sum(kept.nbytes for kept in gather.tensors)
-        if self._reduction is not None:
-            found["message buffers"] += self._reduction.sent.nbytes + self._reduction.scratch.nbytes
-            if self._reduction.feedback is not None:
-                errors = self._reduction.feedback.tensors
-                found["error feedback"] = sum(error.nbytes for error in errors)
+        if (reduction := self._reduction) is not None:
+            found["message buffers"] += reduction.sent.nbytes + reduction.scratch.nbytes
+            found["error feedback"] = sum(error.nbytes for error in reduction.errors)
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
@@ -301,10 +297,9 @@ class QuantizedCollectives:
             "parameters": [kept for gather in self._gathers.values() for kept in gather.tensors],
             "buffers": self._scratch.tensors,
         }
-        if self._reduction is not None:
-            found["buffers"] += self._reduction.sent.tensors + self._reduction.scratch.tensors
-            if self._reduction.feedback is not None:
-                found["optimizer_states"] = self._reduction.feedback.tensors
+        if (reduction := self._reduction) is not None:
+            found["buffers"] += reduction.sent.tensors + reduction.scratch.tensors
+            found["optimizer_states"] = reduction.errors
         return found
 
     def _make_gathers(self, ranks_per_node: int) -> dict[str | None, WeightGather]:
@@ -317,20 +312,20 @@ class QuantizedCollectives:
         has_secondary = self._settings.partition_size > 1 and not is_one_group
         gathers: dict[str | None, WeightGather] = {}
         if self._settings.is_lossless and not is_one_group:
-            gathers[LOSSLESS] = LosslessSecondaryGather(self._differences, *shared)
-            gathers[_PUBLISHED] = PublishedGather(self._differences, *shared)
+            gathers[LOSSLESS] = LosslessSecondaryGather(self._announced, self.checks, *shared)
+            gathers[_PUBLISHED] = PublishedGather(self._announced, self.checks, *shared)
         for kind, packing in self._packings.items():
-            if kind != DIFFERENCE and not has_secondary:
-                gathers[kind] = MessageGather(*shared, packing)
+            if kind != DIFFERENCE:
+                form = SecondaryGather if has_secondary else MessageGather
+                gathers[kind] = form(*shared, packing)
             elif not is_one_group:  # one group has no other group to send differences to
-                is_difference = kind == DIFFERENCE
-                gathers[kind] = SecondaryGather(*shared, packing, sends_differences=is_difference)
+                gathers[kind] = DifferenceGather(*shared, packing)
         if has_secondary:
             gathers[None] = SecondaryGather(*shared)
         return gathers
 
     def _gather_for(self, shard: Tensor, unit: int, *, is_kept: bool) -> WeightGather | None:
-        """Choose a shard's gather, None for the transport's. ``is_kept``: it is part of ``out``."""
+        """Return a shard's gather, None for the transport's. ``is_kept``: it overlaps ``out``."""
         settings = self._settings
         if settings.is_lossless and unit not in self._frozen:
             if not is_worthwhile(shard.dtype, shard.numel()):
@@ -370,18 +365,13 @@ class _Exchange:
 
 
 def _check(out: Tensor, shard: Tensor, world_size: int) -> None:
-    for name, tensor in (("out", out), ("shard", shard)):
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be 1-D and contiguous, got shape {tuple(tensor.shape)}")
-    if out.dtype != shard.dtype or out.device != shard.device:
+    is_flat = all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in (out, shard))
+    expected = world_size * shard.numel(), shard.dtype, shard.device
+    if not is_flat or (out.numel(), out.dtype, out.device) != expected:
         raise ValueError(
-            f"out must have shard's dtype and device, {shard.dtype} on {shard.device}, "
-            f"got {out.dtype} on {out.device}"
-        )
-    if out.numel() != world_size * shard.numel():
-        raise ValueError(
-            f"out must have world_size * shard.numel() = {world_size} * {shard.numel()} elements, "
-            f"got {out.numel()}"
+            f"out and shard must be 1-D and contiguous, and out {expected[0]} elements of "
+            f"{shard.dtype} on {shard.device}, got shapes {tuple(out.shape)} and "
+            f"{tuple(shard.shape)}, and {out.dtype} on {out.device}"
         )
 
 
@@ -391,7 +381,7 @@ def _log_limits(settings: CommSettings, world_size: int, ranks_per_node: int) ->
     partition = f"zero_optimization.zero_hpz_partition_size = {size}"
     useless = {
         f"{partition} has no effect: it is all ranks, and their shards are gathered within the "
-        "partition anyway": size == world_size > 1,
+        "partition anyway": size == world_size,
         f"{partition} does not divide the {ranks_per_node} ranks of a node: backward's gathers "
         "leave the node": ranks_per_node % size and size != world_size,
         "zero_optimization.zero_lossless_weights has no effect with one group of ranks: whole "

@@ -25,77 +25,56 @@ _DIFFERENCE_FORMAT: Final = BlockFormat("int4", 256)
 
 @dataclass(frozen=True, slots=True)
 class CommSettings:
-    """Formats and options of an engine's collectives.
+    """Formats and options of an engine's collectives. A format of None is exact."""
 
-    Args:
-        weights: format of gathered weights (qwZ): a kind or "int4_difference". None sends them
-            exactly.
-        frozen_weights: format of gathered weights that are never trained.
-        partition_size: ranks per group with secondary shards (hpZ). 1 disables secondary shards.
-        gradients: format of gradients (qgZ). None reduces them exactly.
-        has_checksum: whether messages of weights carry a checksum.
-        is_lossless: whether trained weights are sent as lossless differences.
-        codes_gradients: whether gradients are coded losslessly between nodes.
-    """
-
-    weights: str | None = None
-    frozen_weights: str | None = None
-    partition_size: int = 1
-    gradients: GradientFormat | None = None
-    has_checksum: bool = False
-    is_lossless: bool = False
-    codes_gradients: bool = False
+    weights: str | None = None  # format of gathered weights (qwZ), or "int4_difference"
+    frozen_weights: str | None = None  # format of gathered weights that are never trained
+    partition_size: int = 1  # ranks per group with secondary shards (hpZ), or 1 for none
+    gradients: GradientFormat | None = None  # formats of reduced gradients (qgZ)
+    has_checksum: bool = False  # whether quantized messages carry a checksum
+    is_lossless: bool = False  # whether trained weights are sent as lossless differences
+    codes_gradients: bool = False  # whether gradients are coded losslessly between nodes
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CommSettings:
         """Read a resolved ``zero_optimization`` block. Missing keys have DeepSpeed's defaults."""
         read = _Reader(config)
+        for what in ("weights", "gradients"):
+            if read.flag(f"zero_lossless_{what}") and read.flag(f"zero_quantized_{what}"):
+                raise ValueError(
+                    f"{_BLOCK}.zero_lossless_{what} sends every bit of the {what}, and "
+                    f"zero_quantized_{what} rounds them: choose one"
+                )
         has_weights = read.flag("zero_quantized_weights")
         has_frozen = read.flag("zero_quantized_nontrainable_weights")
-        has_gradients = read.flag("zero_quantized_gradients")
         has_checksum = read.flag("zero_quantized_checksum")
-        has_rotation = read.flag("zero_quantized_gradients_hadamard")
-        is_lossless = read.flag("zero_lossless_weights")
-        codes_gradients = read.flag("zero_lossless_gradients")
-        if is_lossless and has_weights:
-            raise ValueError(
-                f"{_BLOCK}.zero_lossless_weights sends every bit of the weights, and "
-                "zero_quantized_weights rounds them: choose one"
-            )
-        if codes_gradients and has_gradients:
-            raise ValueError(
-                f"{_BLOCK}.zero_lossless_gradients sends every bit of the gradients, and "
-                "zero_quantized_gradients rounds them: choose one"
-            )
         weights = read.choice("zero_quantized_weights_format", (*KINDS, DIFFERENCE), "int8")
         # Frozen weights never change, so differences do not apply to them.
         frozen = "int8" if weights == DIFFERENCE else weights
-        intra_node, inter_node = (
+        has_rotation = read.flag("zero_quantized_gradients_hadamard")
+        within, between = (
             BlockFormat(kind, DEFAULT_BLOCK_SIZE[kind], has_rotation=has_rotation)
             for kind in (
                 read.choice("zero_quantized_gradients_within_node", KINDS, "int4"),
                 read.choice("zero_quantized_gradients_between_nodes", KINDS, "int4"),
             )
         )
-        gradients = GradientFormat(
-            intra_node,
-            inter_node,
-            is_stochastic=read.flag("zero_quantized_stochastic_rounding"),
-            error_feedback=read.loco() if has_gradients else None,
-            has_checksum=has_checksum,
-        )
+        is_stochastic = read.flag("zero_quantized_stochastic_rounding")
+        gradients = None
+        if read.flag("zero_quantized_gradients"):
+            gradients = GradientFormat(within, between, is_stochastic, read.loco(), has_checksum)
         return cls(
             weights=weights if has_weights else None,
             frozen_weights=frozen if has_weights or has_frozen else None,
             partition_size=read.count("zero_hpz_partition_size"),
-            gradients=gradients if has_gradients else None,
+            gradients=gradients,
             has_checksum=has_checksum,
-            is_lossless=is_lossless,
-            codes_gradients=codes_gradients,
+            is_lossless=read.flag("zero_lossless_weights"),
+            codes_gradients=read.flag("zero_lossless_gradients"),
         )
 
     def group_size(self, ranks_per_node: int) -> int:
-        """Return the number of ranks per gather group: hpZ's partition if set, else a node."""
+        """Return the number of ranks per gather group: those of hpZ's partition or of a node."""
         return self.partition_size if self.partition_size > 1 else ranks_per_node
 
     def weight_packing(self, kind: str) -> Packing:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,28 +48,21 @@ class GradientFormat:
 
     @classmethod
     def make(
-        cls,
-        intra_node: str | BlockFormat,
-        inter_node: str | BlockFormat | None,
-        *,
-        is_stochastic: bool = False,
-        error_feedback: LocoSettings | None = None,
-        has_checksum: bool = False,
+        cls, intra_node: str | BlockFormat, inter_node: str | BlockFormat | None, **options: Any
     ) -> GradientFormat:
         """Create a format whose ``inter_node`` defaults to ``intra_node``."""
         near = BlockFormat.make(intra_node)
         far = near if inter_node is None else BlockFormat.make(inter_node)
-        return cls(near, far, is_stochastic, error_feedback, has_checksum)
+        return cls(near, far, **options)
 
 
-@dataclass(frozen=True, slots=True)
-class _Hop:
+class _Hop(NamedTuple):
     """Ranks and format of one exchange."""
 
     name: str
-    transport: TransportCollectives
     packing: Packing
-    senders: Sequence[int]  # ranks of the whole group, for error messages
+    senders: Sequence[int]  # ranks in the whole group, for error messages
+    transport: TransportCollectives
 
 
 class TwoHopReduce:
@@ -87,27 +81,22 @@ class TwoHopReduce:
         seed: int = 0,
         defers: bool = False,
     ) -> None:
-        rank, per_node = transport.rank, ranks_per_node
-        self._rank = rank
-        self._num_nodes = transport.world_size // per_node
-        self._per_node = per_node
-        node, local_rank = divmod(rank, per_node)
-        self.packings = [
-            Packing(kind, has_checksum=fmt.has_checksum, defers=defers)
-            for kind in (fmt.intra_node, fmt.inter_node)
-        ]
-        self._intra_node = self._inter_node = None
-        if per_node > 1:
-            near = [node * per_node + i for i in range(per_node)]
-            self._intra_node = _Hop(
-                "within the node", transport.subgroup(near), self.packings[0], near
-            )
-        if self._num_nodes > 1:
-            far = [n * per_node + local_rank for n in range(self._num_nodes)]
-            self._inter_node = _Hop("between nodes", transport.subgroup(far), self.packings[1], far)
+        rank, size, per_node = transport.rank, transport.world_size, ranks_per_node
+        self._rank, self._num_nodes, self._per_node = rank, size // per_node, per_node
+        first = rank - rank % per_node
+
+        def hop(name: str, kind: BlockFormat, ranks: list[int]) -> _Hop | None:
+            packing = Packing(kind, has_checksum=fmt.has_checksum, defers=defers)
+            return _Hop(name, packing, ranks, transport.subgroup(ranks)) if ranks[1:] else None
+
+        near, far = [*range(first, first + per_node)], [*range(rank % per_node, size, per_node)]
+        self._intra_node = hop("within the node", fmt.intra_node, near)
+        self._inter_node = hop("between nodes", fmt.inter_node, far)
+        self._hops = [hop for hop in (self._intra_node, self._inter_node) if hop is not None]
+        self.packings = [hop.packing for hop in self._hops]
         self.feedback = None if fmt.error_feedback is None else ErrorFeedback(fmt.error_feedback)
         # Every rank, use and ``seed`` gets its own seed of stochastic rounding.
-        stream = seed * transport.world_size + rank
+        stream = seed * size + rank
         self._first_seed = (stream * 0x85EBCA6B + 1) % 2**32 if fmt.is_stochastic else None
         self._num_seeds = 0
         self.sent = Scratch(transport)
@@ -115,8 +104,7 @@ class TwoHopReduce:
 
     def shortens(self, dtype: torch.dtype, numel: int) -> bool:
         """Whether slices of ``numel`` elements of ``dtype`` become shorter in every hop."""
-        hops = [hop for hop in (self._intra_node, self._inter_node) if hop is not None]
-        return bool(hops) and all(hop.packing.shortens(dtype, numel) for hop in hops)
+        return bool(self._hops) and all(p.shortens(dtype, numel) for p in self.packings)
 
     def reduce(self, out: Tensor, full: Tensor, *, unit: int) -> None:
         """Sum this rank's slice of every rank's ``full`` into ``out``, and wait for the result.
@@ -139,8 +127,6 @@ class TwoHopReduce:
             slices = sums
         if self._inter_node is not None:
             self._sum(self._inter_node, slices.view(1, num_nodes, numel), total, unit)
-        if self._intra_node is None and self._inter_node is None:
-            wide.copy_(full)
         if wide is not out:
             out.copy_(wide)
 
@@ -151,7 +137,7 @@ class TwoHopReduce:
         size, device = math.prod(shape), slices.device
         sent = self.sent.take(f"sent {hop.name}", size, torch.uint8, device)
         received = self.scratch.take(f"received {hop.name}", size, torch.uint8, device)
-        rows = sent.view(shape).transpose(0, 1)  # messages to one rank are adjacent
+        rows = sent.view(shape).transpose(0, 1)  # messages to one rank are adjacent in ``sent``
         self._pack(hop.packing, slices, rows, key=(unit, hop.name))
         hop.transport.all_to_all(received, sent, unit=unit).wait()
         rows = received.view(shape).transpose(0, 1)
@@ -174,6 +160,10 @@ class TwoHopReduce:
             arrived = self.scratch.take("arrived", len(flat), torch.float32, flat.device)
             packing.unpack(own, arrived, senders=[self._rank] * len(own))
             self.feedback.update(own_key, compensated, arrived)
+
+    @property
+    def errors(self) -> list[Tensor]:
+        return [] if self.feedback is None else self.feedback.tensors
 
     def forget(self) -> None:
         """Restart the seeds of stochastic rounding and drop all errors."""
@@ -207,8 +197,8 @@ class SliceReducer:
     def reduce(self, out: Tensor, full: Tensor, *, scale: float, key: object = None) -> None:
         """Fill ``out`` with ``scale`` times the sum of this rank's slice over all ranks.
 
-        The sum and the scaling are in fp32, so that fp16 cannot overflow before an average is
-        taken. An exact fp64 slice is summed in fp64. Both tensors are flat and contiguous. Error
+        Both tensors are flat and contiguous. The sum and the scaling are in fp32, so that fp16
+        cannot overflow before an average is taken. An exact fp64 slice is summed in fp64. Error
         feedback keeps one error per ``key`` and length.
         """
         if self._two_hop is None:

@@ -11,12 +11,11 @@ intra-group: the ranks of a group exchange the slices from phase 1 and put all s
 [Note: secondary shards]
 After phase 1 a rank holds 1/G of the unit, its **secondary shard**. hpZ keeps it with the version
 of its weights. Later gathers of that version, in backward or further micro-steps, then run phase 2
-only and send nothing outside the group. The first gather of a version fills the secondary shard. A
-version is recorded only after all bytes have arrived, so an incomplete shard is never used. All
-ranks count versions alike and refresh in the same call. Ranks of the group may read a secondary
-shard in place. Only a gather of a new version overwrites it. By then every rank has finished its
-earlier gathers and has taken part in a later exchange with all ranks (see
-`zero_comm.transport.protocol`).
+only and send nothing outside the group. A version is recorded only after all bytes have arrived, so
+an incomplete shard is never used. All ranks count versions alike and refresh in the same call.
+Ranks of the group may read a secondary shard in place. Only a gather of a new version overwrites
+it. By then every rank has finished its earlier gathers and has taken part in a later exchange with
+all ranks (see `zero_comm.transport.protocol`).
 
 [Note: differences]
 SDP4Bit (Jia et al., arXiv 2410.15526), section 3.1: weights change little per step, so a change
@@ -27,24 +26,23 @@ error. Without an earlier version the shard is sent exactly.
 
 [Note: lossless differences]
 In a step of fine-tuning most 16-bit weights keep their bits or move to a neighbouring number. A
-rank sends the change since its last published version, as a message of
-`zero_comm.lossless.message`.
+rank sends the change since its last published version (`zero_comm.lossless.message`).
 
-Sender and receivers must hold the same earlier values. Secondary shards guarantee this, because
-only gathers write to them. A buffer that the engine keeps, as in stages 1 and 2, also holds the
-earlier values, but user code may have edited them. Each rank therefore computes checksums of its
-buffer, with its own slice as published. The ranks compare the checksums, message lengths and
-versions. If any differ, if nothing was published before, or if a difference is not shorter, all
-ranks send whole values. A rank that lost its kept values thus enters the same collectives as the
-others. The exchange is part of the gather, for which a host waits. An engine on accelerators
-announces the gathers of all units after its update instead: one exchange, and one wait.
+Sender and receivers must hold the same earlier values. Only gathers write to secondary shards. A
+buffer that the engine keeps, as in stages 1 and 2, may have been edited by user code. Each rank
+therefore computes a checksum of its buffer, with its own slice as published. The ranks exchange
+checksums, versions and message lengths. All ranks send whole values if checksums or versions
+differ, if nothing was published before, or if the longest difference is not shorter. A rank that
+lost its kept values thus enters the same collectives as the others. The exchange is part of the
+gather, and the host waits for it. An engine on accelerators announces the gathers of all units
+after its update instead: one exchange, and one wait.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final, TypedDict, Unpack
@@ -52,16 +50,19 @@ from typing import Any, Final, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from zero_comm.lossless.message import Checks, max_message_nbytes, measure, pack, unpack
+from zero_comm.lossless.codec import find_codec
+from zero_comm.lossless.message import Checks, max_message_nbytes, message_nbytes, pack, unpack
 from zero_comm.quantizer.checksum import checksum_of, checksums
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import TransportCollectives
 from zero_comm.transport.scratch import Scratch
 
-# Version of the kept values, None without any, and version of the gathered values.
-_Versions = tuple[int | None, int]
+# Versions of the kept and of the gathered values, equal on all ranks.
+_Versions = tuple[int, int]
 _Gather = Callable[[Tensor, Tensor], None]
-_NONE: Final = -1  # sent as the version of the kept values if there are none
+_NONE: Final = -1  # version of memory without values
+# By unit and version: a function that waits for the numbers of all units, and the unit's index.
+Announced = dict[tuple[int, int], tuple[Callable[[], Tensor], int]]
 
 
 class Origin(TypedDict):
@@ -105,10 +106,10 @@ def _gather(
 
 @dataclass(slots=True)
 class _Entry:
-    """Kept memory of a unit, and the version of the weights in it, None if there are none."""
+    """Kept memory of a unit, and the version of the weights in it."""
 
     values: Tensor
-    version: int | None = None
+    version: int = _NONE
 
 
 _Shared = tuple[TransportCollectives, Grid, Scratch]  # arguments of `WeightGather`
@@ -122,10 +123,17 @@ class WeightGather(ABC):
 
     kept_kind: str  # key of the kept memory in `QuantizedCollectives.private_nbytes`
 
-    def __init__(self, transport: TransportCollectives, grid: Grid, scratch: Scratch) -> None:
+    def __init__(
+        self,
+        transport: TransportCollectives,
+        grid: Grid,
+        scratch: Scratch,
+        packing: Packing | None = None,
+    ) -> None:
         self._transport = transport
         self._grid = grid
         self._scratch = scratch
+        self._packing = packing
         self._entries: dict[int, _Entry] = {}
 
     @abstractmethod
@@ -135,7 +143,7 @@ class WeightGather(ABC):
     def forget(self) -> None:
         """Invalidate the kept weights. All ranks must call it between the same gathers."""
         for entry in self._entries.values():
-            entry.version = None
+            entry.version = _NONE
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -154,8 +162,22 @@ class WeightGather(ABC):
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._transport.zeros(numel, dtype, device)
 
-    def take_bytes(self, purpose: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        return self._scratch.take(purpose, math.prod(shape), torch.uint8, device).view(shape)
+    def _gather_rows(self, message: Tensor, **origin: Unpack[Origin]) -> Tensor:
+        """Phase 1: return the message of each group, [groups, bytes]."""
+        shape = self._grid.num_groups, message.numel()
+        if shape[0] == 1:
+            return message.view(shape)
+        rows = self._scratch.take("messages", math.prod(shape), torch.uint8, message.device)
+        self._grid.gather_inter_group(rows, message, **origin)
+        return rows.view(shape)
+
+    def _gather_messages(self, message: Tensor, **origin: Unpack[Origin]) -> Tensor:
+        """Both phases: return the messages of all ranks, [G, groups, bytes]."""
+        rows, size = self._gather_rows(message, **origin), self._grid.group_size
+        numel = size * rows.numel()
+        arrived = self._scratch.take("all messages", numel, torch.uint8, message.device)
+        self._grid.gather_intra_group(arrived, rows, **origin)
+        return arrived.view(size, *rows.shape)
 
 
 class MessageGather(WeightGather):
@@ -163,50 +185,26 @@ class MessageGather(WeightGather):
 
     kept_kind = "quantized weights"
 
-    def __init__(
-        self, transport: TransportCollectives, grid: Grid, scratch: Scratch, packing: Packing
-    ) -> None:
-        super().__init__(transport, grid, scratch)
-        self._packing = packing
-
     def gather(self, out: Tensor, shard: Tensor, *, version: int, **origin: Unpack[Origin]) -> None:
-        nbytes, device = self._packing.nbytes(shard.numel()), shard.device
-        entry = self._entry(origin["unit"], nbytes, torch.uint8, device)
+        packing = self._packing
+        assert packing is not None, "messages have a format"
+        nbytes = packing.nbytes(shard.numel())
+        entry = self._entry(origin["unit"], nbytes, torch.uint8, shard.device)
         if entry.version != version:
-            entry.version = None
-            self._packing.pack(shard, entry.values.view(1, -1))
+            entry.version = _NONE
+            packing.pack(shard, entry.values.view(1, -1))
             entry.version = version
-        groups, size = self._grid.num_groups, self._grid.group_size
-        rows = entry.values.view(1, nbytes)
-        if groups > 1:
-            rows = self.take_bytes("messages", (groups, nbytes), device)
-            self._grid.gather_inter_group(rows, entry.values, **origin)
-        everything = self.take_bytes("all messages", (size, groups, nbytes), device)
-        self._grid.gather_intra_group(everything, rows, **origin)
-        self._packing.unpack(everything.transpose(0, 1), out, senders=range(groups * size))
+        rows = self._gather_messages(entry.values, **origin).transpose(0, 1)
+        packing.unpack(rows, out, senders=range(self._transport.world_size))
 
 
 class SecondaryGather(WeightGather):
     """Gathers weights from secondary shards. See [Note: secondary shards].
 
     Phase 1 sends messages of ``packing``, or exact values without one. Phase 2 sends exact values.
-    ``sends_differences`` selects [Note: differences].
     """
 
     kept_kind = "secondary shards"
-
-    def __init__(
-        self,
-        transport: TransportCollectives,
-        grid: Grid,
-        scratch: Scratch,
-        packing: Packing | None = None,
-        *,
-        sends_differences: bool = False,
-    ) -> None:
-        super().__init__(transport, grid, scratch)
-        self._packing = packing
-        self._sends_differences = sends_differences
 
     def gather(self, out: Tensor, shard: Tensor, *, version: int, **origin: Unpack[Origin]) -> None:
         grid = self._grid
@@ -215,7 +213,7 @@ class SecondaryGather(WeightGather):
         )
         secondary = entry.values.view(grid.num_groups, -1)
         if entry.version != version:
-            versions, entry.version = (entry.version, version), None
+            versions, entry.version = (entry.version, version), _NONE
             self._refresh(secondary, shard, versions, **origin)
             entry.version = version
         if grid.group_size == 1:  # ``secondary`` is in rank order already
@@ -229,125 +227,67 @@ class SecondaryGather(WeightGather):
     def _refresh(
         self, secondary: Tensor, shard: Tensor, versions: _Versions, **origin: Unpack[Origin]
     ) -> None:
-        """Fill ``secondary``, [groups, s], with the current shards of its groups: phase 1.
+        """Fill ``secondary``, [groups, s], with the current shards of its groups: phase 1."""
+        if self._packing is None:
+            self._grid.gather_inter_group(secondary, shard, **origin)
+            return
+        rows = self._gather_packed(shard, self._packing, **origin)
+        self._packing.unpack(rows, secondary.view(-1), senders=self._grid.peers)
 
-        ``versions`` are equal on all ranks: that of ``secondary``, None if it holds no values, and
-        that of ``shard``.
-        """
-        packing, grid, device = self._packing, self._grid, shard.device
-        if packing is None or (self._sends_differences and versions[0] is None):
+    def _gather_packed(self, values: Tensor, packing: Packing, **origin: Unpack[Origin]) -> Tensor:
+        nbytes = packing.nbytes(values.numel())
+        message = self._scratch.take("message", nbytes, torch.uint8, values.device)
+        packing.pack(values, message.view(1, -1))
+        return self._gather_rows(message, **origin)
+
+
+class DifferenceGather(SecondaryGather):
+    """`SecondaryGather` whose phase 1 sends quantized differences. See [Note: differences]."""
+
+    def _refresh(
+        self, secondary: Tensor, shard: Tensor, versions: _Versions, **origin: Unpack[Origin]
+    ) -> None:
+        grid, packing = self._grid, self._packing
+        if packing is None or versions[0] == _NONE:
             grid.gather_inter_group(secondary, shard, **origin)
             return
-        sent = shard
-        if self._sends_differences:
-            sent = self._scratch.take("change", shard.numel(), torch.float32, device)
-            sent.copy_(shard).sub_(secondary[grid.group])
-        nbytes = packing.nbytes(shard.numel())
-        message = self.take_bytes("message", (1, nbytes), device)
-        packing.pack(sent, message)
-        rows = self.take_bytes("messages", (grid.num_groups, nbytes), device)
-        grid.gather_inter_group(rows, message, **origin)
-        if not self._sends_differences:
-            packing.unpack(rows, secondary.view(-1), senders=grid.peers)
-            return
+        change = self._scratch.take("change", shard.numel(), torch.float32, shard.device)
+        change.copy_(shard).sub_(secondary[grid.group])
+        rows = self._gather_packed(change, packing, **origin)
         for row, published, sender in zip(rows, secondary, grid.peers, strict=True):
-            packing.unpack(row.view(1, -1), sent, senders=[sender])
+            packing.unpack(row.view(1, -1), change, senders=[sender])
             # A sum in fp32 with one rounding gives the same bits in every group.
-            published.copy_(sent.add_(published))
-
-
-class Differences:
-    """Lossless differences of an engine's weights. See [Note: lossless differences].
-
-    Ranks exchange three **numbers** per unit: bytes of the message, version of the kept values, and
-    a checksum of all values that the rank holds. Jobs of one queue call the methods.
-    """
-
-    def __init__(self, scratch: Scratch, checks: Checks) -> None:
-        self._scratch = scratch
-        self._checks = checks
-        # By unit and version: a function that returns numbers of units, and the unit's place.
-        self._announced: dict[tuple[int, int], tuple[Callable[[], Tensor], int]] = {}
-
-    def announce(
-        self, numbers: Mapping[tuple[int, int], Tensor], num_ranks: int, gather: _Gather
-    ) -> None:
-        """Exchange the numbers of several units and versions, without waiting for them."""
-        self.forget()
-        if numbers:
-            read = _exchanged([*numbers.values()], num_ranks, gather)
-            self._announced = {key: (read, place) for place, key in enumerate(numbers)}
-
-    def forget(self) -> None:
-        self._announced.clear()
-
-    def message(
-        self,
-        old: Tensor,
-        new: Tensor,
-        unit: int,
-        versions: _Versions,
-        ranks: Sequence[int],
-        gather: _Gather,
-        held: Sequence[Tensor] = (),
-    ) -> Tensor | None:
-        """Return a message, cut to the longest of any of ``ranks``. None: send whole values.
-
-        Without an announcement ``gather`` exchanges the numbers, and the host waits for them.
-        """
-        before, now = versions
-        most = max_message_nbytes(new.numel(), new.element_size())
-        message = self._scratch.take("message", most, torch.uint8, new.device)
-        announced, nbytes = self._announced.pop((unit, now), None), None
-        if announced is not None:
-            read, place = announced
-            found = read()[[*ranks], place]
-        else:
-            if before is not None:
-                nbytes = pack("differences", old, new, message=message, versions=(before, now))
-            own = numbers_of(old, new, before, held, nbytes)
-            found = _exchanged([own], len(ranks), gather)()[:, 0]
-        lengths, kept, sums = zip(*found.tolist(), strict=True)
-        length = max(lengths)
-        if before is None or {*kept} != {before} or len({*sums}) > 1 or length >= new.nbytes:
-            return None
-        if nbytes is None:
-            pack("differences", old, new, message=message, versions=(before, now))
-        return message[:length]
-
-    def apply(
-        self, rows: Tensor, old: Sequence[Tensor], unit: int, versions: _Versions, **ranks: Any
-    ) -> None:
-        """Apply the messages in ``rows`` to ``old``. ``ranks``: ``senders`` and ``own``."""
-        before, now = versions
-        assert before is not None, "the ranks have agreed on it"
-        checked: Any = {"unit": unit, "checks": self._checks, "versions": (before, now)}
-        unpack("differences", rows, old, **checked, **ranks)
+            published.copy_(change.add_(published))
 
 
 def numbers_of(
     old: Tensor,
     new: Tensor,
-    before: int | None,
+    before: int,
     held: Sequence[Tensor] = (),
     nbytes: Tensor | None = None,
 ) -> Tensor:
-    """Return this rank's numbers for `Differences`: int64, [3]."""
-    zero = torch.zeros((), dtype=torch.int64, device=new.device)
-    if before is None:
+    """Return the three numbers that ranks compare: int64, [3]. See [Note: lossless differences].
+
+    They are the bytes of this rank's message, the version of the kept values, and a checksum of
+    ``held``, which are the values that the ranks must hold alike.
+    """
+    total = zero = torch.zeros((), dtype=torch.int64, device=new.device)
+    if before == _NONE:
         return torch.stack([zero, zero + _NONE, zero])
-    total = zero
+    if nbytes is None:
+        nbytes = message_nbytes(find_codec("differences", new.device).measure(old, new))
     if held:
         total = checksums(torch.stack([*map(checksum_of, held)]).view(torch.uint8))
-    return torch.stack([measure(old, new) if nbytes is None else nbytes, zero + before, total])
+    return torch.stack([nbytes, zero + before, total])
 
 
-def _exchanged(numbers: list[Tensor], num_ranks: int, gather: _Gather) -> Callable[[], Tensor]:
-    """Exchange numbers. The result waits for them and returns them on the host: [ranks, units, 3].
+def exchange(numbers: Sequence[Tensor], num_ranks: int, gather: _Gather) -> Callable[[], Tensor]:
+    """Start to exchange the ``numbers`` of units. The result waits, and returns [ranks, units, 3].
 
-    ``gather`` fills its first argument with the second one of every rank.
+    ``gather`` fills its first argument with every rank's second one.
     """
-    own = torch.stack(numbers)
+    own = torch.stack([*numbers])
     found = own.new_empty(num_ranks, *own.shape)
     gather(found.view(-1), own.view(-1))
     if found.is_cpu:
@@ -367,17 +307,60 @@ def _exchanged(numbers: list[Tensor], num_ranks: int, gather: _Gather) -> Callab
 class LosslessGather(WeightGather):
     """Gathers weights as lossless differences, if every rank has the earlier values."""
 
-    def __init__(self, differences: Differences, *shared: *_Shared) -> None:
+    def __init__(self, announced: Announced, checks: Checks, *shared: *_Shared) -> None:
         super().__init__(*shared)
-        self._differences = differences
+        self._announced = announced
+        self._checks = checks
 
     @abstractmethod
     def numbers(self, out: Tensor | None, shard: Tensor, unit: int) -> Tensor:
-        """Return this rank's numbers for `Differences.announce`."""
+        """Return this rank's numbers of a unit (see `numbers_of`) for an announcement."""
+
+    def _message(
+        self,
+        old: Tensor,
+        new: Tensor,
+        unit: int,
+        versions: _Versions,
+        ranks: Sequence[int],
+        gather: _Gather,
+        held: Sequence[Tensor] = (),
+    ) -> Tensor | None:
+        """Return a message, cut to the longest of any of ``ranks``. None: send whole values.
+
+        Without an announcement ``gather`` exchanges the numbers, and the host waits for them.
+        """
+        (before, now), nbytes = versions, None
+        most = max_message_nbytes(new.numel(), new.element_size())
+        message = self._scratch.take("message", most, torch.uint8, new.device)
+        announced = self._announced.pop((unit, now), None)
+        if announced is not None:
+            read, place = announced
+            found = read()[[*ranks], place]
+        else:
+            if before != _NONE:
+                nbytes = pack("differences", old, new, message=message, versions=versions)
+            own = numbers_of(old, new, before, held, nbytes)
+            found = exchange([own], len(ranks), gather)()[:, 0]
+        lengths, kept, sums = zip(*found.tolist(), strict=True)
+        length = max(lengths)
+        if before == _NONE or {*kept} != {before} or len({*sums}) > 1 or length >= new.nbytes:
+            return None
+        if nbytes is None:
+            pack("differences", old, new, message=message, versions=versions)
+        return message[:length]
+
+    def _apply(
+        self, rows: Tensor, old: list[Tensor], unit: int, versions: _Versions, senders: list[int]
+    ) -> None:
+        """Apply the messages in ``rows`` to ``old``, except this rank's own."""
+        checks, own = self._checks, self._transport.rank
+        about: dict[str, Any] = {"unit": unit, "versions": versions}
+        unpack("differences", rows, old, senders=senders, checks=checks, own=own, **about)
 
 
 class LosslessSecondaryGather(LosslessGather, SecondaryGather):
-    """`SecondaryGather` that refreshes its secondary shards by lossless differences."""
+    """`SecondaryGather` whose phase 1 sends lossless differences."""
 
     def numbers(self, out: Tensor | None, shard: Tensor, unit: int) -> Tensor:
         grid = self._grid
@@ -389,14 +372,12 @@ class LosslessSecondaryGather(LosslessGather, SecondaryGather):
     ) -> None:
         grid, unit, own = self._grid, origin["unit"], secondary[self._grid.group]
         gather = partial(grid.gather_inter_group, **origin)
-        message = self._differences.message(own, shard, unit, versions, grid.peers, gather)
+        message = self._message(own, shard, unit, versions, grid.peers, gather)
         if message is None:
             gather(secondary, shard)
             return
-        rows = self.take_bytes("messages", (grid.num_groups, len(message)), shard.device)
-        gather(rows, message)
-        ranks = {"senders": grid.peers, "own": self._transport.rank}
-        self._differences.apply(rows, [*secondary], unit, versions, **ranks)
+        rows = self._gather_rows(message, **origin)
+        self._apply(rows, [*secondary], unit, versions, grid.peers)
         own.copy_(shard)
 
 
@@ -415,29 +396,22 @@ class PublishedGather(LosslessGather):
         return numbers_of(entry.values, shard, entry.version, self._held(out, entry.values))
 
     def gather(self, out: Tensor, shard: Tensor, *, version: int, **origin: Unpack[Origin]) -> None:
-        grid, unit, device = self._grid, origin["unit"], shard.device
-        groups, size, ranks = grid.num_groups, grid.group_size, self._transport.world_size
-        entry = self._entry(unit, shard.numel(), shard.dtype, device)
-        versions, entry.version = (entry.version, version), None
+        unit, ranks = origin["unit"], range(self._transport.world_size)
+        entry = self._entry(unit, shard.numel(), shard.dtype, shard.device)
+        versions, entry.version = (entry.version, version), _NONE
 
         def gather(out: Tensor, shard: Tensor) -> None:
             self._transport.all_gather(out, shard, version=version, **origin).wait()
 
-        slices, held = [*out.view(ranks, -1)], self._held(out, entry.values)
-        message = self._differences.message(
-            entry.values, shard, unit, versions, range(ranks), gather, held
-        )
+        held = self._held(out, entry.values)
+        message = self._message(entry.values, shard, unit, versions, ranks, gather, held)
         if message is None:
             gather(out, shard)
         else:
-            rows = self.take_bytes("messages", (groups, len(message)), device)
-            grid.gather_inter_group(rows, message, **origin)
-            arrived = self.take_bytes("all messages", (size, groups, len(message)), device)
-            grid.gather_intra_group(arrived, rows, **origin)
-            senders = [g * size + i for i in range(size) for g in range(groups)]
-            values = [slices[sender] for sender in senders]
-            into = arrived.view(ranks, -1), values, unit, versions
-            self._differences.apply(*into, senders=senders, own=self._transport.rank)
+            rows = self._gather_messages(message, **origin)
+            senders = [g * len(rows) + i for i in range(len(rows)) for g in range(rows.shape[1])]
+            values = [held[sender] for sender in senders]
+            self._apply(rows.flatten(0, 1), values, unit, versions, senders)
         entry.values.copy_(shard)
         entry.version = version
 

@@ -41,8 +41,8 @@ code only. Levels end when no code is the largest one, or at the width of an ele
 the width of an element, so ``s`` is 0 to 2 for 16 bits and 0 to 3 for 32 bits.
 
 Codes whose width doubles suit a step of Adam, whose differences are nearly geometric in their
-binary logarithm. They cost 0.1 to 0.5 bits more than the entropy (docs/benchmarks.md, "Lossless
-differences of weights").
+binary logarithm. They cost 0.1 to 0.5 bits more than the entropy ("Lossless differences of
+weights" in integration/lab/evidence/benchmarks.md).
 
 [Note: the value buffer]
 The bits of an element are rotated left by one, which moves the sign to the lowest bit. The highest

@@ -22,30 +22,28 @@ class Codec(Protocol):
     Tensors are flat, contiguous, on one device, and do not overlap. Elements have 2 or 4 bytes.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of the codec in ``ZERO_COMM_BACKEND``."""
+    name: str  # in ``ZERO_COMM_BACKEND``
 
     def encode(self, *operands: Tensor, out: Tensor, num_threads: int | None = None) -> Tensor:
         """Encode the last operand into ``out``, and return the number of bytes written.
 
         The difference coding has two operands, the old and the new elements, of one dtype and
         length. The value coding has one operand. ``out`` is uint8, has `max_buffer_nbytes` bytes
-        and an even address. The compiled codec leaves the contents after the written bytes
-        undefined, the others write zeros. The result is an int64 scalar on the same device.
-        ``num_threads`` limits the threads of the compiled kernel, None: torch's thread count.
+        and an even address. The compiled codec leaves the bytes after the result undefined, the
+        others write zeros. The result is an int64 scalar on the same device. ``num_threads`` of
+        the compiled kernel defaults to torch's thread count.
         """
 
     def measure(self, *operands: Tensor) -> Tensor:
-        """Return the bytes that `encode` would write, as `encode` does. Not compiled for hosts."""
+        """Return the number of bytes that `encode` would write. The compiled codec lacks it."""
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
         """Decode ``buffer`` into ``values``, and return the number of bytes of the coded elements.
 
         With the difference coding ``values`` must hold the old elements. ``buffer`` starts at an
         even address with the bytes that `encode` wrote. The result is an int64 scalar on the same
-        device. It is negative if no encoder can have written these bytes, and ``values`` are then
-        undefined. The compiled codec accepts no further bytes in ``buffer``.
+        device, negative if no encoder can have written the bytes. ``values`` are then undefined.
+        Only the compiled codec refuses further bytes at the end of ``buffer``.
         """
 
 
@@ -58,7 +56,7 @@ def find_codec(coding: Coding, device: torch.device) -> Codec:
 def encode_difference(old: Tensor, new: Tensor) -> Tensor:
     """Encode the change from ``old`` to ``new`` without losing a bit, and return the bytes.
 
-    The dtype may be any with 16 or 32 bits. NaN, signed zeros and denormals keep their bits. [Note:
+    The dtype may be any of 16 or 32 bits. NaN, signed zeros and denormals keep their bits. [Note:
     the difference buffer] defines the bytes: uint8, 1-D, on the same device. They are at most ``2 /
     256`` bytes per element longer than ``new``.
 
@@ -93,15 +91,10 @@ def apply_difference(values: Tensor, difference: Tensor) -> None:
 
 
 def encode_values(values: Tensor) -> Tensor:
-    """Encode ``values`` without losing a bit, and return the bytes.
+    """Encode ``values`` of any shape without losing a bit, and return the bytes.
 
-    Gradients take about 11 of the 16 bits of bfloat16. ``values`` may have any shape and any dtype
-    of 16 or 32 bits. NaN, signed zeros and denormals keep their bits. [Note: the value buffer]
-    defines the bytes: uint8, 1-D, on the same device. They are at most ``2 / 256`` bytes per
-    element longer than ``values``.
-
-    Raises:
-        ValueError: elements do not have 2 or 4 bytes.
+    Gradients take about 11 of the 16 bits of bfloat16. [Note: the value buffer] defines the bytes.
+    The dtypes, the largest size and the errors are those of `encode_difference`.
     """
     _check_itemsize("values", values)
     return _encode("values", values)
@@ -110,13 +103,7 @@ def encode_values(values: Tensor) -> Tensor:
 def decode_values(buffer: Tensor, values: Tensor) -> None:
     """Fill ``values`` with the elements that `encode_values` encoded.
 
-    Args:
-        buffer: uint8, 1-D, on the device of ``values``.
-        values: contiguous, with the number and size of the encoded elements; overwritten.
-
-    Raises:
-        ValueError: an argument does not fit, or `encode_values` did not make ``buffer`` for such a
-            tensor. ``values`` are then undefined.
+    Arguments and errors are those of `apply_difference`, but ``values`` may have any old contents.
     """
     _decode("values", "buffer", buffer, values)
 

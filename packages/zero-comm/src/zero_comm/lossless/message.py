@@ -18,11 +18,11 @@ Every message has a checksum, because a damaged difference would corrupt all lat
 unnoticed. Zeros do not change the checksum, so the XOR finds a length that is wrong by padding.
 
 [Note: checks on a device]
-On a host a damaged message raises before it is decoded. On an accelerator a check would make the
-host wait for the device, so all messages are decoded and `Checks` keeps the results on the device.
-An engine sums them over the ranks with the statistics of its step, before it decides on the update.
-Messages of gathers after that are summed in the next step. Those of an evaluation after the last
-step are not.
+On a host a damaged message is refused before it is decoded. On an accelerator a check would make
+the host wait for the device, so all messages are decoded and `Checks` keeps the results there.
+An engine adds the number of damaged messages to the statistics that all ranks sum in a step, before
+it decides on the update. Later messages count in the next step. Messages of an evaluation after the
+last step are never counted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FIXED: Final = "=2sBBIqqq"
 _LENGTHS: Final = "=qq"
 _LENGTHS_AT: Final = struct.calcsize(_FIXED)
 _LETTERS: Final = {"differences": b"ZD", "values": b"ZV"}
-# Parts of error messages: the contents, another origin, what ranks must share, the expectation.
+# Words of error messages: the contents, a wrong origin, what ranks must share, the expected bytes.
 _WORDS: Final = {
     "differences": ("differences", "of other weights", "versions", "differences"),
     "values": ("gradients", "of another unit", "model", "coded values"),
@@ -97,16 +97,9 @@ def max_message_nbytes(numel: int, itemsize: int) -> int:
 
 
 def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
-    """Whether ``numel`` elements should be sent as a message, which may be up to 2% longer.
-
-    Below 4 KiB the exchange of message lengths would take longer than the message saves.
-    """
+    """Whether ``numel`` elements should be sent as a message, which may be up to 2% longer."""
+    # Below 4 KiB the exchange of message lengths takes longer than a message saves.
     return dtype.itemsize in frame.ITEMSIZES and numel * dtype.itemsize >= _SHORTEST_NBYTES
-
-
-def measure(old: Tensor, new: Tensor) -> Tensor:
-    """Return the bytes of a message of differences, as `pack` does."""
-    return message_nbytes(find_codec("differences", new.device).measure(old, new))
 
 
 def pack(
@@ -121,14 +114,8 @@ def pack(
     values, buffer = operands[-1], message[HEADER_NBYTES:]
     nbytes = find_codec(coding, values.device).encode(*operands, out=buffer)
     if message.is_cpu:
-        length = int(nbytes)
-        total = message_nbytes(length)
-        message[HEADER_NBYTES + length : total] = 0
-        checksum = length ^ int(checksums(message[HEADER_NBYTES:total]))
-        lengths = struct.pack(_LENGTHS, length, checksum)
-        header = bytearray(_fixed_part(coding, values, versions) + lengths)
-        message[:HEADER_NBYTES] = torch.frombuffer(header, dtype=torch.uint8)
-        return torch.tensor(total)
+        buffer = message[HEADER_NBYTES : message_nbytes(int(nbytes))]
+        buffer[int(nbytes) :] = 0
     words = message[:HEADER_NBYTES].view(torch.int64)
     words[:4] = fill_words(_fixed_part(coding, values, versions), message.device)
     words[4], words[5] = nbytes, nbytes ^ checksums(buffer)
@@ -149,10 +136,10 @@ def unpack(
     """Decode the message in each of ``rows``, uint8 [senders, bytes], into its flat ``values``.
 
     ``values`` hold the old version of a difference. The row of sender ``own`` is left out. Rows
-    start at multiples of 16 bytes and may have extra bytes at their end: zeros on an accelerator,
-    which adds the checks of the messages to ``checks``. A host raises CorruptMessageError if a
-    message is damaged or belongs to other elements or versions. Its ``values`` are unchanged then,
-    unless wrong bytes have the right checksum.
+    start at multiples of 16 bytes and may have extra bytes at their end, which are zeros on an
+    accelerator. On a host a message that is damaged or of other elements or versions raises
+    CorruptMessageError, and its ``values`` are unchanged unless wrong bytes have the right
+    checksum. An accelerator adds its checks to ``checks`` instead.
     """
     codec, each = find_codec(coding, rows.device), zip(rows, values, senders, strict=True)
     if rows.is_cpu:
@@ -215,10 +202,7 @@ def _fixed_part(coding: Coding, values: Tensor, versions: tuple[int, int]) -> by
 
 
 class GradientMessages:
-    """`zero_comm.transport.protocol.SliceCodec` for the gradient slices that a reduction sends.
-
-    Messages are at multiples of 16 bytes.
-    """
+    """`zero_comm.transport.protocol.SliceCodec` of messages at multiples of 16 bytes."""
 
     def __init__(self, checks: Checks) -> None:
         self.checks = checks

@@ -1,7 +1,6 @@
 """Lossless codec of compiled kernels for host memory, with torch's thread count.
 
-`zero_comm.quantizer.native_backend` selects the instruction set. The fastest kernels need AVX-512
-VBMI2.
+`zero_comm.quantizer.native_backend` selects the instruction set, at best AVX-512 VBMI2.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lossless codecs in plain torch operations for every device. Other codecs must match their bytes.
 
 The notes of `zero_comm.lossless.block_frame` define the bytes. All shapes depend on the number of
-elements alone, so that the host never waits for a device: what a block does not have is masked.
+elements alone, so that the host never waits for a device. Absent bytes and elements are masked.
 """
 
 from __future__ import annotations
@@ -20,31 +20,30 @@ from zero_comm.lossless.block_frame import BLOCK_NUMEL
 _CHUNK_BLOCKS: Final = 4096  # limits each int64 workspace of [blocks, 256] to 8 MiB
 _IMPOSSIBLE: Final = 1 << 20  # bytes: more than any mode takes
 INTEGERS: Final = {2: torch.int16, 4: torch.int32}
+_Measured = tuple[Tensor, dict[int, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Consecutive blocks of a buffer. Tensors are int64, [blocks, 1], and ``lane`` is [256]."""
+    """Consecutive blocks of a uint8 buffer. Other tensors are int64, [blocks, 1] by default."""
 
     buffer: Tensor
     mode: Tensor
     nbytes: Tensor
     begin: Tensor  # offset of the block's bytes in ``buffer``
     present: Tensor  # number of elements
-    lane: Tensor
+    lane: Tensor  # [256]: the numbers of a block's elements
     itemsize: int
 
     def store(self, at: Tensor, values: Tensor, is_stored: Tensor, nbytes: int = 1) -> None:
         """Add the bytes of ``values`` at offsets ``at`` of the zeroed buffer, lowest byte first."""
-        whole = torch.broadcast_tensors(at, values, is_stored)  # type: ignore[no-untyped-call]
-        at, values, is_stored = whole
         at, values = torch.where(is_stored, at, 0), torch.where(is_stored, values, 0)
         for byte in range(nbytes):
             part = (values >> 8 * byte & 0xFF).to(torch.uint8)
             self.buffer.index_add_(0, (at + byte).flatten(), part.flatten())
 
     def load(self, at: Tensor, is_loaded: Tensor, nbytes: int = 1) -> Tensor:
-        """Return int64 values of ``nbytes`` bytes, 0 where masked out. ``at`` may be damaged."""
+        """Return int64 values of ``nbytes`` bytes, 0 where masked out. ``at`` may be too large."""
         at, last = torch.where(is_loaded, at, 0), len(self.buffer) - 1
         values = torch.zeros_like(at)
         for byte in range(nbytes):
@@ -61,12 +60,11 @@ class TorchCodec(ABC):
     name = "torch"
 
     @abstractmethod
-    def _measure(
-        self, bits: list[Tensor], present: Tensor, itemsize: int
-    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-        """Return the integers to code, whether each block is empty, and its sizes by mode above 1.
+    def _measure(self, bits: list[Tensor], present: Tensor, itemsize: int) -> _Measured:
+        """Return the integers to code, and the sizes of each block by mode above 1, [blocks, 1].
 
-        Both are [blocks, 1]. A mode that a block cannot have takes ``_IMPOSSIBLE`` bytes.
+        The integers of an empty block are zeros. A mode that a block cannot have takes
+        ``_IMPOSSIBLE`` bytes.
         """
 
     @abstractmethod
@@ -75,15 +73,12 @@ class TorchCodec(ABC):
 
     @abstractmethod
     def _read(self, old: Tensor, blocks: _Blocks) -> tuple[Tensor, Tensor]:
-        """Return the new bits of blocks that are not raw, and whether each is sound, [blocks, 1].
-
-        ``old`` has the old bits.
-        """
+        """Return new bits of blocks of modes above 1, and whether they are sound, [blocks, 1]."""
 
     def measure(self, *operands: Tensor) -> Tensor:
         end = _full(frame.descriptors_nbytes(operands[0].numel()), operands[0])
         for _, chunk in _chunks(operands[0].numel()):
-            end = end + self._choose([operand[chunk] for operand in operands])[2].sum()
+            end += self._choose([operand[chunk] for operand in operands])[2].sum()
         return end
 
     def encode(self, *operands: Tensor, out: Tensor, num_threads: int | None = None) -> Tensor:
@@ -107,12 +102,12 @@ class TorchCodec(ABC):
         """Return the new bits, each block's mode and bytes, and the integers to code."""
         itemsize, bits = operands[0].element_size(), [_bits(operand) for operand in operands]
         _, present = _places(len(bits[0]), operands[0])
-        coded, is_empty, candidates = self._measure(bits, present, itemsize)
+        coded, candidates = self._measure(bits, present, itemsize)
         # The mode is in the lowest 4 bits, so the minimum prefers the lowest mode of equal size.
         best = present * itemsize * 16 + frame.RAW
         for further_mode, found in candidates.items():
             best = torch.minimum(best, found * 16 + further_mode)
-        best = torch.where(is_empty, frame.EMPTY, best)
+        best = torch.where((coded == 0).all(1, keepdim=True), frame.EMPTY, best)
         return bits[-1], best % 16, best // 16, coded
 
     def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
@@ -136,8 +131,7 @@ class TorchCodec(ABC):
             signed = new - ((new >> (8 * itemsize - 1)) << 8 * itemsize)
             elements.view(INTEGERS[itemsize]).copy_(signed)
             is_sound = torch.where(is_raw, nbytes == present * itemsize, is_sound)
-            is_empty = mode == frame.EMPTY
-            is_good = is_good & torch.where(is_empty, nbytes == 0, is_sound).all()
+            is_good = is_good & torch.where(mode == frame.EMPTY, nbytes == 0, is_sound).all()
         return torch.where(is_good, sizes.sum() + start, -1)
 
 
@@ -170,9 +164,7 @@ def _places(num: int, values: Tensor) -> tuple[Tensor, Tensor]:
 class TorchDifferences(TorchCodec):
     """Codec of [Note: the difference buffer]. The coded integers are ``z``."""
 
-    def _measure(
-        self, bits: list[Tensor], present: Tensor, itemsize: int
-    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    def _measure(self, bits: list[Tensor], present: Tensor, itemsize: int) -> _Measured:
         old, new = bits
         num_bits, top, mask = 8 * itemsize, 1 << (8 * itemsize - 1), (1 << 8 * itemsize) - 1
         moved = _ordered(new, itemsize) - _ordered(old, itemsize)
@@ -188,7 +180,7 @@ class TorchDifferences(TorchCodec):
             candidates[frame.LIST + start] = listed
             candidates[frame.BITMAP + start] = frame.BITMAP_NBYTES + of_changed
             candidates[frame.DENSE + start] = _levels_nbytes(z, whole, width, num_bits)
-        return z, changed == 0, candidates
+        return z, candidates
 
     def _write(self, coded: Tensor, blocks: _Blocks) -> None:
         is_list, is_bitmap, is_dense, start = _layout(blocks)
@@ -222,7 +214,7 @@ class TorchDifferences(TorchCodec):
         position = blocks.load(begin + 1 + lane, is_listed)
         is_falling = (position[:, 1:] <= position[:, :-1]) & is_listed[:, 1:]
         is_sound = is_sound & ~is_falling.any(1, keepdim=True)
-        # An element that is not listed has the number 0, and adds nothing to element 0.
+        # Unused entries of ``position`` are 0, and add nothing to the mark of element 0.
         marks = torch.zeros_like(old).scatter_add_(1, position, (is_listed & is_sound).long())
         is_set = (blocks.load(begin + lane // 8, is_bitmap & is_sound) >> lane % 8 & 1) > 0
         is_changed = is_member = ((marks > 0) | is_set | is_dense) & is_sound
@@ -281,7 +273,7 @@ def _levels_nbytes(values: Tensor, counts: Tensor, width: int, bits: int) -> Ten
 
 
 def _code_places(is_here: Tensor, width: int) -> tuple[Tensor, Tensor | int, Tensor]:
-    """Return byte offset and shift of each code in a level, and the level's bytes per block."""
+    """Return the byte offset and shift of each code in a level, and the level's bytes."""
     rank, q = is_here.cumsum(1) - 1, _level_nbytes(is_here.sum(1, keepdim=True), width)
     if width >= 8:
         return rank * (width // 8), 0, q
@@ -292,11 +284,9 @@ def _code_places(is_here: Tensor, width: int) -> tuple[Tensor, Tensor | int, Ten
 
 
 class TorchValues(TorchCodec):
-    """Codec of [Note: the value buffer], which codes rotated bytes, [blocks, itemsize, 256]."""
+    """Codec of [Note: the value buffer]. The coded integers are the rotated bits."""
 
-    def _measure(
-        self, bits: list[Tensor], present: Tensor, itemsize: int
-    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    def _measure(self, bits: list[Tensor], present: Tensor, itemsize: int) -> _Measured:
         (values,) = bits
         rotated = (values << 1 | values >> (8 * itemsize - 1)) & ((1 << 8 * itemsize) - 1)
         tops = rotated >> 8 * (itemsize - 1)
@@ -307,10 +297,11 @@ class TorchValues(TorchCodec):
             is_allowed = is_whole if width else is_whole & (codes == 0).all(1, keepdim=True)
             nbytes = frame.fixed_nbytes(width, itemsize) + num_escapes
             candidates[frame.CODED + width] = torch.where(is_allowed, nbytes, _IMPOSSIBLE)
-        return rotated, (values == 0).all(1, keepdim=True), candidates
+        return rotated, candidates
 
     def _write(self, coded: Tensor, blocks: _Blocks) -> None:
-        itemsize, at, lane, width = blocks.itemsize, blocks.begin, blocks.lane, _width_of(blocks)
+        itemsize, at, lane = blocks.itemsize, blocks.begin, blocks.lane
+        width, fixed_nbytes = _coded_layout(blocks)
         is_coded, tops = blocks.mode >= frame.CODED, coded >> 8 * (itemsize - 1)
         base = tops.amax(1, keepdim=True)
         codes = torch.minimum(base - tops, (1 << width) - 1)
@@ -323,12 +314,12 @@ class TorchValues(TorchCodec):
             bit = (codes >> plane & 1) << lane % 8
             blocks.store(place, bit, is_coded & (width > plane))
         is_escape = is_coded & (width > 0) & (codes == (1 << width) - 1)
-        place = at + _fixed_nbytes(width, itemsize) + is_escape.cumsum(1) - 1
-        blocks.store(place, tops, is_escape)
+        blocks.store(at + fixed_nbytes + is_escape.cumsum(1) - 1, tops, is_escape)
 
     def _read(self, old: Tensor, blocks: _Blocks) -> tuple[Tensor, Tensor]:
-        itemsize, at, lane, width = blocks.itemsize, blocks.begin, blocks.lane, _width_of(blocks)
-        num_escapes = blocks.nbytes - _fixed_nbytes(width, itemsize)
+        itemsize, at, lane = blocks.itemsize, blocks.begin, blocks.lane
+        width, fixed_nbytes = _coded_layout(blocks)
+        num_escapes = blocks.nbytes - fixed_nbytes
         is_sound = (blocks.mode >= frame.CODED) & (blocks.mode <= frame.CODED + frame.MAX_WIDTH)
         is_sound = is_sound & (blocks.present == BLOCK_NUMEL) & (num_escapes >= 0)
         code = torch.zeros_like(old)
@@ -337,7 +328,7 @@ class TorchValues(TorchCodec):
             code |= (blocks.load(place, is_sound & (width > plane)) >> lane % 8 & 1) << plane
         is_escape = is_sound & (width > 0) & (code == (1 << width) - 1)
         is_sound = is_sound & (is_escape.sum(1, keepdim=True) == num_escapes)
-        place = at + _fixed_nbytes(width, itemsize) + is_escape.cumsum(1) - 1
+        place = at + fixed_nbytes + is_escape.cumsum(1) - 1
         escape = blocks.load(place, is_escape & is_sound)
         top = torch.where(is_escape, escape, blocks.load(at, is_sound) - code & 0xFF)
         rotated = top << 8 * (itemsize - 1)
@@ -348,13 +339,10 @@ class TorchValues(TorchCodec):
         return torch.where(is_sound, new, 0), is_sound
 
 
-def _width_of(blocks: _Blocks) -> Tensor:
-    """Return the ``w`` of coded blocks, and any possible width for others."""
-    return (blocks.mode - frame.CODED).clamp(0, frame.MAX_WIDTH)
-
-
-def _fixed_nbytes(width: Tensor, itemsize: int) -> Tensor:
-    return frame.fixed_nbytes(0, itemsize) + width * frame.BITMAP_NBYTES
+def _coded_layout(blocks: _Blocks) -> tuple[Tensor, Tensor]:
+    """Return the ``w`` of coded blocks, any possible one for others, and the escapes' offset."""
+    width = (blocks.mode - frame.CODED).clamp(0, frame.MAX_WIDTH)
+    return width, frame.fixed_nbytes(0, blocks.itemsize) + width * frame.BITMAP_NBYTES
 
 
 CODECS: Final = {"differences": TorchDifferences(), "values": TorchValues()}

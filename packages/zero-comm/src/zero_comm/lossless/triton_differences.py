@@ -102,9 +102,9 @@ def decode_kernel(
 ) -> None:
     """Change the elements of a block in place.
 
-    A block that no encoder can have written is left unchanged and sets ``is_bad``, int32. All
-    blocks count as such if their total size exceeds ``codes_nbytes``. A block reads only its own
-    bytes, even if they are damaged.
+    A block that no encoder can have written is left unchanged and sets ``is_bad``, int32. This
+    applies to all blocks if their total size exceeds ``codes_nbytes``. A block reads only its own
+    bytes.
     """
     present = frame.count_present(numel)
     mode, nbytes, end = frame.place_of_block(descriptors_ptr, ends_ptr)
@@ -113,7 +113,7 @@ def decode_kernel(
     at = end - nbytes
     is_good = tl.load(ends_ptr + tl.num_programs(0) - 1) <= codes_nbytes
     if is_list | is_bitmap | (num_all > 0):
-        # A lane has elements of the block, but in a list the elements at the listed positions.
+        # Each lane decodes consecutive elements of the block, or listed ones if it is a list.
         place = element
         is_member = element < num_all
         if is_list:
@@ -129,7 +129,7 @@ def decode_kernel(
         elif is_bitmap:
             is_good = is_good & (nbytes >= BITMAP_NBYTES)
             byte = tl.arange(0, frame.LANES)
-            # The scalar is_good alone would be no mask of a block.
+            # A mask must have the shape of the loaded block, so a scalar is_good is not enough.
             is_read = byte < is_good.to(tl.int32) * frame.LANES
             bitmap = tl.load(codes_ptr + at + byte, mask=is_read, other=0).to(tl.int32)
             is_member = ((bitmap[None, :] >> tl.arange(0, frame.EACH)[:, None]) & 1) > 0
@@ -197,7 +197,7 @@ def _level_nbytes(count: tl.tensor, width: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _layout(mode: tl.tensor, present: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return whether a block is a list, a bitmap, its members otherwise, and the first width.
+    """Return if a block is a list, if a bitmap, the members of other blocks, and the first width.
 
     A raw block is a level of whole elements.
     """

@@ -2,10 +2,10 @@
 
 [Note: the block frame] in `block_frame` defines the bytes. One program, of one warp, handles one
 block, so a block's mode and width are scalars that the program branches on. The elements of a block
-form a matrix of ``LANES`` columns. In a warp of ``LANES`` threads each thread (lane) holds one, so
-a column's sum needs no exchange between threads. Elements are passed as int16 or int32 and
-processed as uint32. Descriptors and codes may start at any even address. The kernels are not
-specialized on it, so one compilation serves all addresses.
+form a matrix of ``LANES`` columns. In a warp of ``LANES`` threads each thread (lane) holds one
+column, so a column's sum needs no exchange between threads. Elements are passed as int16 or int32
+and processed as uint32. Descriptors and codes may start at any even address. The kernels are not
+specialized on addresses, so one compilation serves all.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
@@ -51,7 +51,7 @@ def load_block(ptr: tl.tensor, present: tl.tensor, BITS: tl.constexpr) -> tl.ten
     ptr += tl.program_id(0).to(tl.int64) * BLOCK
     raw = _load_present(ptr, elements(EACH), present)
     if BITS == 32:
-        # A thread loads 16 bytes at once. Halves of its elements keep them in one thread.
+        # A thread loads at most 16 bytes at once, which is half of its 8 elements.
         first = elements(EACH // 2)
         high = _load_present(ptr, first + EACH // 2, present)
         both = tl.join(_load_present(ptr, first, present), high)
@@ -101,7 +101,7 @@ def largest_code(width: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def row(x: tl.tensor, ROW: tl.constexpr) -> tl.tensor:
-    """Return one element of each lane. The compiler selects a register."""
+    """Return element ``ROW`` of each lane, a constant, so the compiler selects a register."""
     return tl.sum(tl.where(tl.arange(0, EACH)[:, None] == ROW, x, 0), 0)
 
 

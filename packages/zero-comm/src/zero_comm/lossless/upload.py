@@ -1,8 +1,7 @@
 """Codec for parameters that are uploaded from host memory to a device as lossless differences.
 
-Entry point ``lossless`` of the group ``zero_core.upload_codecs``. The host encodes and the device
-decodes. Both compute checksums of the old values. With the Triton codec the host does not wait for
-the device; with the torch codec it does. Messages have no header, because they stay in one process.
+Entry point ``lossless`` of the group ``zero_core.upload_codecs``. The host encodes, and does not
+wait for the device, which decodes. Differences have no header, because they stay in one process.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ class UploadCodec:
     """`zero_offload.protocols.UploadCodec` over `zero_comm.lossless.codec`, for flat tensors."""
 
     def max_nbytes(self, numel: int, itemsize: int) -> int:
-        """Return the most bytes of a difference, or 0 for elements of neither 2 nor 4 bytes."""
+        """Return the largest size of a difference, or 0 if elements do not have 2 or 4 bytes."""
         return max_buffer_nbytes(numel, itemsize) if itemsize in ITEMSIZES else 0
 
     def checksum(self, values: Tensor) -> Tensor:
-        """Return the checksum of the bytes of ``values``: an int64 scalar on their device."""
         return checksum_of(values)
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:

@@ -39,15 +39,13 @@ class Backend(Protocol):
     device and do not overlap.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of the backend in ``ZERO_COMM_BACKEND``."""
+    name: str  # in ``ZERO_COMM_BACKEND``
 
     def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
         """Quantize ``x`` row by row into ``rows``, including the padding bytes.
 
         A ``seed``, 0 to 2**32 - 1, selects stochastic rounding. Return whether ``x`` has NaN or
-        Inf, or None if finding out would synchronize with a device.
+        Inf, or None if finding out would make the host wait for a device.
         """
 
     def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:

@@ -32,23 +32,19 @@ def checksums(rows: Tensor) -> Tensor:
     ``rows`` is 1-D (one row), 2-D or 3-D. Each row is contiguous, at a multiple of 8 bytes, and a
     multiple of 8 bytes long.
     """
-    words = rows.view(torch.int64)
-    name, shape = backend(words.device), words.shape[:-1]
+    if rows.dim() == 1:
+        return checksums(rows[None])[0]
+    if rows.dim() == 3:
+        return torch.stack([checksums(group) for group in rows])
+    words, name = rows.view(torch.int64), backend(rows.device)
     if name == "triton":
-        kernel = import_module("zero_comm.quantizer.triton_checksum")
-        if words.dim() == 3:
-            return torch.stack([kernel.sum_words(group) for group in words])
-        sums: Tensor = kernel.sum_words(words if words.dim() == 2 else words[None])
-        return sums if words.dim() == 2 else sums[0]
+        found: Tensor = import_module("zero_comm.quantizer.triton_checksum").sum_words(words)
+        return found
     odd = _odd_numbers(words.device)
     if name == "native":
-        native = import_module("zero_comm.quantizer.native_backend")
-        if words.dim() == 1:
-            return torch.tensor(native.sum_words(words, odd), dtype=torch.int64)
-        each = words if words.dim() == 2 else [row for group in words for row in group]
-        sums = torch.tensor([native.sum_words(row, odd) for row in each], dtype=torch.int64)
-        return sums if words.dim() == 2 else sums.view(shape)
-    total = torch.zeros(shape, dtype=torch.int64, device=words.device)
+        sum_words = import_module("zero_comm.quantizer.native_backend").sum_words
+        return torch.tensor([sum_words(row, odd) for row in words], dtype=torch.int64)
+    total = torch.zeros(len(words), dtype=torch.int64, device=words.device)
     size = WORDS_PER_TURN * _TURNS_AT_ONCE
     for chunk, part in enumerate(torch.split(words, size, -1)):
         turns = torch.arange(_TURNS_AT_ONCE, device=words.device) + chunk * _TURNS_AT_ONCE

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -53,25 +53,11 @@ class CorruptMessageError(RuntimeError):
     """A received message differs from the message that its sender must have sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Evidence:
-    """Check results of a batch of messages on their device, and the expected contents.
-
-    ``headers`` are uint8 [messages, 32]. The ``has_`` fields are bool [messages].
-    """
-
-    headers: Tensor
-    has_good_scales: Tensor
-    has_good_sum: Tensor
-    numel: int
-    senders: Sequence[int]
-
-
 class Packing:
     """Packs rows of elements into messages of one format, and unpacks received messages.
 
-    ``has_checksum`` enables checks on accelerators. ``defers`` postpones these checks to
-    `check_deferred`, for callers that must not wait for the device while they launch.
+    ``has_checksum`` enables checks on accelerators. ``defers`` postpones them to `check_deferred`,
+    for callers that must not wait for the device while they launch.
     """
 
     def __init__(
@@ -80,7 +66,7 @@ class Packing:
         self.format = BlockFormat.make(format)
         self.has_checksum = has_checksum
         self._defers = defers
-        self._deferred: list[_Evidence] = []
+        self._deferred: list[Callable[[], None]] = []
         self._templates: dict[tuple[int, bool, torch.device], Tensor] = {}
 
     def nbytes(self, numel: int) -> int:
@@ -103,19 +89,13 @@ class Packing:
             rows.view(torch.int64)[..., _CHECKSUM_AT // 8] = _checksums(rows)
 
     def unpack(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
-        """Dequantize messages in order into flat ``out``, of any floating dtype.
-
-        ``rows`` is shaped as in `pack`. ``senders`` has the sending rank of each message.
-        """
+        """Dequantize messages, one from each of ``senders``, into flat ``out`` of a float dtype."""
         numel = out.numel() // math.prod(rows.shape[:-1])
         self._check(rows, numel, senders)
         dequantize_rows(rows[..., HEADER_NBYTES:], numel, self.format, out)
 
     def unpack_sum(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
-        """Fill fp32 ``out`` with the sum of the messages of each group, in message order.
-
-        ``out`` concatenates the sums of the groups. ``rows`` and ``senders`` are as in `unpack`.
-        """
+        """Fill flat fp32 ``out`` with the sums of the messages of each group, in message order."""
         numel = out.numel() // (len(rows) if rows.dim() == 3 else 1)
         self._check(rows, numel, senders)
         dequantize_sum(rows[..., HEADER_NBYTES:], numel, self.format, out)
@@ -125,8 +105,7 @@ class Packing:
         if key not in self._templates:
             flags = may_hold_nan * _MAY_HOLD_NAN + self.has_checksum * _HAS_CHECKSUM
             header = self._fixed(numel) + struct.pack("=qq", flags, 0)
-            words = fill_words(header, device)
-            self._templates[key] = words.view(torch.uint8)
+            self._templates[key] = fill_words(header, device).view(torch.uint8)
         return self._templates[key]
 
     def _fixed(self, numel: int) -> bytes:
@@ -144,27 +123,27 @@ class Packing:
                 f"{len(senders)} x {nbytes} bytes, found {list(rows.shape)}"
             )
         if rows.is_cpu or self.has_checksum:
-            evidence = self._inspect(rows, numel, senders)
+            verify = partial(self._verify, *self._inspect(rows, numel), numel, senders)
             if rows.is_cpu or not self._defers:
-                self._verify(evidence)
+                verify()
             else:
-                self._deferred.append(evidence)
+                self._deferred.append(verify)
 
     def check_deferred(self) -> None:
         """Check the messages whose checks were deferred. The host waits for the device."""
         while self._deferred:
-            self._verify(self._deferred.pop(0))
+            self._deferred.pop(0)()
 
-    def _inspect(self, rows: Tensor, numel: int, senders: Sequence[int]) -> _Evidence:
+    def _inspect(self, rows: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return headers, [messages, 32], and whether scales and checksums are good, [messages]."""
         fmt, headers = self.format, rows[..., :HEADER_NBYTES].clone()
         start, stop = (HEADER_NBYTES + at(numel) for at in (fmt.codes_nbytes, fmt.used_nbytes))
+        scales = rows[..., start:stop]
         if fmt.is_symmetric:
-            maxima = rows[..., start:stop].view(torch.bfloat16)
+            maxima = scales.view(torch.bfloat16)
             good, nan = (maxima > 0) & (maxima < torch.inf), maxima.isnan()
         else:
-            low, high = (
-                rows[..., start:stop].view(torch.float32).view(*rows.shape[:-1], -1, 2).unbind(-1)
-            )
+            low, high = scales.view(torch.float32).view(*rows.shape[:-1], -1, 2).unbind(-1)
             good = (low <= high) & low.isfinite() & high.isfinite()
             nan = low.isnan() & high.isnan()
         may_hold_nan = (headers[..., _FLAGS_AT] & _MAY_HOLD_NAN).bool()
@@ -172,12 +151,13 @@ class Packing:
         sums = torch.ones_like(has_good_scales)
         if self.has_checksum:
             sums = rows.view(torch.int64)[..., _CHECKSUM_AT // 8] == _checksums(rows)
-        headers = headers.reshape(-1, HEADER_NBYTES)
-        return _Evidence(headers, has_good_scales.reshape(-1), sums.reshape(-1), numel, senders)
+        return headers.reshape(-1, HEADER_NBYTES), has_good_scales.reshape(-1), sums.reshape(-1)
 
-    def _verify(self, evidence: _Evidence) -> None:
-        expected = self._fixed(evidence.numel)
-        for sender, row in zip(evidence.senders, evidence.headers.cpu(), strict=True):
+    def _verify(
+        self, headers: Tensor, scales: Tensor, sums: Tensor, numel: int, senders: Sequence[int]
+    ) -> None:
+        expected = self._fixed(numel)
+        for sender, row in zip(senders, headers.cpu(), strict=True):
             header = bytes(row.tolist())
             if header[: len(expected)] != expected:
                 found, wanted = map(_description_of, (header, expected))
@@ -186,16 +166,17 @@ class Packing:
             if flags not in ((2, 3) if self.has_checksum else (0, 1)):
                 raise _damaged(sender, f"its flags are {flags:#x}, unknown to this rank's settings")
         for is_right, what in (
-            (evidence.has_good_scales, "a block's scale is not finite or not positive"),
-            (evidence.has_good_sum, "its checksum does not match its bytes"),
+            (scales, "a block's scale is not finite or not positive"),
+            (sums, "its checksum does not match its bytes"),
         ):
-            wrong = torch.nonzero(~is_right).flatten().tolist()
-            if wrong:
-                raise _damaged(evidence.senders[wrong[0]], what)
+            if wrong := torch.nonzero(~is_right).flatten().tolist():
+                raise _damaged(senders[wrong[0]], what)
 
 
 def fill_words(data: bytes, device: torch.device) -> Tensor:
-    """Return ``data`` as int64 words, without the wait of a copy from host memory."""
+    """Return ``data`` as int64 words. On an accelerator the host does not wait for a copy."""
+    if device.type == "cpu":
+        return torch.frombuffer(bytearray(data), dtype=torch.int64)
     words = torch.empty(len(data) // 8, dtype=torch.int64, device=device)
     for place, word in zip(words, struct.unpack(f"={len(words)}q", data), strict=True):
         place.fill_(word)

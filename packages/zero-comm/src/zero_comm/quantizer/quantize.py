@@ -11,8 +11,7 @@ host synchronization. "refuse" raises an error instead and waits for the device.
 [Note: rows]
 Messages to several ranks are rows of one byte matrix, with space between the rows for message
 headers. One call quantizes all rows, which saves launches. If a rank receives one message for each
-of several nodes, rows are in groups. The distance between the rows of one node is then the length
-of all messages to one rank.
+of several nodes, rows are in groups: one group per node.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def quantize(
     check_float("x", x.dtype)
     if nonfinite not in ("carry", "refuse"):
         raise ValueError(f"nonfinite must be 'carry' or 'refuse', got {nonfinite!r}")
-    x = x.detach().reshape(1, -1)
+    x = x.detach().reshape(-1).contiguous()
     nbytes = fmt.nbytes(x.numel())
     if out is None:
         out = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
@@ -75,9 +74,16 @@ def quantize(
 
     row = out if _is_aligned(out) else torch.empty_like(out)
     with torch.no_grad():
-        is_bad = find_backend(x.device).encode(x, row.view(1, -1), fmt, _check_seed(seed))
+        is_bad = quantize_rows(x, fmt, row.view(1, -1), seed=seed)
         if nonfinite == "refuse" and is_bad is not False:
-            _refuse_nonfinite(row, x.numel(), fmt)
+            bad = read_scales(row, x.numel(), fmt)[:, 0].isnan().nonzero().view(-1)
+            if len(bad):
+                start = int(bad[0]) * fmt.block_size
+                raise ValueError(
+                    f"x has NaN or Inf in {len(bad)} of {fmt.num_blocks(x.numel())} blocks, the "
+                    f"first among elements [{start}, {start + fmt.block_size}); pass "
+                    "nonfinite='carry' to let them through"
+                )
         if row is not out:
             out.copy_(row)
     return out
@@ -126,7 +132,7 @@ def quantize_rows(
     there is one. NaN and Inf are carried. Rows may be in groups, [groups, rows per group, bytes],
     with different strides between groups and rows. The parts of a group are adjacent in ``x``, and
     the group's seed is ``seed + 0x9e3779b1 * group``. Return whether ``x`` has NaN or Inf, or None
-    if finding out would synchronize with a device.
+    if finding out would make the host wait for a device.
 
     Args:
         x: flat, contiguous, fp32, bf16, fp16 or fp64, n elements for each row of ``out``.
@@ -152,14 +158,15 @@ def quantize_rows(
     _check_rows("out", out, fmt.nbytes(numel), x.device)
     with torch.no_grad():
         values = x.detach().view(num_rows, numel)
-        return find_backend(x.device).encode(values, out, fmt, _check_seed(seed))
+        seed = None if seed is None else int(seed) % 2**32
+        return find_backend(x.device).encode(values, out, fmt, seed)
 
 
 def dequantize_rows(rows: Tensor, numel: int, format: str | BlockFormat, out: Tensor) -> None:
     """Dequantize the rows from `quantize_rows` into a flat tensor.
 
     Args:
-        rows: uint8, ``quantized_nbytes(numel, format)`` columns, shaped as in `quantize_rows`.
+        rows: the rows as `quantize_rows` wrote them in ``format``.
         numel: elements per row.
         format: the format passed to `quantize_rows`.
         out: flat, contiguous, fp32, bf16, fp16 or fp64, on the device of ``rows``, not overlapping
@@ -199,10 +206,6 @@ def check_float(name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{name} must be fp32, bf16, fp16 or fp64, got {dtype}")
 
 
-def _check_seed(seed: int | None) -> int | None:
-    return None if seed is None else int(seed) % 2**32
-
-
 def _check_rows(name: str, rows: Tensor, nbytes: int, device: torch.device) -> None:
     if rows.dtype != torch.uint8:
         raise ValueError(f"{name} must be uint8, got {rows.dtype}")
@@ -237,16 +240,3 @@ def _check_flat(
         raise ValueError(f"{name} must have {numel} elements, got {tensor.numel()}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
-
-
-def _refuse_nonfinite(row: Tensor, numel: int, fmt: BlockFormat) -> None:
-    """Raise ValueError if the scale of a block marks NaN or Inf."""
-    is_bad = read_scales(row, numel, fmt)[:, 0].isnan()
-    bad = is_bad.nonzero().view(-1)
-    if not len(bad):
-        return
-    start = int(bad[0]) * fmt.block_size
-    raise ValueError(
-        f"x has NaN or Inf in {len(bad)} of {len(is_bad)} blocks, the first among elements "
-        f"[{start}, {start + fmt.block_size}); pass nonfinite='carry' to let them through"
-    )

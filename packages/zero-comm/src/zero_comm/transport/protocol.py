@@ -34,11 +34,10 @@ class TransportCollectives(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """This process's rank among ``world_size`` ranks."""
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
+    def world_size(self) -> int: ...
 
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
@@ -61,10 +60,7 @@ class TransportCollectives(Protocol):
         """
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a zeroed 1-D tensor in the memory with the fastest transfers.
-
-        The collectives hold the memory as long as they exist.
-        """
+        """Allocate a zeroed 1-D tensor with the fastest transfers, which the collectives keep."""
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         """Run ``job``, which may wait for works, asynchronously after earlier jobs of its kind."""
@@ -79,7 +75,7 @@ class AddingCollectives(TransportCollectives, Protocol):
 
 
 class MessageChecks(Protocol):
-    """Checks of messages decoded on an accelerator: `zero_comm.lossless.message.Checks`."""
+    """`zero_comm.lossless.message.Checks`, as the engine's collectives use it."""
 
     def num_damaged(self) -> Tensor | None: ...
     def take(self) -> Sequence[tuple[int, str]]: ...
@@ -91,7 +87,7 @@ class SliceCodec(Protocol):
 
     @property
     def checks(self) -> MessageChecks:
-        """Checks of messages that `unpack` has decoded on an accelerator."""
+        """Checks of the messages that `unpack` has decoded on an accelerator."""
 
     def serves(self, dtype: torch.dtype, numel: int) -> bool:
         """Whether slices of ``numel`` elements are coded."""

@@ -3,14 +3,13 @@
 [Note: ordering of streams]
 A queue runs one job after another. On a host the queue is one thread. On an accelerator the calling
 thread launches the job's kernels on the queue's stream. The stream first waits for the caller's
-current stream, which writes the job's input. The future has an event that the current stream of a
-waiting thread waits for. The caller must keep a job's memory alive until the future was waited for.
+current stream, which writes the job's input. A thread that waits for the future makes its current
+stream wait for the job. The caller must keep a job's memory alive until then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 
@@ -35,9 +34,21 @@ class HostQueue:
     def run(self, job: Callable[[], Tensor]) -> Future[Tensor]:
         """Queue ``job``. The future has the job's result, or raises the job's error."""
         start: Future[None] = Future()
-        run = partial(_run_unless_failed, job, self._failures)
+        failures = self._failures
+
+        def run(_: Future[None]) -> Tensor:
+            if failures:
+                first = f"{type(failures[0]).__name__}: {failures[0]}"
+                raise RuntimeError(f"not run, as an earlier one failed: {first}")
+            try:
+                with torch.no_grad():
+                    return job()
+            except Exception as error:
+                failures.append(error)
+                raise
+
         # A callback instead of set_exception, because DDP sees only callbacks' errors.
-        done: Future[Tensor] = start.then(lambda _: run())
+        done: Future[Tensor] = start.then(run)
         self._starts.put(start)
         return done
 
@@ -73,15 +84,3 @@ def open_queue(device: torch.device) -> CommQueue:
 def _serve(starts: SimpleQueue[Future[None] | None]) -> None:
     while (start := starts.get()) is not None:
         start.set_result(None)
-
-
-def _run_unless_failed(job: Callable[[], Tensor], failures: list[Exception]) -> Tensor:
-    if failures:
-        first = failures[0]
-        raise RuntimeError(f"not run, as an earlier one failed: {type(first).__name__}: {first}")
-    try:
-        with torch.no_grad():
-            return job()
-    except Exception as error:
-        failures.append(error)
-        raise

@@ -11,8 +11,8 @@ from zero_comm.transport.protocol import TransportCollectives
 class Scratch:
     """One buffer per purpose, dtype and device, which grows to the largest requested size.
 
-    Jobs must run strictly one after another: a tensor from `take` is valid until the next request
-    for the same purpose. A ``transport`` allocates the buffers and never frees them.
+    A tensor from `take` is valid until the next request for the same purpose. A ``transport``
+    allocates the buffers and never frees them.
     """
 
     def __init__(self, transport: TransportCollectives | None = None) -> None:

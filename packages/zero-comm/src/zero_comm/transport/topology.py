@@ -62,11 +62,7 @@ def ranks_per_node_of(keys: Sequence[object]) -> int:
 def check_ranks_per_node(
     collectives: TorchCollectives, given: int | DeviceMesh | None
 ) -> int | None:
-    """Return the ranks per node given by the caller, or raise ValueError.
-
-    A number must divide the group's size. A DeviceMesh must be 2-D, contain the group's ranks in
-    order, and have the ranks of a node in its last dimension.
-    """
+    """Return the ranks per node given by the caller, or raise ValueError."""
     if given is None:
         return None
     if isinstance(given, int):
@@ -89,9 +85,9 @@ def check_ranks_per_node(
 def find_ranks_per_node(
     collectives: TorchCollectives, given: int | None, device: torch.device
 ) -> int:
-    """Return the number of consecutive ranks per node, as given or else discovered.
+    """Return the number of consecutive ranks per node: as given, or as found by a collective.
 
-    Discovery is a collective on ``device``. All ranks of the group must then make the first call.
+    Without a number all ranks of the group must make the first call, on ``device``.
     """
     group = collectives.group
     if given is not None or group is None:

@@ -7,10 +7,9 @@ returns. The order is therefore the same on every rank. A **subgroup** needs no 
 own. Its exchanges are all-to-alls of the whole group with empty parts for ranks outside the
 subgroup. NCCL sends nothing for an empty part, and gloo an empty message.
 
-The alternative, ``dist.new_group``, can hang if ranks reach their first reduction at different
-times, as pipeline stages do. Every rank of the job must call it in the same order. With
+The alternative, ``dist.new_group``, must be called by every rank of the job in the same order. It
+can hang if ranks reach their first reduction at different times, as pipeline stages do. With
 ``use_local_synchronization`` it names a group by the number of groups that a rank was in before.
-NCCL splits a communicator with all its ranks.
 """
 
 from __future__ import annotations
@@ -55,12 +54,9 @@ class _SumWork:
 class TorchCollectives:
     """`zero_comm.transport.protocol.TransportCollectives` over a process group of any backend.
 
-    Tensors are flat, contiguous and of any dtype, because they are sent as bytes. All ranks of the
-    group must call the same methods in the same order. See [Note: one order].
-
-    Args:
-        group: None for the default group, or for a single rank if torch.distributed is not
-            initialized.
+    Tensors are flat and contiguous, and are sent as bytes. All ranks of the group must call the
+    same methods in the same order, see [Note: one order]. ``group`` None is the default group, or
+    a single rank if torch.distributed is not initialized.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -82,8 +78,8 @@ class TorchCollectives:
     def subgroup(self, ranks: Sequence[int]) -> TorchCollectives:
         """Return collectives among some of the ranks. See [Note: one order].
 
-        Every rank of this group must call it with the ascending ranks of its own subgroup. All
-        ranks must also call the methods of the result equally often.
+        Every rank must call it with the ascending ranks of its own subgroup. All ranks must also
+        call the methods of the result equally often.
         """
         ranks = tuple(ranks)
         if self.rank not in ranks or [*ranks] != sorted({*ranks} & {*range(self.world_size)}):
@@ -98,10 +94,7 @@ class TorchCollectives:
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
-        """Start to fill ``out`` with every rank's ``shard``, in rank order.
-
-        The shard may be this rank's slice of ``out``. A subgroup copies the shard once per rank.
-        """
+        """Start to fill ``out`` with every rank's ``shard``, which may be its slice of ``out``."""
         self._check_out(out, shard.numel() * self.world_size, shard.dtype)
         if self._is_silent(shard):
             return _copied(out, shard)
@@ -112,10 +105,7 @@ class TorchCollectives:
         return work
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
-        """Start to fill slice ``k`` of ``out`` with slice ``rank`` of rank ``k``'s ``parts``.
-
-        Slices have equal lengths. ``parts`` may be overwritten after ``wait``.
-        """
+        """Start to fill slice ``k`` of ``out`` with slice ``rank`` of rank ``k``'s ``parts``."""
         self._check_out(out, parts.numel(), parts.dtype)
         if parts.numel() % self.world_size:
             raise ValueError(
@@ -137,8 +127,7 @@ class TorchCollectives:
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``.
 
-        ``wait`` computes the sum in fp32 (fp64 for fp64 input) and in rank order, so the result is
-        the same for every backend and run.
+        ``wait`` adds in fp32 (fp64 for fp64 input) and in rank order, so that all runs are equal.
         """
         received = torch.empty_like(full)
         work = self.all_to_all(received, full, unit=unit)

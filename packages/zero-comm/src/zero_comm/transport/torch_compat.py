@@ -1,8 +1,7 @@
 """Functions of torch.distributed whose names differ between releases, from torch 2.10 on.
 
 torch 2.13 renamed ``all_gather_into_tensor`` to ``all_gather_single`` and ``reduce_scatter_tensor``
-to ``reduce_scatter_single``. The old names may warn, so they are used only if the new names are
-missing. ``all_to_all_single`` kept its name.
+to ``reduce_scatter_single``. The old names may warn and are used only if the new ones are missing.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def check_tag(tag: str) -> None:
 
 
 def read_latest(directory: Location) -> str | None:
-    """Return the tag of the newest checkpoint in ``directory``, or None if there is none."""
+    """Return the tag in the file ``latest`` of ``directory``, or None if there is no such file."""
     path = directory / LATEST
     try:
         with open_regular(path, follows_links=False) as file:
@@ -76,7 +76,7 @@ def read_latest(directory: Location) -> str | None:
 
 
 def find(directory: Location, tag: str | None) -> Location:
-    """Return the folder of checkpoint ``tag``. None finds the newest checkpoint."""
+    """Return the folder of checkpoint ``tag``, by default of the newest one."""
     tag = read_latest(directory) if tag is None else tag
     if tag is None:
         raise CheckpointError(
@@ -84,7 +84,7 @@ def find(directory: Location, tag: str | None) -> Location:
             "resuming out to start from scratch"
         )
     check_tag(tag)
-    # A save that replaces a checkpoint renames it to .TAG.old first, and may then be killed.
+    # A save that replaces a checkpoint first renames it to .TAG.old. The save may then be killed.
     for place in (directory / tag, directory / f".{tag}.old"):
         if (place / MANIFEST).exists():
             return place
@@ -110,7 +110,7 @@ def check_kept(keep_last: int | None, keep_every: int | None) -> None:
 
 
 def list_checkpoints(directory: Location) -> list[str]:
-    """Return the tags of complete checkpoints, oldest first, without reading manifests."""
+    """Return the tags of complete checkpoints, the oldest first. Reads no manifests."""
     found = []
     try:
         places = [p for p in directory.iterdir() if is_plain(p.name) and p.is_dir()]
@@ -125,7 +125,7 @@ def list_checkpoints(directory: Location) -> list[str]:
 
 
 def split_tag(tag: str) -> tuple[str, int | None]:
-    """Return ``tag`` without its final digits, and these digits as a number, or None."""
+    """Split ``tag`` into a prefix and the number of its final digits, or None without digits."""
     prefix = tag.rstrip("0123456789")
     return prefix, None if prefix == tag else int(tag.removeprefix(prefix))
 
@@ -139,14 +139,14 @@ def prune(
     newest: str | None = None,
     is_trial: bool = False,
 ) -> list[str]:
-    """Implement `prune_checkpoints`. ``newest`` is the tag of a checkpoint that was just saved."""
+    """Prune as `prune_checkpoints` does. ``newest``: tag of a checkpoint that was just saved."""
     parts = [(tag, *split_tag(tag)) for tag in list_checkpoints(directory)]
     saved = [(tag, n) for tag, prefix, n in parts if n is not None and prefix in prefixes]
     latest = read_latest(directory)
     prefix, reached = split_tag(newest or latest or "")
     if reached is None or prefix not in prefixes:
         reached = max((step for _, step in saved), default=0)
-    # Sort by step, because copied folders have new times. Steps > ``reached`` are removed first.
+    # Sort by step, because copies of folders have new times. Steps > ``reached`` come first.
     saved.sort(key=lambda one: (one[1] <= reached, one[1]))
     removed = []
     for tag, step in saved[: max(len(saved) - keep_last, 0)]:
@@ -173,20 +173,20 @@ def prune_checkpoints(
 ) -> list[str]:
     """Remove old checkpoints and return their tags.
 
-    Only checkpoints whose tag is one of ``prefixes`` and their step (``step-300``) are removed.
-    Other names ("best", "best-300"), unreadable checkpoints and the checkpoint that the file
-    ``latest`` names always stay.
+    A checkpoint is removed only if its tag is one of ``prefixes`` followed by the checkpoint's step
+    (``step-300``). Other names ("best", "best-300"), unreadable checkpoints and the checkpoint that
+    the file ``latest`` names always stay.
 
     Args:
         directory: the folder of all checkpoints.
-        keep_last: number of checkpoints to keep, counting back from the newest. Checkpoints of
-            higher steps than the newest are removed first: the training has gone back since.
+        keep_last: number of checkpoints to keep, counted back from the newest. Checkpoints of
+            higher steps are removed first, because training has restarted from an earlier step.
         keep_every: also keep checkpoints whose step is a multiple of ``keep_every``.
         prefixes: prefixes of the tags to remove. The default has this project's prefixes.
         is_trial: return the tags, and remove nothing.
 
     Raises:
-        CheckpointError: a number is below 1, or there is no such folder.
+        CheckpointError: a number is below 1, or the folder does not exist.
     """
     check_kept(keep_last, keep_every)
     return prune(location_of(directory), keep_last, keep_every, prefixes, is_trial=is_trial)
@@ -208,17 +208,17 @@ def crc_of(file: IO[bytes], count: int, path: Location) -> int:
 class Weight:
     """A parameter of a checkpoint."""
 
-    names: tuple[str, ...]  # the parameter's name, and names tied to it
-    value: Tensor  # whole value on the CPU: master weights if trained, else in its own dtype
+    names: tuple[str, ...]  # the parameter's name, and its other names if it is tied
+    value: Tensor  # whole value on the CPU: master weight, or the value of a frozen parameter
     dtype: torch.dtype  # compute dtype
     is_trainable: bool
 
 
 class Reader:
-    """Reader of ranges of states, from the slices that the writing ranks stored.
+    """Reader of a checkpoint. Finds any range of a state in the files of the ranks that wrote it.
 
-    Each chunk of a file is checked before its first use. Missing or changed files raise
-    CheckpointCorruptError.
+    Each chunk of a file is compared with its checksum before its first use. Missing or changed
+    files raise CheckpointCorruptError.
     """
 
     def __init__(self, place: Location, manifest: Manifest | None = None) -> None:
@@ -240,7 +240,7 @@ class Reader:
         return [(name, i) for name in sorted(files) for i in range(len(files[name].crc32))]
 
     def check(self, chunks: Iterable[tuple[str, int]]) -> None:
-        """Compare chunks with their checksums. Skips chunks that were compared before."""
+        """Compare chunks with their checksums, except chunks that were compared before."""
         for name, of_file in groupby(sorted({*chunks} - self._checked), key=itemgetter(0)):
             path, facts = self._files / name, self.manifest.files[name]
             try:
@@ -277,7 +277,7 @@ class Reader:
         self._checked.update(self.chunks())
 
     def tensors(self, name: str) -> Mapping[str, StoredTensor]:
-        """Return the tensors of file ``name``, after a check of its header."""
+        """Return the index of the tensors in file ``name``. Checks the file's header first."""
         if name not in self._headers:
             if name not in self.manifest.files:
                 raise CheckpointCorruptError(
@@ -292,7 +292,7 @@ class Reader:
         return self._headers[name]
 
     def read_parts(self, parts: Sequence[StoredTensor]) -> Tensor:
-        """Check consecutive parts, and return their elements."""
+        """Check and read ``parts``, and return their elements as one tensor."""
         found = []
         for part in parts:
             size = part.numel * part.dtype.itemsize
@@ -308,7 +308,7 @@ class Reader:
         return self.read_parts([stored])
 
     def read_random_state(self, rank: int, kind: str = "torch") -> Tensor:
-        """Return the state of a rank's random generator: "torch" (CPU) or "cuda"."""
+        """Return the saved state of a rank's random generator, "torch" (CPU) or "cuda"."""
         saved = self.read_tensor(file_name(RNG, rank), kind)
         try:
             torch.Generator("cpu" if kind == "torch" else kind).set_state(saved)
@@ -324,7 +324,7 @@ class Reader:
             raise CheckpointCorruptError(f"{self.folder}: progress or client state is no mapping")
         progress, client_state = found
         check_progress(progress)
-        return progress, dict(client_state)  # the stored mapping may be of another class
+        return progress, dict(client_state)  # `decode` may return a Counter
 
     def read_buffers(self) -> dict[str, Tensor]:
         return {name: self.read_tensor(BUFFERS, name) for name in self.tensors(BUFFERS)}
@@ -351,7 +351,7 @@ class Reader:
             )
 
     def parts(self, state: str, param: str, start: int, stop: int) -> list[StoredTensor]:
-        """Return the stored parts with elements ``[start, stop)`` of a state, without a read."""
+        """Find elements ``[start, stop)`` of a state in the files. Reads no values."""
         segment, slot_start, slot_stop, numel = self._slots[param]
         low, high = slot_start + start, slot_start + stop
         if not slot_start <= low <= high <= slot_stop:
@@ -359,8 +359,8 @@ class Reader:
         saved, found = self.manifest.by_name[param], []
         for rank in self.ranks_of(param, start, stop):
             name, own = file_name(state, rank), rank * numel
-            # ``stored`` holds [first, last) of the segment: the rank's shard, or the parameter's
-            # part of the shard in files of a state that not all parameters have.
+            # ``stored`` has [first, last) of the segment: the rank's shard, or the parameter's part
+            # of the shard if the state does not exist for all parameters.
             stored, first, last = self.tensors(name).get(slice_key(param)), own, own + numel
             if stored is None:
                 stored = self.tensors(name).get(str(segment))
@@ -383,11 +383,11 @@ class Reader:
         return found
 
     def ranks_of(self, param: str, start: int, stop: int) -> range:
-        """Return the writing ranks whose slices have elements ``[start, stop)`` of a parameter."""
+        """Return the ranks whose files have elements ``[start, stop)`` of a parameter."""
         _, slot_start, _, numel = self._slots[param]
         low, high = slot_start + start, slot_start + stop
         if low >= high:
-            return range(1)  # an empty parameter needs one file for its dtype
+            return range(1)  # the dtype of an empty parameter is read from a file
         return range(low // numel, (high - 1) // numel + 1)
 
     def slot_numel(self, param: str) -> int:
@@ -395,7 +395,7 @@ class Reader:
         return stop - start
 
     def scalars(self, param: str) -> Mapping[str, float]:
-        """Return the scalars in a parameter's optimizer state: 0 steps for frozen parameters."""
+        """Return the scalars in a parameter's optimizer state. Frozen parameters have 0 steps."""
         if not self.manifest.by_name[param].is_trainable:
             return {"num_steps": 0}
         if param not in self.manifest.scalars:
@@ -405,18 +405,18 @@ class Reader:
         return self.manifest.scalars[param]
 
     def is_quantized(self, param: Param) -> bool:
-        """Whether a frozen parameter was stored as bytes: a quantized one, or one of integers."""
+        """Whether a frozen parameter was stored as bytes, because it is quantized or integer."""
         num_bytes = param.numel * param.torch_dtype.itemsize
         return not param.is_trainable and self.slot_numel(param.name) == num_bytes > 0
 
     def has_order_of(self, spec: ParamSpec) -> bool:
-        """Whether the saved slot of a parameter has the element order of ``spec``."""
+        """Whether the parameter's elements were saved in the memory order of ``spec``."""
         saved = self.manifest.by_name[spec.name]
         return spec.is_opaque or (saved.memory_order or ()) == spec.order
 
 
 def read_weights(directory: Path | str, tag: str | None = None) -> Iterator[Weight]:
-    """Yield every parameter of checkpoint ``tag``, or of the newest, in one process.
+    """Yield every parameter of checkpoint ``tag``, by default the newest, without an engine.
 
     Frozen parameters are missing if the checkpoint was saved without them.
 
@@ -428,7 +428,7 @@ def read_weights(directory: Path | str, tag: str | None = None) -> Iterator[Weig
 
 
 def read_buffers(directory: Path | str, tag: str | None = None) -> dict[str, Tensor]:
-    """Return the persistent buffers of checkpoint ``tag``, or of the newest."""
+    """Return the persistent buffers of checkpoint ``tag``, by default the newest."""
     return Reader(find(location_of(directory), tag)).read_buffers()
 
 
@@ -441,14 +441,14 @@ class Progress(Protocol):
 def verify_checkpoint(
     directory: str | Path, tag: str | None = None, *, progress: Progress | None = None
 ) -> int:
-    """Check every byte of checkpoint ``tag``, or of the newest, and that nothing is missing.
+    """Check every byte of checkpoint ``tag``, by default the newest, and that nothing is missing.
 
     Makes all checks of a load that need no engine: of weights, optimizer states and scalars, random
     generators, counters and hyperparameters. Calls ``progress`` with the bytes checked so far and
-    the total. Returns the total.
+    the total number of bytes. Returns the total.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it was removed or replaced meanwhile.
+        CheckpointError: there is no such checkpoint, or it was removed or replaced while read.
         CheckpointCorruptError: bytes of the checkpoint have changed since they were written.
     """
     reader = Reader(find(location_of(directory), tag))
@@ -487,7 +487,7 @@ def verify_checkpoint(
 
 @contextmanager
 def _staying(reader: Reader) -> Iterator[None]:
-    """Replace an error in this context if the checkpoint was removed or replaced meanwhile."""
+    """Raise a clearer error if the checkpoint was removed or replaced within this context."""
     try:
         yield
     except CheckpointError as error:
@@ -503,7 +503,7 @@ def _staying(reader: Reader) -> Iterator[None]:
 
 
 def inspect_checkpoint(directory: str | Path, tag: str | None = None) -> dict[str, Any]:
-    """Describe checkpoint ``tag``, or the newest, as JSON, from its manifest alone.
+    """Describe checkpoint ``tag``, by default the newest, as JSON. Reads its manifest only.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -544,8 +544,8 @@ def export_checkpoint(
 ) -> list[str]:
     """Write the model of a checkpoint as ``model.safetensors``, in Hugging Face's layout.
 
-    Parameters are written one at a time. Tied weights are stored once. Files get their final names
-    at the end. Returns the names of the parameters that were written.
+    Parameters are written one at a time. A tied weight is stored under its first name only. Files
+    get their final names at the end. Returns the names of the parameters that were written.
 
     Args:
         directory: the folder of all checkpoints.

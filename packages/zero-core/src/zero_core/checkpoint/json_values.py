@@ -1,10 +1,10 @@
-"""JSON forms of a checkpoint's values other than slices of parameters. Nothing is pickled.
+"""JSON forms of a checkpoint's values that are not slices of parameters. Nothing is pickled.
 
 - Client and scheduler states (`encode`): numbers, strings, lists, mappings and small tensors.
 - Whole optimizer states (`flatten`): any values that an optimizer keeps for a parameter. The
-  manifest has the structure, and a file the tensors. A tensor subclass (for example torchao's
-  quantized states) is stored as its inner tensors, by ``__tensor_flatten__``. It is restored only
-  if torch.load would accept its class (`torch.serialization.add_safe_globals`).
+  structure is stored in the manifest, and the tensors in a file. A tensor subclass (for example
+  torchao's quantized states) is stored as its inner tensors, by ``__tensor_flatten__``. It is
+  restored only if torch.load would accept its class (`torch.serialization.add_safe_globals`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TENSOR, _TUPLE = "__tensor__", "__tuple__"
 
 
 def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
-    """Return ``value`` as JSON. `decode` restores mappings as dicts and tensors on the CPU."""
+    """Return ``value`` as JSON. `decode` returns mappings as dicts, and tensors on the CPU."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -125,7 +125,7 @@ def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _is_key(value: Any) -> bool:
-    """Whether ``value`` restores to a hashable value, for a key of a dict."""
+    """Whether `restore` would return a hashable value, which can be a key of a dict."""
     if isinstance(value, dict):
         rows = value.get(_TUPLE)
         return len(value) == 1 and isinstance(rows, list) and all(map(_is_key, rows))
@@ -133,10 +133,10 @@ def _is_key(value: Any) -> bool:
 
 
 def restore(value: Any, read: Callable[[str], object], classes: set[str] | None = None) -> Any:
-    """Restore a value from the result of `flatten`. Reject anything that `flatten` cannot return.
+    """Restore a value from the result of `flatten`. Raise if `flatten` cannot have returned it.
 
-    ``read`` returns a tensor by its name. If ``classes`` is given, no object of a tensor subclass
-    is made. The subclass's path is added to ``classes`` instead.
+    ``read`` returns a tensor by its name. If ``classes`` is given, tensor subclasses are not
+    instantiated, and their class paths are added to ``classes`` instead.
     """
     match value:
         case list():
@@ -171,7 +171,7 @@ def restore(value: Any, read: Callable[[str], object], classes: set[str] | None 
 
 
 def find_classes(value: Any, tensors: Mapping[str, object]) -> set[str]:
-    """Check a state as `restore` does, and return the class paths of its tensor subclasses."""
+    """Check a state as `restore` does. Return the class paths of its tensor subclasses."""
     found = set[str]()
     restore(value, tensors.__getitem__, found)
     return found

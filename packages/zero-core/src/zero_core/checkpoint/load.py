@@ -1,4 +1,4 @@
-"""Loading of checkpoints of `zero_core.checkpoint.save` at any stage and world size."""
+"""Loading of checkpoints at any stage and world size. `zero_core.checkpoint.save` writes them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, 
 _log = logging.getLogger(__name__)
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 """Parts of a checkpoint that a load may leave out. "frozen": values of parameters that were frozen.
-"optimizer": optimizer states and hyperparameters. Without them the engine may have another
-optimizer. "progress": counters, the loss scale and the states of random generators."""
+"optimizer": optimizer states and hyperparameters. Without these, the optimizer may be another one.
+"progress": counters, the loss scale and the states of random generators."""
 _Read = Callable[[], Tensor]
 _HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'
 
@@ -42,9 +42,9 @@ def load_checkpoint(
     *,
     without: Collection[str] = (),
 ) -> tuple[Location, dict[str, Any]]:
-    """Restore a checkpoint, and return its folder and client state: see `Engine.load_checkpoint`.
+    """Restore a checkpoint. Return its folder and client state: see `Engine.load_checkpoint`.
 
-    All bytes are checked on all ranks before the first write, so a failed check changes nothing.
+    The ranks check all bytes before the first value changes, so a failed check changes nothing.
     Every rank must call it.
     """
     control = state.control
@@ -58,7 +58,7 @@ def load_checkpoint(
         return reader
 
     reader = control.together("checkpoint: find", look)
-    # ``own`` is equal on two ranks only if both see the same file.
+    # ``own`` identifies the file that this rank sees.
     own: list[Any] = [str(reader.folder), reader.manifest.sha256]
     if isinstance(reader.folder, Path):
         found = (reader.folder / MANIFEST).stat()
@@ -71,7 +71,7 @@ def load_checkpoint(
             f"rank 0 and others on ranks {[r for r, d in enumerate(digests) if d != digests[0]]}: "
             "give every rank the same files"
         )
-    # Ranks that see the same files share the check. Other ranks have copies on other disks.
+    # Ranks that see the same files share the check. Other ranks see copies on other disks.
     peers = [rank for rank, row in enumerate(rows) if row == own]
     share = reader.chunks()[peers.index(control.rank) :: len(peers)]
     control.together("checkpoint: verify", lambda: reader.check(share))
@@ -81,7 +81,7 @@ def load_checkpoint(
 def check_fits(
     state: ShardedState, reader: Reader, progress: TrainState, without: Collection[str] = ()
 ) -> None:
-    """Raise CheckpointError if the manifest shows that the checkpoint cannot be restored here."""
+    """Raise CheckpointError if the manifest does not fit the engine. Reads no other file."""
     manifest, place = reader.manifest, reader.folder
     saved, own = manifest.by_name, {spec.name: spec for spec in state.layout.params}
     missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
@@ -133,11 +133,11 @@ def check_fits(
 def restore_from(
     reader: Reader, state: ShardedState, progress: TrainState, without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Restore the checkpoint of ``reader``, whose files were checked. Returns the client state.
+    """Restore the checkpoint of ``reader``, whose files were checked. Return the client state.
 
-    A parameter that is trained now but was frozen gets its saved value, in the compute dtype, as
-    master weight, and initial optimizer states. A parameter that is frozen now but was trained gets
-    its rounded master weights. Every rank must call it.
+    A parameter that is trained now but was frozen starts from its saved value, which had the
+    compute dtype, and from initial optimizer states. A parameter that is frozen now but was trained
+    gets its saved master weights, rounded. Every rank must call it.
     """
     write = state.control.together("checkpoint: check", partial(_find_all, state, reader, without))
     state.quiesce()
@@ -158,7 +158,7 @@ def restore_from(
 
 
 def read_client_state(directory: Path | str, tag: str | None = None) -> dict[str, Any]:
-    """Return the client state of checkpoint ``tag``, or of the newest, in one process.
+    """Return the client state of checkpoint ``tag``, by default the newest, without an engine.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -168,9 +168,9 @@ def read_client_state(directory: Path | str, tag: str | None = None) -> dict[str
 
 
 def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> Callable[[], None]:
-    """Check all data that this rank will read, and return a function that restores it.
+    """Check that all data for this rank can be restored. Return a function that restores it.
 
-    Changes nothing, and allocates nothing large.
+    Changes no state and reads no parameters or optimizer states.
     """
     reader.trust()  # every chunk was checked by one of the ranks
     manifest, tier = reader.manifest, state.tier
@@ -187,9 +187,9 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
         is_extensions = name.startswith(PREFIX)
         for piece in state.pieces:
             spec = state.layout.params[piece.param]
-            if is_extensions:  # a parameter that was frozen keeps the state of `Extension.reset`
+            if is_extensions:  # parameters that were frozen keep the state of `Extension.reset`
                 is_read = sources[spec.name] == MASTER
-            else:  # a parameter that was never updated has no optimizer states
+            else:  # parameters that were never updated have no optimizer states
                 is_sliced = _is_sliced(tier, piece.param)
                 is_read = is_sliced and reader.scalars(spec.name)["num_steps"] > 0
             if is_read:
@@ -247,7 +247,7 @@ def _find(reader: Reader, state: str, spec: ParamSpec, low: int, high: int) -> _
     """Return a function that reads elements ``[low, high)`` of a parameter's ``state``."""
     if reader.has_order_of(spec):
         return partial(reader.read_parts, reader.parts(state, spec.name, low, high))
-    # The saved order differs, so all elements are read and rearranged.
+    # The saved memory order differs, so all elements are read and rearranged.
     whole = reader.parts(state, spec.name, 0, spec.numel)
     order = reader.manifest.by_name[spec.name].memory_order or ()
 

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: its form on the disk, its types, and its consistency rules.
+"""Manifest of a checkpoint: its file format, its types, and its consistency rules.
 
 [Note: format version 2]
 ``manifest.json`` is one JSON object. Its last member ``sha256`` is the digest of all bytes before
@@ -37,7 +37,7 @@ VALUE = "value"  # files of frozen parameters' values, which have no master weig
 WHOLE = "whole"  # files of whole optimizer states
 RNG = "rng"  # files of random generators' states
 CHUNK_BYTES = 16 << 20  # bytes under one CRC-32, in new checkpoints
-_MAX_BYTES = 128 << 20  # limit of a manifest's size: a model of about 300,000 parameters
+_MAX_BYTES = 128 << 20  # limit of a manifest's size: about 300,000 parameter tensors
 _MAX_RANKS = 1 << 20
 _MAX_NUMEL = 1 << 60
 _TAIL = re.compile(rb', "sha256": "([0-9a-f]{64})"}\Z')
@@ -47,7 +47,7 @@ _KNOWN_DTYPES = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPES.
 _Numel = Annotated[int, Field(ge=0, le=_MAX_NUMEL)]
 _Crc = Annotated[int, Field(ge=0, lt=1 << 32)]
 _Number = int | Annotated[float, Field(allow_inf_nan=True)]
-"""Scalar of an optimizer state. In a diverged training it may be infinite or NaN."""
+"""Scalar of an optimizer state. It may be infinite or NaN if the training has diverged."""
 
 
 def file_name(state: str, rank: int) -> str:
@@ -55,7 +55,7 @@ def file_name(state: str, rank: int) -> str:
 
 
 def slice_key(param: str) -> str:
-    """Return the key of a parameter's slice, in files of a state that not all parameters have."""
+    """Return the key of a parameter's slice in a file of a state that some parameters lack."""
     return f"/{param}"
 
 
@@ -71,8 +71,8 @@ class Param(_Strict):
     shape: Annotated[tuple[_Numel, ...], Field(max_length=64)]  # shape of the whole parameter
     dtype: str  # compute dtype, as in ``torch.float32``
     is_trainable: bool
-    # dimensions, slowest first, if elements are not saved in the order of the shape. Also set for
-    # a component of a quantized parameter, which is saved as bytes
+    # Dimensions in memory order, slowest first, if that is not the order of the shape. Also set for
+    # a component of a quantized parameter, which is saved as bytes.
     memory_order: tuple[int, ...] | None = None
 
     @property
@@ -87,7 +87,7 @@ class Param(_Strict):
 
 
 class SavedSegment(_Strict):
-    """A segment: elements per rank, and ``(name, start, stop)`` of each parameter."""
+    """A segment: parameters in one flat buffer, each as ``(name, start, stop)``."""
 
     is_trainable: bool
     shard_numel: _Numel
@@ -109,16 +109,16 @@ class WholeState(_Strict):
 
 
 class Manifest(_Strict):
-    """Content of a manifest. Construction makes all checks that need no other file."""
+    """Content of a manifest. The constructor makes all checks that need no other file."""
 
     format: Literal["zero-checkpoint"]
     version: Literal[2]
     world_size: Annotated[int, Field(ge=1, le=_MAX_RANKS)]  # number of ranks that wrote it
-    optimizer: str  # kind and number of groups, in words
+    optimizer: str  # class and number of groups, as text
     states: tuple[str, ...]  # names of states with one file per rank
     params: tuple[Param, ...]
-    segments: tuple[SavedSegment, ...]  # positions of the parameters' elements
-    scalars: dict[str, dict[str, _Number]]  # numbers in the optimizer's state, by parameter
+    segments: tuple[SavedSegment, ...]  # position of each parameter in the flat buffers
+    scalars: dict[str, dict[str, _Number]]  # scalars in the optimizer's state, by parameter
     whole_states: dict[str, WholeState] = {}  # states of whole parameters, by parameter
     python_rng: tuple[tuple[int, tuple[int, ...], float | None], ...]
     files: dict[str, FileFacts]  # size and checksums of each file
@@ -156,7 +156,7 @@ class Manifest(_Strict):
         return {param.name: param for param in self.params}
 
     def progress_step(self) -> int:
-        """Return the number of optimizer steps at the save, or -1 if the manifest has none."""
+        """Return the number of optimizer steps before the save, or -1 if it is not recorded."""
         step = self.progress.get("global_steps")
         return step if isinstance(step, int) else -1
 
@@ -184,7 +184,7 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _check_layout(manifest: Manifest) -> None:
-    """Require one slot of the right length per parameter, within its segment, without overlap."""
+    """Check that each parameter has one slot of its length in a segment, and that none overlap."""
     by_name, seen = manifest.by_name, set()
     for segment in manifest.segments:
         end = segment.shard_numel * manifest.world_size
@@ -203,7 +203,7 @@ def _check_layout(manifest: Manifest) -> None:
                 raise ValueError(f"{name}, {param.shape}, has the slot {start} to {stop} of {end}")
             if start < stop:
                 spans.append((start, stop))
-        if not segment.is_trainable:  # frozen components may share memory
+        if not segment.is_trainable:  # components of quantized parameters may share a slot
             spans = list(set(spans))
         for (_, before), (start, stop) in pairwise(sorted(spans)):
             if start < before:
@@ -253,7 +253,7 @@ def seal(content: Mapping[str, Any]) -> bytes:
 
 
 def is_sealed(data: bytes) -> bool | None:
-    """Whether ``data`` ends with its own digest, as written by `seal`. None without a digest."""
+    """Whether the digest at the end of ``data`` (see `seal`) is right. None without a digest."""
     found = _TAIL.search(data, max(len(data) - _TAIL_BYTES, 0))
     if found is None:
         return None
@@ -261,7 +261,7 @@ def is_sealed(data: bytes) -> bool | None:
 
 
 class _Kind(BaseModel):
-    """Members that all versions of the format share."""
+    """Members of a manifest that are the same in all versions of the format."""
 
     model_config = ConfigDict(strict=True)
 
@@ -309,7 +309,7 @@ def _check_size(size: int, where: object) -> None:
 
 
 def fill(frame: Mapping[str, Any], rows: Iterable[Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the content of a manifest: ``frame``, the state ``names``, and all ranks' ``rows``."""
+    """Return a manifest's content. ``rows``: files, scalars, generator, whole states by rank."""
     files, scalars, rng, wholes = zip(*rows, strict=True)
     return {
         **frame,
@@ -322,7 +322,7 @@ def fill(frame: Mapping[str, Any], rows: Iterable[Any], names: Sequence[str]) ->
 
 
 def frame_of(state: ShardedState) -> dict[str, Any]:
-    """Return the part of a manifest that the layout determines."""
+    """Return the members of a manifest that depend only on the engine's layout and optimizer."""
     layout = state.layout
     return {
         "format": FORMAT,
@@ -337,7 +337,7 @@ def frame_of(state: ShardedState) -> dict[str, Any]:
                 "shape": list(spec.shape),
                 "dtype": str(spec.dtype).removeprefix("torch."),
                 "is_trainable": spec.is_trainable,
-                **({"memory_order": list(spec.order)} if spec.order else {}),
+                **({"memory_order": list(spec.order)} if spec.order or spec.is_opaque else {}),
             }
             for spec in layout.params
         ],

@@ -1,4 +1,4 @@
-"""Patches of the weights: written by all ranks of a training, applied by receivers elsewhere.
+"""Patches of weights: all ranks of a training write them, and receivers elsewhere apply them.
 
 [Note: the file]
 A patch is a safetensors file. Its metadata has two strings: ``zero_patch``, a `Document` as JSON,
@@ -6,13 +6,13 @@ and ``crc32``, the checksum of that JSON. Each changed parameter or buffer is a 
 pieces are ranges of its flattened elements, each held by one rank. Piece ``NUMBER`` has two
 tensors. ``NUMBER.positions``, uint8, encodes which positions of the piece have changed.
 ``NUMBER.values`` has the new values in the order of the positions, or their lowest bits: see
-`zero_core.sharded.changes`. A piece also has the crc32 of these tensors as written and of the new
-values. The latter detects a receiver whose values differ from those of its version.
+`zero_core.sharded.changes`. A piece also has two checksums: of these tensors, and of the new
+values. The second one detects a receiver whose values are not those of its version.
 
 [Note: a patched folder]
 A file with changes is written again in full. If a folder has one file, the new file replaces it by
-a rename. If a folder has several files and an index, new files get new names, the new index
-replaces the old one in a single rename, and the old files are then removed.
+a rename. If a folder has several files and an index, new files get new names. The new index then
+replaces the old one in a single rename, and the old files are removed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Piece(NamedTuple):
     start: _Count  # first element of the range
     numel: _Count  # elements of the range
     kind: Kind  # encoding of the positions
-    form: Form  # whether values or their lowest bits are sent
+    form: Form  # whether whole values or only their lowest bits are sent
     data_crc: int  # crc32 of the tensors of positions and values
     result_crc: int  # crc32 of the new values
 
@@ -108,8 +108,8 @@ class PatchedTensor(_Part):
 
     names: Annotated[tuple[str, ...], Field(min_length=1)]  # several if the parameter is tied
     shape: tuple[_Count, ...]  # shape of the whole tensor
-    dtype: str  # as in safetensors
-    pieces: tuple[Piece, ...]  # in the order of their starts
+    dtype: str  # its name in safetensors
+    pieces: tuple[Piece, ...]  # sorted by start
     order: tuple[_Count, ...] = ()  # dimensions, slowest first; () is the order of ``shape``
 
 
@@ -118,13 +118,13 @@ class Document(_Part):
 
     format: Literal[1] = 1  # version of the file format
     engine: str  # identity of the writing engine, because engines count versions independently
-    since: _Count | None  # oldest version that the patch applies to. None: any values
+    since: _Count | None  # oldest version that the patch applies to. None: it has all values
     version: _Count  # the receiver's version afterwards
     tensors: tuple[PatchedTensor, ...]
 
 
 class Version(_Part):
-    """Version number of an engine's weights, as a receiver stores it."""
+    """Version of an engine's weights that a receiver has, as stored with its weights."""
 
     engine: str
     version: int
@@ -135,8 +135,8 @@ class WeightPatch:
     """A patch of the weights.
 
     Attributes:
-        since: oldest version that the patch applies to. None: any values, because it has all.
-        version: the receiver's version afterwards, and ``since`` of its next patch.
+        since: oldest version that the patch applies to. None: it has all values.
+        version: the receiver's version afterwards. Pass it as ``since`` for the next patch.
         nbytes: bytes of the file. 0 on ranks other than 0.
         source: the file, or its bytes. None on ranks other than 0.
     """
@@ -163,8 +163,8 @@ class PatchWriter(Extension):
 
     def __init__(self, state: ShardedState) -> None:
         self._state = state
-        self._engine = ""  # identity in patches, shared by all ranks from the first patch on
-        # by buffer name: crc32, and the first version with that crc32
+        self._engine = ""  # identity of the engine in patches, set by the first patch
+        # By buffer name: crc32, and the first version with this crc32.
         self._buffers: dict[str, tuple[int, int]] = {}
 
     @property
@@ -223,7 +223,7 @@ class PatchWriter(Extension):
         return patch
 
     def _changed_buffers(self, version: int) -> dict[str, tuple[int, int]]:
-        """Return the buffers of rank 0 whose values have changed, as of ``version``."""
+        """Return crc32 and ``version`` of each changed buffer, by name, on rank 0 only."""
         if self._state.control.rank != 0:
             return {}
         found = {name: (_crc_of(value), version) for name, value in self._state.buffers().items()}
@@ -269,7 +269,7 @@ class PatchWriter(Extension):
             control.together("weight_patch: open", open_raw)
             try:
                 for tensor, piece, positions, values in self._changes(since):
-                    if failure is not None:  # go on: all ranks must iterate over `_changes`
+                    if failure is not None:  # continue, as all ranks must iterate over `_changes`
                         continue
                     tensors.setdefault(tensor, []).append(piece)
                     try:
@@ -278,7 +278,7 @@ class PatchWriter(Extension):
                             buffer.add(f"{piece.number}.values", values)
                     except CheckpointFailedError as error:
                         failure = error
-            except CheckpointError as error:  # rank 0 failed: report to all ranks in `together`
+            except CheckpointError as error:  # on rank 0: `together` raises it on all ranks
                 failure = error
             source = control.together("weight_patch: write", finish)
         finally:
@@ -290,7 +290,7 @@ class PatchWriter(Extension):
         return WeightPatch(since, version, size, source)
 
     def _changes(self, since: int | None) -> Iterator[tuple[PatchedTensor, Piece, Tensor, Tensor]]:
-        """Yield all ranks' pieces on rank 0, and nothing on others. Every rank must iterate."""
+        """Yield the pieces of all ranks on rank 0 only. Every rank must iterate to the end."""
         control, layout, numbers = self._state.control, self._state.layout, count()
         for segment in layout.segments:
             if segment.is_opaque:  # bytes of a quantized parameter, which never change
@@ -336,7 +336,7 @@ class PatchWriter(Extension):
     ) -> tuple[list[tuple[int | str, ...]], list[Tensor]]:
         """Return the changed pieces of this rank's shard, and their bytes.
 
-        Each piece has its slot, and the fields of its `Piece` after the number.
+        A piece is the index of its slot, followed by the fields of `Piece` except the number.
         """
         flat = self._state.params[segment.index]
         low, high = segment.shard_range(flat.rank)
@@ -363,7 +363,7 @@ class PatchWriter(Extension):
                     continue
                 values, kind, positions = shard[own], Kind.ALL, _NONE
                 if part is not None:
-                    # Low bits are wrong for elements that changed much: forbid Kind.ALL for them.
+                    # `Kind.ALL` would also send the low bits of values that moved too far.
                     kind, positions = encode(part, values.itemsize if form is Form.VALUES else None)
                     if kind is not Kind.ALL:
                         values = values[part.to(values.device)]
@@ -386,15 +386,16 @@ def apply_patch(
     """Apply a patch that `zero_core.Engine.weight_patch` wrote.
 
     The target is a model in memory, on any devices, or a folder of safetensors files as written by
-    transformers. Afterwards the tensors that the patch describes equal the engine's bit by bit.
-    Everything is checked before the first value changes. A reader of the folder gets the old or the
-    new model. A model attribute or the folder's metadata records the version.
+    transformers. Afterwards the tensors in the patch are bit-identical to those of the engine. All
+    checks precede the first change. A reader of the folder gets either the old or the new model.
+    The version is recorded in an attribute of the model, or in the folder's metadata.
 
     Args:
         target: a model that no engine owns, or a folder.
         patch: the object, its bytes, or its file.
         version: version of the target's values, if no patch has set them: 0 for a copy of the model
-            that ``build`` got, `zero_core.Engine.patch_version` for an export. None: as recorded.
+            that ``build`` received, `zero_core.Engine.patch_version` for an export. None: the
+            recorded version.
 
     Returns:
         The target's version afterwards.
@@ -402,8 +403,8 @@ def apply_patch(
     Raises:
         PatchGapError: the target is older than ``since`` of the patch. Write a patch since the
             target's version, or of all values.
-        CheckpointError: the patch is another engine's or older than the target, the target's
-            version is unknown, or a name, shape or dtype differs.
+        CheckpointError: the patch belongs to another engine or is older than the target, the
+            target's version is unknown, or a name, shape or dtype differs.
         CheckpointCorruptError: the patch or a file of the folder is damaged.
         CheckpointFailedError: a file could not be written.
     """
@@ -421,7 +422,7 @@ def apply_patch(
 
 
 class _ReceivedPatch:
-    """An open patch, checked. ``version`` is the receiver's version afterwards."""
+    """An open patch whose content was checked. ``version`` is the receiver's version afterwards."""
 
     def __init__(self, file: IO[bytes], name: str) -> None:
         self._name = name  # for error messages
@@ -447,7 +448,7 @@ class _ReceivedPatch:
                 self._content(tensor, piece)
 
     def apply(self, tensor: PatchedTensor, values: Tensor, *, is_trial: bool = False) -> None:
-        """Write the changes of ``tensor`` to flat ``values``. ``is_trial`` only checks them."""
+        """Write the changes of ``tensor`` to 1-D ``values``. ``is_trial``: only check them."""
         for piece in tensor.pieces:
             index, new = self._content(tensor, piece)
             part = values[piece.start : piece.start + piece.numel]
@@ -464,7 +465,7 @@ class _ReceivedPatch:
                 part[place] = new.to(values.device)
 
     def check_version(self, known: Version | None, given: int | None, what: str) -> None:
-        """Raise if a receiver's version does not fit. ``given`` overrides ``known``."""
+        """Raise if the patch does not apply to a receiver's version, ``given`` or ``known``."""
         document = self._document
         if document.since is None:
             return
@@ -496,7 +497,7 @@ class _ReceivedPatch:
     def match(
         self, there: Sequence[tuple[str, _Value]], required: Mapping[str, _Value], what: str
     ) -> list[tuple[str, PatchedTensor, _Value]]:
-        """Match patched tensors with those of the receiver. A full patch must have ``required``."""
+        """Match patched tensors with the receiver's. A full patch must contain ``required``."""
         by_name = {name: tensor for tensor in self._document.tensors for name in tensor.names}
         found = [(name, by_name[name], value) for name, value in there if name in by_name]
         known = {tensor.names for _, tensor, _ in found}
@@ -526,7 +527,7 @@ class _ReceivedPatch:
         return found
 
     def _content(self, tensor: PatchedTensor, piece: Piece) -> tuple[Tensor | slice, Tensor]:
-        """Return the positions in a piece and the sent values or bits, both checked."""
+        """Check and return the positions in a piece, and the values or low bits sent for them."""
         try:
             found = [self._stored[f"{piece.number}.{part}"] for part in ("positions", "values")]
             positions, sent = (one.read_from(self._file) for one in found)
@@ -574,7 +575,7 @@ def _patch_model(model: nn.Module, patch: _ReceivedPatch, version: int | None) -
 
 
 def _patch_folder(folder: Path, patch: _ReceivedPatch, version: int | None) -> None:
-    """Rewrite the files of a folder that have changes. See [Note: a patched folder]."""
+    """Rewrite the files with changes in ``folder``. See [Note: a patched folder]."""
     if not folder.is_dir():
         raise CheckpointError(
             f"apply_patch() takes a model or a folder of safetensors files, found {folder}: pass "
@@ -616,7 +617,7 @@ def _patch_folder(folder: Path, patch: _ReceivedPatch, version: int | None) -> N
             return
         new_names: dict[str, str] = {}
         for file_name, tensors in changed.items():
-            # Always use a new name, because versions of two engines may be equal.
+            # Do not number files by version, because versions of two engines may be equal.
             old = Path(file_name)
             found = _VERSION_SUFFIX.search(old.stem)
             number = 1 if found is None else int(found[1]) + 1
@@ -641,7 +642,7 @@ def _rewrite(
     changed: Mapping[str, PatchedTensor],
     patch: _ReceivedPatch,
 ) -> None:
-    """Write the tensors of a file to ``new``, with their changes, one at a time."""
+    """Write the tensors of a file to ``new``, one at a time, with the patch applied."""
     ordered = sorted(stored.items(), key=lambda item: item[1].start)
     new.unlink(missing_ok=True)  # left over from a failed attempt
     with writing(new) as file:

@@ -1,7 +1,7 @@
 """safetensors files: index of their tensors, reads of ranges, and writers.
 
-Ranges are read instead of mapped, because mapped pages stay resident and a rank's memory would hold
-its part twice. The safetensors library opens a path even if it is a pipe. This module reads headers
+Ranges are read instead of mapped, because mapped pages stay in memory, which would then have the
+data twice. The safetensors library opens a path even if it is a pipe. This module reads headers
 from open regular files, and checks them against the file's size before allocating memory.
 """
 
@@ -51,7 +51,7 @@ MAX_FILE_BYTES = 5 * 1000**3  # largest file that `ModelFiles` writes
 _COPIED_BYTES = 16 * 1024**2  # bytes copied at a time
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _MAX_INDEX_BYTES = 100_000_000
-_MAX_DIMS = 64  # torch's limit of dimensions
+_MAX_DIMS = 64  # largest number of dimensions in torch
 
 _Count = Annotated[int, Field(ge=0)]
 
@@ -77,7 +77,7 @@ class _Header(BaseModel):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A contiguous tensor in a file, from byte ``start`` on."""
+    """Position of a contiguous tensor in a file. ``start`` is its first byte."""
 
     path: Location
     dtype: torch.dtype
@@ -89,7 +89,7 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def part(self, first: int, last: int) -> StoredTensor:
-        """Return elements ``[first, last)`` of the flattened tensor as a 1-D stored tensor."""
+        """Return the position of elements ``[first, last)`` of the flattened tensor."""
         start = self.start + first * self.dtype.itemsize
         return replace(self, shape=(last - first,), start=start)
 
@@ -97,7 +97,7 @@ class StoredTensor:
         return self.part(first, last).value()
 
     def value(self) -> Tensor:
-        """Return the tensor as stored, on the CPU."""
+        """Read the tensor into CPU memory, in its stored dtype."""
         with open_regular(self.path) as file:
             return self.read_from(file)
 
@@ -134,7 +134,7 @@ def model_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
         return [Path(path) for path in source]
     path = Path(source)
     if path.is_dir():
-        if (path / _SINGLE).is_file():  # other readers prefer this file, too
+        if (path / _SINGLE).is_file():  # preferred by other readers, too
             return [path / _SINGLE]
         if not (path / INDEX).is_file():
             there = sorted(p.name for p in path.iterdir() if "model" in p.name)[:5]
@@ -164,7 +164,7 @@ def read_header(path: Location) -> dict[str, StoredTensor]:
 def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the positions of an open file's tensors, and its metadata.
 
-    ``path`` is stored in the positions and named in errors.
+    The positions and error messages contain ``path``.
     """
     found, size = {}, size_of(file)
     try:
@@ -172,7 +172,7 @@ def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor],
         if length > min(size, _MAX_HEADER_BYTES):
             raise ValueError(f"it has {size} bytes, and a header of {length}")
         header = _Header.model_validate_json(file.read(length - 8))
-        # Tensors must be adjacent, up to the file's end.
+        # Tensors must fill the file without gaps.
         entries = header.__pydantic_extra__.items()
         for name, entry in sorted(entries, key=lambda item: item[1].data_offsets):
             if entry.dtype not in DTYPES:
@@ -198,7 +198,7 @@ def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor],
 
 
 def first_error(error: ValidationError) -> str:
-    """Return location and reason of the first error in a ValidationError."""
+    """Return the location and the message of the first error in a ValidationError."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))[:200]
     return f"{place}: {first['msg']}" if place else first["msg"]
@@ -220,7 +220,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def make_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str]
 ) -> bytes:
-    """Return the header of a file with these tensors in order, padded to 8 bytes."""
+    """Return the header of a file that has ``tensors`` in this order, padded to 8 bytes."""
     facts: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     stop = 0
     for name, dtype, shape in tensors:
@@ -238,7 +238,7 @@ def make_header(
 def arrange(
     tensors: Mapping[str, Tensor | StateBlocks | Sequence[Tensor]],
 ) -> tuple[bytes, int, Iterator[Tensor]]:
-    """Return header, data size, and tensors in order. A sequence is stored as one 1-D tensor."""
+    """Return a file's header, data size, and tensors in order. A sequence is one 1-D tensor."""
     found: list[tuple[str, torch.dtype, Sequence[int], Iterable[Tensor]]] = []
     for key, values in tensors.items():
         if isinstance(values, StateBlocks):
@@ -247,7 +247,7 @@ def arrange(
             found.append((key, values.dtype, values.shape, [values]))
         else:
             found.append((key, values[0].dtype, [sum(t.numel() for t in values)], values))
-    # As in the safetensors library: larger dtypes first, so every tensor is aligned.
+    # Larger dtypes first, as in the safetensors library, so that every tensor is aligned.
     found.sort(key=lambda one: (-one[1].itemsize, one[0]))
     header = make_header((one[:3] for one in found), {})
     size = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape, _ in found)
@@ -257,8 +257,8 @@ def arrange(
 class TensorBuffer:
     """Tensors of a future safetensors file, collected in a temporary file.
 
-    The header precedes the tensors, but is known only after the last tensor. Memory holds one
-    tensor at a time.
+    A file begins with its header, which is known only after the last tensor. Only one tensor is in
+    memory at a time.
     """
 
     def __init__(self, raw: IO[bytes]) -> None:
@@ -275,7 +275,7 @@ class TensorBuffer:
 
     def write_to(self, file: IO[bytes], metadata: dict[str, str]) -> dict[str, int]:
         """Write the safetensors file to ``file``. Return the bytes of each tensor by name."""
-        # Same order as in `arrange`.
+        # The order must be that of `arrange`.
         ordered = sorted(self._written, key=lambda written: (-written[1].itemsize, written[0]))
         file.write(make_header((written[:3] for written in ordered), metadata))
         for name, _, _, start, left in ordered:
@@ -290,10 +290,10 @@ class TensorBuffer:
 
 
 class ModelFiles:
-    """Writer of ``model.safetensors``, or of files of up to `MAX_FILE_BYTES` and an index.
+    """Writer of ``model.safetensors``, or of several files of up to `MAX_FILE_BYTES` and an index.
 
     Call `add` for each tensor and then `finish`, or `discard` after an error. Until `finish`, files
-    are called ``part-NUMBER.tmp``, because the total number of files is not known.
+    have the names ``part-NUMBER.tmp``, because the final names contain the number of files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -316,7 +316,7 @@ class ModelFiles:
             self._open_part().add(name, value)
 
     def finish(self) -> None:
-        """Close the last file, rename all files, and write the index."""
+        """Close the last file, rename all files, and write an index if there are several."""
         if self._pending is not None or not self._parts:
             self._close_part()
         # Remove an earlier export, because readers might prefer its files.

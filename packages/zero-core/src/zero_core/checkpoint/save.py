@@ -1,22 +1,22 @@
-"""Saving of checkpoints, synchronously or in a thread: safetensors and one JSON manifest.
+"""Saving of checkpoints, synchronously or in a thread: safetensors files and a JSON manifest.
 
 A checkpoint is a folder. Each rank writes, per state (``master_weight``, ``exp_avg``, ...), one
-safetensors file with its slice of every segment. ``manifest.json`` holds the position of every
-parameter and everything that is not a tensor. A reader finds ranges by parameter name, so stage,
-world size, Twin-Flow ratio and tier may differ from the writer's. States of whole parameters are in
-the file ``whole`` of the rank that owns the parameter. Nothing is pickled.
+safetensors file with its slice of every segment. ``manifest.json`` has the position of every
+parameter and all data other than tensors. A reader finds elements by parameter name, so stage,
+world size, offload ratio and state tier may differ from the writer's. States of whole parameters
+are in the file ``whole`` of the rank that owns the parameter. Nothing is pickled.
 
-A file that equals one of the last save is a hard link to it: states without a step since then, and
-frozen values and buffers with equal checksums. Ranks may have separate folders on disks of their
-machines. Each folder then holds the files of its ranks and the manifest of all ranks. The
-checkpoint is the union of these folders.
+If a file would equal that of the last save, a hard link is made instead: for states without a step
+since then, and for frozen values and buffers with equal checksums. Ranks may have separate folders
+on disks of their machines. Each folder then has the files of its ranks and the manifest of all
+ranks. The checkpoint is the union of these folders.
 
 [Note: a save beside training]
-The call copies small tensors and makes a snapshot of the states, which copies nothing
+``async_save`` copies small tensors and makes a snapshot of the states, which copies nothing
 (`zero_core.sharded.snapshot`). A thread writes the files. The threads of the ranks communicate by
 torch's store (`zero_core.comm.groups.StoreExchange`), never by the training's collectives. The
-thread reads frozen values and parameters in host memory in place: `ShardedState.quiesce` waits for
-the thread before anything but a step writes to them.
+thread reads frozen values and parameters in host memory in place. `ShardedState.quiesce` waits for
+the thread before such values are written outside of a step.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _log = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 20  # small blocks stay in the CPU cache between write and checksum
 _Tensors = Mapping[str, Tensor | StateBlocks | Sequence[Tensor]]
 _Files = dict[str, dict[str, Tensor]]
-"""Tensors by name, by file name."""
+"""For each file name, tensors by name."""
 OnPending = Literal["wait", "refuse"]
 
 
@@ -100,11 +100,11 @@ class SaveRequest:
 
 
 class PendingSave(Future[Location]):
-    """A future of the folder of a checkpoint that a thread writes.
+    """Future of a save in a thread. Its result is the folder of the checkpoint.
 
     ``result()`` waits for the save and raises its error: `CheckpointError` on all ranks, or
-    `CollectiveError` if a rank is dead. If all ranks have retrieved an error here, the engine does
-    not raise it again.
+    `CollectiveError` if a rank is dead. If all ranks have retrieved the error from their futures,
+    the engine does not raise it again.
     """
 
     def __init__(self, tag: str, snapshot: Snapshot) -> None:
@@ -115,7 +115,7 @@ class PendingSave(Future[Location]):
 
     @property
     def peak_bytes(self) -> int:
-        """Peak host memory of the copies of states so far."""
+        """Peak bytes so far of the copies of states in host memory."""
         return self._snapshot.peak_bytes
 
     def result(self, timeout: float | None = None) -> Location:
@@ -129,7 +129,7 @@ class PendingSave(Future[Location]):
 
 
 class _KnownFile(NamedTuple):
-    """A file of an engine's last save, to which an equal file is linked."""
+    """A file of an engine's last save. The next save links an equal file to it."""
 
     path: str
     inode: tuple[int, ...]  # result of `inode_of` after the write
@@ -139,7 +139,7 @@ class _KnownFile(NamedTuple):
 
 @dataclass(frozen=True)
 class _Taken:
-    """Data of this rank that the call collects before files are written."""
+    """Data of this rank, collected before files are written."""
 
     request: SaveRequest
     state_names: list[str]
@@ -153,7 +153,7 @@ class Saver:
     """Writer of one engine's checkpoints. See [Note: a save beside training]."""
 
     def __init__(self, state: ShardedState, progress: TrainState, exchange: Exchange) -> None:
-        """Must be called in the same order on all ranks. Only save threads use ``exchange``."""
+        """Create the saver. ``exchange`` serves the threads of saves only."""
         self._state = state
         self._progress = progress
         self._exchange = exchange
@@ -177,7 +177,7 @@ class Saver:
         try:
             taken = self._take(request, snapshot, is_beside=True)
             if self._watch is None:
-                snapshot.keep(0, self._state.local_numel)  # the tier cannot announce changes
+                snapshot.keep(0, self._state.local_numel)  # copy all: the tier announces no changes
         except BaseException:
             snapshot.end()
             raise
@@ -194,7 +194,7 @@ class Saver:
                 failure, rank = error, self._exchange.rank
                 _log.error("rank %d: the save of %s failed: %s", rank, request.tag, error)
             snapshot.end()
-            self._exchange.leave()  # the next save may use the exchange once a result is set
+            self._exchange.leave()  # before the result is set, which lets the next save begin
             if failure is None:
                 pending.set_result(request.place)
             else:
@@ -215,7 +215,7 @@ class Saver:
                 )
             try:
                 self.finish()
-            except CollectiveError as error:  # error of the store, possibly on this rank alone
+            except CollectiveError as error:  # from the store, possibly on this rank only
                 raise CheckpointFailedError(str(error)) from error
 
         self._state.control.together("checkpoint: prepare", settle)
@@ -229,18 +229,19 @@ class Saver:
             pending.result()
 
     def remove(self) -> None:
-        """Wait for the pending save without raising its error, which was logged."""
+        """Wait for the pending save, but do not raise its error, which has been logged."""
         if self._pending is not None:
             wait([self._pending])
 
     def _take(self, request: SaveRequest, snapshot: Snapshot, *, is_beside: bool) -> _Taken:
-        """Collect small data, and with ``is_beside`` also tensors that a step may change meanwhile.
+        """Collect the data of a save. Every rank must call it.
 
-        ``snapshot`` has the states of the trainable segments. Every rank must call it.
+        ``snapshot`` has the states of the trainable segments. ``is_beside``: read the other tensors
+        at once, because a step may change them before a thread writes them.
         """
         state, tier, rank = self._state, self._state.tier, self._state.control.rank
         version = None if self._watch is None else self._watch.num_changes
-        # Union over ranks, because the tier of a rank without updates may have fewer states.
+        # Take the union, because the tier of a rank without updates may have fewer states.
         own = json.dumps(list(tier.state_names())).encode()
         rows = [json.loads(row) for row in state.control.gather_bytes(own)]
         names = list(dict.fromkeys(chain(*rows)))
@@ -271,7 +272,7 @@ class Saver:
         for name in state.extension_states():
             reads[file_name(name, rank)] = partial(own_slices, state, name), None
             names.append(name)
-        if is_beside:  # read tensors that are not in the snapshot now, before a step changes them
+        if is_beside:
             for file in [file for file in reads if file not in in_snapshot]:
                 read, version = reads[file]
                 reads[file] = partial(dict, read()), version
@@ -323,7 +324,7 @@ class Saver:
         summed = (BUFFERS, file_name(VALUE, self._state.control.rank))
         for file in list(taken.reads):
             read, version = taken.reads.pop(file)
-            tensors = read()  # memory holds the copies of one file at a time
+            tensors = read()  # so that only one file's copies are in memory
             known, path = self._known.get(file), folder / file
             facts = None
             if known is not None and isinstance(path, Path):
@@ -342,7 +343,7 @@ def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
     """Whether this is the lowest rank that sees ``directory``. Every rank must call it.
 
     Machines may have different folders of the same path, so each rank writes a mark and searches
-    for lower ranks' marks. ``token`` makes names that no network file system has cached.
+    for lower ranks' marks. ``token`` is new, so no network file system has cached the marks' names.
     """
     marks = [directory / f".{token}-{rank}" for rank in range(exchange.rank + 1)]
     try:
@@ -355,13 +356,13 @@ def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
 
 
 def own_slices(state: ShardedState, name: str) -> dict[str, Tensor]:
-    """Return this rank's slices of a state, or of frozen values (`VALUE`), by segment."""
+    """Return this rank's slices of state ``name``, or of frozen values (`VALUE`), by segment."""
     segments = [s.index for s in state.layout.segments if s.is_trainable == (name != VALUE)]
     return {str(s): state.own_state(s, name) for s in segments}
 
 
 def small_files(state: ShardedState) -> _Files:
-    """Return copies of the random generators' states and, on rank 0, of the buffers, by file."""
+    """Return the random generators' states and, on rank 0, the buffers, by file. All are copies."""
     random_states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         random_states["cuda"] = torch.cuda.get_rng_state()
@@ -385,7 +386,7 @@ def tier_slices(
     """Return this rank's slices of a state by segment, from ``snapshot`` or from the tier.
 
     For a `WholeTier`, states other than master weights are slices of the parameters without an
-    owner rank, by `slice_key`. They are read from the tier now, because no snapshot has them.
+    owner, by `slice_key`. They are read from the tier at once, because no snapshot has them.
     """
     tier = state.tier
     found: dict[str, Tensor] = {}
@@ -404,7 +405,7 @@ def tier_slices(
 
 
 def whole_states(state: ShardedState) -> tuple[dict[str, Any], _Files]:
-    """Return file and structure of this rank's whole states, by parameter, and the tensors."""
+    """Return this rank's whole states as JSON, by parameter, and their tensors, by file."""
     tier, rank = state.tier, state.control.rank
     if not isinstance(tier, WholeTier):
         return {}, {}
@@ -418,7 +419,7 @@ def whole_states(state: ShardedState) -> tuple[dict[str, Any], _Files]:
 
 
 def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
-    """Return the scalars of parameters whose first element is on this rank, by name."""
+    """Return the scalars of parameters whose first element is on this rank, by parameter name."""
     return {
         state.layout.params[piece.param].name: dict(state.tier.read_scalars(index))
         for index, piece in enumerate(state.pieces)
@@ -427,14 +428,14 @@ def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
 
 
 def write_file(folder: Location, name: str, tensors: _Tensors) -> dict[str, dict[str, Any]]:
-    """Write a safetensors file through to the disk. Return its size and checksums by name."""
+    """Write a safetensors file and flush it to the disk. Return {name: size and checksums}."""
     path = folder / name
     with storing(path, ADVICE), writing(path) as file:
         return {name: _write_summed(tensors, file)}
 
 
 def _write_summed(tensors: _Tensors, file: IO[bytes] | None = None) -> dict[str, Any]:
-    """Return size and checksums of a safetensors file. Write its blocks to ``file`` if given."""
+    """Compute the size and checksums of a safetensors file. Write it to ``file`` if given."""
     size, crcs = 0, [0]
     header, _, values = arrange(tensors)
     for value in chain([torch.frombuffer(bytearray(header), dtype=torch.uint8)], values):

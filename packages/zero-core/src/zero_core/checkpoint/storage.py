@@ -1,7 +1,7 @@
 """Storage of checkpoints: local folders, and any file system that fsspec supports.
 
-One write commits a checkpoint: the rename of its folder (`Aside`), or the object `MANIFEST` where
-the file system has no renames (`Upload`). Readers ignore all earlier writes.
+One operation commits a checkpoint: the rename of its folder (`Aside`), or the write of its manifest
+where the file system has no renames (`Upload`). Readers ignore a checkpoint until then.
 
 Hidden names in a folder of checkpoints: ``.TAG.saving`` is a pending checkpoint, ``.TAG.old`` a
 checkpoint that is being replaced, and ``.latest.*.saving`` the pending file ``latest``. Ranks write
@@ -11,8 +11,8 @@ marks, ``.TOKEN-RANK``, to detect which of them share a folder.
 Object stores have no renames, links or locks, but replace one object atomically. The files of a
 save are therefore in a separate folder, ``TAG/data-TOKEN/``, which the manifest names. Writing
 ``TAG/manifest.json`` commits them. An earlier checkpoint of the same tag stays complete until then,
-and is removed afterwards. ``latest`` is one object, too. Files of a killed save are never read. The
-next save of the tag removes such files after a day, and a removal of the tag at once.
+and is removed afterwards. ``latest`` is also one object. Files of a killed save are never read. A
+save of the same tag removes them if they are older than a day. A removal of the tag removes them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MANIFEST = "manifest.json"  # describes a checkpoint, with checksums of its othe
 LATEST = "latest"  # file with the tag of the newest checkpoint of a folder
 SUBFOLDER = re.compile(r"data-[0-9a-f]{32}")  # folder of a checkpoint's files: see `Upload`
 ADVICE = "save to another place; checkpoints that were there before are whole"
-_NO_SAVE_S = 24 * 3600  # without locks, older files count as left over from a killed save
+_NO_SAVE_S = 24 * 3600  # without locks, older files are taken as left over from a killed save
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|old)")
 _MARK = re.compile(r"\.[0-9a-f]{32}-[0-9]+")
 _TRIES = 200
@@ -52,7 +52,7 @@ _IN_PLACE = frozenset(("sftp", "ssh", "ftp", "smb", "webdav", "webhdfs", "hdfs",
 
 @dataclass(frozen=True, repr=False)
 class RemotePath:
-    """A path of fsspec with methods of `pathlib.Path`. Errors of its library become OSErrors."""
+    """A path of fsspec with methods as in `pathlib.Path`. Errors of its library become OSErrors."""
 
     _files: Any = field(compare=False)  # an AbstractFileSystem
     _path: str = field(compare=False)  # path within ``_files``
@@ -101,7 +101,7 @@ class RemotePath:
     @contextmanager
     def _store(self) -> Iterator[Any]:
         try:
-            self._files.invalidate_cache()  # otherwise an earlier listing could be returned
+            self._files.invalidate_cache()  # fsspec could return an old listing
             yield self._files
         except (OSError, CheckpointError):
             raise
@@ -141,7 +141,7 @@ class RemotePath:
         return int(aware.timestamp() * 1e9)
 
     def is_past(self) -> bool:
-        """Whether this folder has files, all of them too old for a pending save."""
+        """Whether this folder has files, and none is recent enough for a pending save."""
         with self._store() as files:
             found = [RemotePath(files, path, path) for path in files.find(self._path)]
         newest = max((path.modified_ns() for path in found), default=time.time_ns())
@@ -169,7 +169,7 @@ class Aside:
         self._descriptor: int | None = None
 
     def make(self) -> None:
-        """Remove files of killed saves, then make and lock the folder. Only one rank calls it."""
+        """Remove files of killed saves, and make and lock the folder. Called by one rank only."""
         remove_stale(self.folder.parent)
         for attempt in range(_TRIES):
             try:
@@ -184,7 +184,7 @@ class Aside:
                     break
             except FileNotFoundError:
                 pass
-            # Another program took the folder for one of a killed save, and is removing it.
+            # Another program has mistaken the folder for that of a killed save and removes it.
             time.sleep(_PAUSE_S)
         raise CheckpointError(
             f"{self.folder} is there: another program saves this checkpoint. Wait for it, or "
@@ -198,7 +198,7 @@ class Aside:
             sync_folder(self.folder)
 
     def commit(self, *, is_latest: bool) -> None:
-        """Rename the folder to its tag. An earlier checkpoint of the tag is readable until then."""
+        """Rename the folder to its tag. An earlier checkpoint of the tag stays until then."""
         place = self._place
         directory, old = place.parent, place.with_name(f".{place.name}.old")
         mark = directory / f".{LATEST}.{uuid.uuid4().hex}.saving"
@@ -258,7 +258,7 @@ class Upload:
             self._is_own = False
             if is_latest:
                 (self._place.parent / LATEST).write_bytes(self._place.name.encode())
-        try:  # already committed: an error here must not fail the save
+        try:  # the save is committed, so that an error here must not fail it
             for old in [p for p in self._place.iterdir() if SUBFOLDER.fullmatch(p.name)]:
                 is_replaced = replaced is not None and old.name == replaced[1].decode()
                 if old.name != self.folder.name and (is_replaced or old.is_past()):
@@ -272,13 +272,13 @@ class Upload:
 
 
 Location = Path | RemotePath
-"""Local path, or path of fsspec with the method names of pathlib."""
+"""A local path, or a path of fsspec."""
 Staging = Aside | Upload
-"""Pending checkpoint."""
+"""A pending checkpoint."""
 
 
 def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
-    """Return the location for a path, or for a URL such as ``s3://bucket/run``."""
+    """Return the location of a path, or of a URL such as ``s3://bucket/run``."""
     if isinstance(place, RemotePath):
         return place
     url = os.fspath(place)
@@ -313,14 +313,14 @@ def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
             f"{url} cannot be opened: {type(error).__name__}: {error}"
         ) from error
     first, mark, others = url.partition("::")
-    # In dir://run::file:///store the path belongs to the first protocol, in simplecache::s3://x to
-    # the last
+    # In dir://run::file:///store the path follows the first protocol, in simplecache::s3://x the
+    # last one.
     chain = mark + others if "://" in first else ""
     return RemotePath(files, path.rstrip("/"), url.removesuffix(chain).rstrip("/"), chain)
 
 
 def local_path(place: str | os.PathLike[str] | RemotePath, what: str) -> Path:
-    """Return the local path ``place``, or raise CheckpointError. ``what`` is for the message."""
+    """Return ``place`` as a local path. Raise CheckpointError, which names ``what``, for a URL."""
     found = location_of(place)
     if not isinstance(found, Path):
         raise CheckpointError(f"{place} is a URL, and {what} needs a folder of this machine")
@@ -328,7 +328,7 @@ def local_path(place: str | os.PathLike[str] | RemotePath, what: str) -> Path:
 
 
 def open_regular(place: Location, *, follows_links: bool = True) -> IO[bytes]:
-    """Open a regular file for reading. Pipes and devices raise instead of blocking."""
+    """Open a regular file for reading. Raise for a pipe or device, which could block."""
     if isinstance(place, RemotePath):
         try:
             return place.open()
@@ -371,7 +371,7 @@ def writing(place: Location) -> Iterator[IO[bytes]]:
 
 
 def discard(place: Location) -> None:
-    """Remove a checkpoint's folder. A partial removal leaves no valid checkpoint."""
+    """Remove a checkpoint's folder. If this is interrupted, no valid checkpoint remains."""
     if isinstance(place, RemotePath):
         (place / MANIFEST).unlink(missing_ok=True)
         place.remove_tree()
@@ -382,10 +382,10 @@ def discard(place: Location) -> None:
 
 
 def _open_locked(folder: Path) -> tuple[int, bool | None]:
-    """Open and lock a folder until its descriptor is closed. Return whether it is locked.
+    """Open and lock a folder. Return its descriptor, and whether it is locked.
 
-    False: another program has the lock, or the name now belongs to another folder. None: the file
-    system has no locks.
+    Closing the descriptor unlocks the folder. False: another program has the lock, or the name now
+    belongs to another folder. None: the file system has no locks.
     """
     is_locked: bool | None = True
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -406,8 +406,8 @@ def _open_locked(folder: Path) -> tuple[int, bool | None]:
 def remove_stale(directory: Path) -> None:
     """Remove files of killed saves in ``directory``, and undo an interrupted replacement.
 
-    The pending save of a live program is kept. Without locks, files younger than a day are kept,
-    too. Marks are always kept for a day.
+    The pending save of a live program is kept. If the file system has no locks, all files younger
+    than a day are kept. Marks are always kept for a day.
     """
     for path in sorted(directory.iterdir(), key=lambda path: (path.suffix != ".saving", path.name)):
         match = _HIDDEN.fullmatch(path.name)
@@ -418,14 +418,14 @@ def remove_stale(directory: Path) -> None:
             if match["tag"].startswith(LATEST) and match["kind"] == "saving":
                 path.unlink(missing_ok=True)
         elif match["kind"] == "saving":
-            with suppress(FileNotFoundError):  # another program did it first
+            with suppress(FileNotFoundError):  # another program has removed it
                 descriptor, is_dead = _open_locked(path)
                 if is_dead or (is_dead is None and _is_past(path)):
                     shutil.rmtree(path, ignore_errors=True)
                 os.close(descriptor)
         elif not (directory / f".{match['tag']}.saving").exists():  # interrupted replacement
             place = directory / match["tag"]
-            with suppress(OSError):  # another program did it first
+            with suppress(OSError):  # another program has removed or renamed it
                 if (place / MANIFEST).is_file():
                     discard(path)
                 elif (path / MANIFEST).is_file() and not place.exists():
@@ -433,20 +433,20 @@ def remove_stale(directory: Path) -> None:
 
 
 def _is_past(path: Path) -> bool:
-    """Whether ``path`` is too old for a pending save."""
+    """Whether ``path`` is too old to belong to a pending save."""
     with suppress(FileNotFoundError):
         return time.time() - path.lstat().st_mtime > _NO_SAVE_S
     return False
 
 
 def inode_of(path: Path) -> tuple[int, ...]:
-    """Return a file's identity, which changes when the file is rewritten."""
+    """Return values that identify a file's content: they change when the file is rewritten."""
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def link(known: str, inode: tuple[int, ...], path: Path) -> bool:
-    """Link ``path`` to ``known`` if that file still has ``inode``. Return whether it succeeded."""
+    """Link ``path`` to ``known``. Return False on failure, or if `inode_of` is not ``inode``."""
     with suppress(OSError):  # ``known`` was removed, or cannot be linked
         os.link(known, path, follow_symlinks=False)
         if inode_of(path) == inode:
@@ -456,7 +456,7 @@ def link(known: str, inode: tuple[int, ...], path: Path) -> bool:
 
 
 def write_all(file: IO[bytes], data: bytes | memoryview) -> None:
-    """Write all of ``data``, even if an unbuffered write accepts only a part."""
+    """Write all of ``data``. A single unbuffered write may accept only a part."""
     left = memoryview(data)
     while left.nbytes:
         left = left[file.write(left) :]
@@ -468,7 +468,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's names to the disk."""
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

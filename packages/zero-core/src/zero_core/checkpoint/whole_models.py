@@ -1,4 +1,4 @@
-"""Whole models: read from safetensors files into an engine, and exported."""
+"""Import of whole models from safetensors files into an engine, and their export."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHUNK_NUMEL = 1 << 22
 
 @dataclass(frozen=True)
 class Loaded:
-    """Names of the model that the files lack, and names of the files that the model lacks."""
+    """Names of tensors that only the model (``missing``) or only the files have."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -32,7 +32,7 @@ class Loaded:
 def match_files(
     state: ShardedState, stored: dict[str, StoredTensor]
 ) -> tuple[dict[str, StoredTensor], Loaded]:
-    """Return the stored tensors of parameters (by first name) and buffers, and unmatched names."""
+    """Match ``stored`` with parameters and buffers. Return tensors by first name, and `Loaded`."""
     specs, kept = {spec.name: spec for spec in state.layout.params}, set(state.names())
     for name, buffer in named_buffers(state.module).items():
         if name in kept:
@@ -41,7 +41,7 @@ def match_files(
     spec_of = {n: spec for spec in specs.values() for n in (spec.name, *spec.aliases)}
     by_first: dict[str, dict[str, StoredTensor]] = {}
     unexpected = []
-    # foreign: transformers' models name their inner model
+    # foreign: transformers' models have the name of their inner model
     prefix = str(getattr(state.module, "base_model_prefix", ""))
     prefix = f"{prefix}." if prefix else ""
     for stored_name, tensor in stored.items():
@@ -80,11 +80,11 @@ def match_files(
 
 
 def _the_one(state: ShardedState, first: str, found: dict[str, StoredTensor]) -> StoredTensor:
-    """Return the stored tensor of a weight. If it is tied, check a part of all its copies."""
+    """Return the stored tensor of a weight. If it is tied, check that all copies are equal."""
     name = first if first in found else next(iter(found))
     tensor = found[name]
     rank, size = state.control.rank, state.control.world_size
-    # Each rank compares a different range.
+    # Each rank compares a different range of the elements.
     low, high = tensor.numel * rank // size, tensor.numel * (rank + 1) // size
     for other, copy in found.items():
         for start in range(low, high, _CHUNK_NUMEL) if copy is not tensor else ():
@@ -104,7 +104,7 @@ def restore_files(
         if spec.name not in matched:
             continue
         tensor = matched[spec.name]
-        # the file has row-major order
+        # The file has row-major order.
         if spec.order and spec.order != tuple(range(len(spec.shape))):
             values = spec.to_elements(tensor.value())[low:high]
         elif spec.is_opaque:  # ``low`` and ``high`` count bytes
@@ -124,13 +124,13 @@ def full_state_dict(
     if rank is not None and not 0 <= rank < state.control.world_size:
         raise ValueError(f"rank = {rank}: expected a rank below {state.control.world_size}")
     by_name: dict[str, Tensor] = {}
-    # a collective: every rank must iterate to the end
+    # Gathers are collectives: every rank must iterate to the end.
     for keys, value in _entries(state, state.full_params(rank, dtype=dtype), dtype):
         by_name |= dict.fromkeys(keys, value)
     if rank not in (None, state.control.rank):
         return {}
     by_name |= state.buffers()
-    # Order as in torch: a module's own entries, then extra entries that it saves.
+    # Use torch's order: a module's parameters and buffers precede other entries that it saves.
     by_module: dict[str, list[str]] = {}
     known = state.names()
     for name in known:
@@ -145,17 +145,17 @@ def full_state_dict(
 
 
 def full_values(state: ShardedState, *, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return all values by the layout's names, which include components of quantized parameters."""
+    """Return all values by name, with the components of quantized parameters as separate values."""
     return {spec.name: _cast(t, spec, dtype) for spec, t in state.full_params(dtype=dtype)}
 
 
 def _entries(
     state: ShardedState, params: Iterable[tuple[ParamSpec, Tensor]], dtype: torch.dtype | None
 ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield entries of the state dict: their names and value.
+    """Yield (names, value) of each entry of the state dict.
 
-    A module with quantized parameters makes its own entries once all their components have been
-    gathered. In a model of blocks, memory then holds the components of one block at a time.
+    A module with quantized parameters makes its own entries when all components of its parameters
+    have been gathered. In a model of blocks, only one block's components are then in memory.
     """
     whole = {id(q.param): q for q in state.quantized if not q.is_plain}
     # By module path: the module, its quantized parameters, and the names of their components.
@@ -188,7 +188,7 @@ def _saved_by(
     state: ShardedState,
     values: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return the entries that ``module`` itself makes of ``quantized`` parameters."""
+    """Return the state-dict entries that ``module`` makes of its ``quantized`` parameters."""
     prefix = f"{path}." if path else ""
     components = {id(c): c for q in quantized for c in q.components}
     with access.opened(module._parameters.values()):
@@ -223,7 +223,7 @@ def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dty
     if state.control.rank == 0:
         files = ModelFiles(directory)
         try:
-            # Tied weights are stored once, because readers tie them again.
+            # Store a tied weight under one name only, because readers tie weights again.
             for names, value in _entries(state, params, dtype):
                 files.add(names[0], value)
             for name, buffer in state.buffers().items():
@@ -234,7 +234,7 @@ def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dty
             if not has_gathered:  # the other ranks are in a collective, or have failed as well
                 raise
             failure = error
-    for _ in params:  # a collective: every rank must iterate to the end, even after a file error
+    for _ in params:  # collectives: every rank must iterate to the end, even after a file error
         pass
 
     def report() -> None:

@@ -1,7 +1,6 @@
-"""Collectives of an engine's data path, with errors that name the unit and rank.
+"""All-gathers and reduce-scatters of an engine, with errors that name the unit and the rank.
 
-Each collective is also a profiler range of the same name. `zero_core.watch` names collectives that
-hang.
+Each collective is also a profiler range. `zero_core.watch` reports collectives that hang.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from zero_core.protocols import (
 )
 from zero_core.watch.watch import join_few
 
-_OFFERED = (Reduction, InPlaceReduction, StatisticsReduction)  # optional, besides `Work`
+_OFFERED = (Reduction, InPlaceReduction, StatisticsReduction)  # optional protocols of a reduction
 
 
 @dataclass(slots=True, eq=False)
 class NamedWork:
-    """A collective under way. Errors from `wait` name the collective.
+    """A pending collective. Errors from `wait` name the collective.
 
     ``_protocols``: the optional protocols that ``_work`` implements, if it is a reduction.
     """
@@ -60,7 +59,7 @@ class NamedWork:
             owner.device_waits.note(what)
 
     def contributions(self) -> tuple[Tensor, ...]:
-        """Return each rank's part of a sum, in rank order. Empty if the work hides them."""
+        """Return the slice that each rank contributed, in rank order. Empty if they are unknown."""
         is_shown = Reduction in self._protocols
         return tuple(cast(Reduction, self._work).contributions) if is_shown else ()
 
@@ -69,7 +68,7 @@ class NamedWork:
         return cast(StatisticsReduction, self._work) if has_any else None
 
     def acknowledge(self) -> NamedWork | None:
-        """Report that the other ranks' slices were read. None if nobody waits for this report."""
+        """Report to other ranks that their slices were read. Returns None if no rank waits."""
         work = self._work
         if InPlaceReduction not in self._protocols:
             if self._owner.reduces_in_place:
@@ -90,17 +89,17 @@ class NamedWork:
 
 
 class Communicator:
-    """Collectives over the segments of a layout, and the control group of the same ranks."""
+    """Collectives over a layout's segments (flat buffers), and the control group of the ranks."""
 
     def __init__(
         self, transport: Collectives, control: ControlGroup, names: Mapping[int, str]
     ) -> None:
-        """``names`` maps each segment to the unit's name in messages."""
+        """``names`` maps each segment's index to the name of its unit, for messages."""
         self.transport = transport
         self.control = control
         self.place = control.place
         self.watch = control.watch
-        # Collectives that the device waits for. None if the host waits for them.
+        # Log of the collectives that the device waits for. None if the host waits for them.
         self.device_waits = None if self.watch is None else self.watch.device_waits
         self.rank = control.rank
         self.world_size = control.world_size
@@ -130,7 +129,7 @@ class Communicator:
                     out, shard, unit=segment, version=version, backward=backward
                 )
         except RuntimeError as error:
-            # A peer has exited. Raise in `wait` only, because prefetched values may never be used.
+            # A peer has exited. Raise only in `wait`, because prefetched values may be unused.
             outcome: Future[None] = Future()
             outcome.set_exception(error)
             work = Pending(outcome.result)
@@ -141,7 +140,7 @@ class Communicator:
     def reduce_scatter(
         self, out: Tensor, full: Tensor, segment: int, *, is_added: bool = False
     ) -> NamedWork:
-        """Start `Collectives.reduce_scatter` of a segment, or `AddingCollectives.reduce_add`."""
+        """Start a segment's reduce-scatter. ``is_added``: add the slices to ``out`` instead."""
         name = self.name_of("reduce_scatter", segment)
         if self.place.clock is not None:
             self.place.clock.launch(name)
@@ -159,7 +158,7 @@ class Communicator:
         return NamedWork(self, work, name, self._protocols[type(work)])
 
     def fail(self, name: str, error: RuntimeError) -> NoReturn:
-        if isinstance(error, torch.OutOfMemoryError):  # OOM is local to this rank
+        if isinstance(error, torch.OutOfMemoryError):  # an error of this rank, not of a collective
             raise error
         raise self.control.error(name, error) from error
 
@@ -173,7 +172,7 @@ class Communicator:
             self.control.sum(values)
 
     def refuse_damaged(self, outcome: str) -> NoReturn:
-        """Raise CollectiveError with the damaged messages of each rank. Every rank must call it."""
+        """Raise a CollectiveError that lists all damaged messages. Every rank must call it."""
         found = [] if self.checks is None else self.checks.take()
         own = join_few([f"{self._names[unit]}: {why}" for unit, why in found])
         rows = enumerate(self.control.gather_bytes(own.encode()))
@@ -181,7 +180,7 @@ class Communicator:
         raise CollectiveError(f"rank {self.rank}: {outcome}, as {named}")
 
     def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> None:
-        """Do `zero_core.protocols.AnnouncingCollectives.announce`."""
+        """Agree on message lengths by `AnnouncingCollectives.announce`, and wait for the result."""
         assert self.announcing is not None, "the caller has checked it"
         name = "exchange of the lengths of weights"
         with profiled_range(f"rank {self.rank}: {name}"):
@@ -189,12 +188,12 @@ class Communicator:
         NamedWork(self, work, name).wait()
 
     def close(self) -> None:
-        """Stop the watch on this rank: see `Watch.leave`."""
+        """Stop the watch on this rank, as `Watch.leave` describes."""
         if self.watch is not None:
             self.watch.leave()
 
     def note_failure(self, where: str, error: BaseException) -> None:
-        """Publish this rank's error, so that ranks that time out waiting for it name the cause."""
+        """Publish this rank's error, so that other ranks can name it as the cause of a timeout."""
         if self.watch is not None and not isinstance(error, CollectiveError):
             self.watch.note_cause(f"{where} raised {type(error).__name__}: {error}")
 

@@ -1,13 +1,13 @@
-"""Control group: small exchanges between ranks, outside the data path.
+"""Control group: small exchanges between ranks, separate from gathers and reductions.
 
-Accelerators use collectives of their library (`zero_core.comm.groups`). Hosts use direct messages
-(`zero_core.comm.host`).
+On accelerators it uses the device's library, such as NCCL (`zero_core.comm.groups`), and on CPUs
+direct messages (`zero_core.comm.host`).
 
 [Note: communicators and lanes]
-A **communicator** connects some ranks. A library such as NCCL runs the collectives of a
-communicator in the order in which each rank starts them, which must be the same on all its ranks.
-Gathers and reductions may interleave differently on different ranks, so each of the two has its own
-communicator, called a **lane**. Control exchanges use the caller's communicator.
+A **communicator** connects some ranks. NCCL runs a communicator's collectives in the order in which
+each rank starts them. All ranks must start them in the same order. Gathers and reductions may
+interleave differently on different ranks, so each of these two **lanes** has a separate
+communicator. Control exchanges use the process group of the engine.
 """
 
 from __future__ import annotations
@@ -37,26 +37,25 @@ from zero_core.watch.place import Place
 from zero_core.watch.watch import OTHER_BLOCKS, Watch, count_ranks, join_few
 
 PIECE_BYTES = 64 << 20
-"""Maximum device memory of one piece in `ControlGroup.gather`."""
+"""Maximum bytes of a piece in `ControlGroup.gather_in_pieces`, with the values of all ranks."""
 _KINDS = (CheckpointCorruptError, CheckpointError, CheckpointFailedError)
-"""Errors that `Exchange.together` raises: the first of these that any rank has."""
+"""Errors that `Exchange.together` raises. If ranks have different ones, the first one applies."""
 _T = TypeVar("_T")
 
 
 class Lane(Enum):
-    """Purpose of a communicator. Collectives of different lanes have no common order."""
+    """Purpose of a communicator: see [Note: communicators and lanes]."""
 
     GATHERS = "gathers"
     REDUCTIONS = "reductions"
 
 
 class ControlLibrary(Protocol):
-    """Collectives of the control group. Every rank starts them in the same order.
+    """Collectives of the control group. Every rank must start them in the same order.
 
     Tensors are contiguous, on the rank's device, and 1-D (any shape for `all_reduce` and
-    `broadcast`). A collective runs after all work on the caller's current stream. ``wait`` makes
-    the current stream of its caller wait for the collective. Buffers may be reused only after
-    ``wait``.
+    `broadcast`). A collective runs after all work on the caller's current stream. ``wait`` of the
+    result makes the current stream wait for the collective. Buffers may be reused only afterwards.
     """
 
     rank: int  # rank within the communicator
@@ -65,7 +64,7 @@ class ControlLibrary(Protocol):
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:
         """Start to gather every rank's ``shard`` (any dtype) into ``out``, in rank order.
 
-        ``shard`` may be this rank's slice of ``out``.
+        ``shard`` may be a view of this rank's slice of ``out``.
         """
 
     def exchange(
@@ -93,16 +92,16 @@ class DeviceLibrary(ControlLibrary, Protocol):
     def subgroup(self, ranks: Sequence[int], lane: Lane) -> DeviceLibrary:
         """Return the communicator of ``lane`` among ``ranks``, which are renumbered in that order.
 
-        Every rank of this communicator must make the same sequence of calls, with the same lane and
-        with its own subgroup. The subgroups form a partition of all ranks.
+        Every rank of this communicator must call it, with the same lane. ``ranks`` is the subgroup
+        that contains the calling rank. The subgroups of all ranks form a partition.
         """
 
     def close(self) -> None:
-        """Release what `subgroup` created, on this rank alone. No collective may be under way."""
+        """Release the communicators of `subgroup` on this rank. No collective may be pending."""
 
 
 class Exchange(Protocol):
-    """Exchange of bytes between ranks. `together` raises an error of one rank on all ranks."""
+    """Exchange of bytes and of errors between ranks."""
 
     rank: int  # rank within the group
     world_size: int
@@ -113,11 +112,11 @@ class Exchange(Protocol):
         """Return every rank's ``data``, in rank order, on every rank."""
 
     def leave(self) -> None:
-        """End a sequence of rounds. May block until other ranks have read the last round."""
+        """End a sequence of `gather_bytes` calls. May wait until other ranks have read the last."""
         return
 
     def together(self, what: str, act: Callable[[], _T]) -> _T:
-        """Return ``act()``. If it fails on any rank, raise on all ranks instead of hanging.
+        """Return the result of ``act()``. If ``act`` fails on any rank, raise on all ranks.
 
         The error is CheckpointCorruptError for a corrupt checkpoint, CheckpointError for mistakes
         that a retry would repeat (CheckpointError, ConfigError), and CheckpointFailedError
@@ -128,8 +127,8 @@ class Exchange(Protocol):
             try:
                 found = act()
             except CollectiveError:
-                raise  # a failed collective raises on the other ranks too
-            except Exception as error:  # any error must reach the other ranks
+                raise  # no exchange is needed: the other ranks fail in the same collective
+            except Exception as error:
                 is_mistake = isinstance(error, CheckpointError | ConfigError)
                 is_mistake &= not isinstance(error, CheckpointFailedError)
                 kind = CheckpointError if is_mistake else CheckpointFailedError
@@ -146,7 +145,7 @@ class Exchange(Protocol):
 
 
 class ControlGroup(Exchange):
-    """Small exchanges outside the data path: statistics of a step, names, checksums.
+    """Exchanges of small data, such as statistics of a step, names and checksums.
 
     Only bytes and numbers are sent, because object collectives would unpickle a peer's data.
     """
@@ -187,7 +186,7 @@ class ControlGroup(Exchange):
         return out
 
     def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Exchange slices as in `ControlLibrary.exchange` and return the received ones."""
+        """Exchange slices as in `ControlLibrary.exchange`, and return the received slices."""
         if self.world_size == 1:
             return parts
         out = torch.empty(sum(received), dtype=parts.dtype, device=self._device)
@@ -196,10 +195,10 @@ class ControlGroup(Exchange):
         return out
 
     def gather_in_pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Gather a 1-D ``tensor`` piece by piece: yield (start, values [world_size, n]).
+        """Gather a 1-D ``tensor`` in pieces. Yields each piece's (start, values [world_size, n]).
 
         With several ranks, values are on the device and take at most `PIECE_BYTES`. With one rank,
-        they are ``tensor`` itself. Every rank must iterate to the end.
+        there is one piece, a view of ``tensor``. Every rank must iterate to the end.
         """
         numel = max(tensor.numel(), 1)
         if self.world_size > 1:
@@ -234,7 +233,7 @@ class ControlGroup(Exchange):
         return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
 
     def differences(self, facts: Mapping[str, str]) -> str:
-        """Return the same text on all ranks: the first few ``facts`` that differ between ranks."""
+        """Describe the first few ``facts`` that differ between ranks. The text is equal on all."""
         rows = [json.loads(row) for row in self.gather_bytes(json.dumps(dict(facts)).encode())]
         said = []
         for name in dict.fromkeys(name for row in rows for name in row):
@@ -259,7 +258,7 @@ class ControlGroup(Exchange):
         self.gather_bytes(b"")
 
     def error(self, what: str, error: RuntimeError) -> CollectiveError:
-        """Convert ``error`` of collective ``what`` to a CollectiveError. Names a known cause."""
+        """Convert an error of collective ``what`` to a CollectiveError, with the cause if known."""
         named = f"rank {self.rank}: {what} failed or timed out"
         is_explained = isinstance(error, CollectiveError)
         cause = "" if self.watch is None or is_explained else self.watch.explain()
@@ -277,7 +276,7 @@ class ControlGroup(Exchange):
 
     @contextmanager
     def _named(self, verb: str, tensor: Tensor) -> Iterator[None]:
-        """Report the wait in this context to the watch. Raise a RuntimeError as CollectiveError."""
+        """Report the context to the watch as a wait. Raise its RuntimeErrors as CollectiveError."""
         what = f"control exchange ({verb} of {tensor.nbytes} bytes) in {self.place.doing}"
         with self.place.waiting(what):
             try:

@@ -1,25 +1,25 @@
-"""Collectives among accelerators by their library (for example NCCL), and choice of a transport.
+"""Collectives of accelerators over a library such as NCCL, and the choice of a transport.
 
-All-gather and all-to-all are the library's. A reduction is an all-to-all followed by a local sum in
+All-gathers and all-to-alls run in the library. A reduction is an all-to-all and then a local sum in
 rank order (`zero_core.comm.fused_sum`), on the stream of reductions. The compute stream waits for
 the reduction before it uses the sum.
 
 [Note: two levels]
-Rank n * R + l has position l on node n, with N nodes of R ranks. A single all-to-all among all
-ranks would send (N - 1) R slices per rank to other nodes. Instead, ranks of a node first exchange
-slices: each receives those for the ranks at its own position on all nodes. It adds them in rank
-order in fp32 to N partial sums of its node. Ranks at equal positions then exchange partial sums and
-add them in the order of the nodes. Each rank thus sends N - 1 partial sums to other nodes. All ZeRO
-stages and all runs add in the same order.
+N nodes have R ranks each. Rank n * R + l has position l on node n. A single all-to-all among all
+ranks would send (N - 1) R slices per rank to other nodes. Instead, the ranks of a node first
+exchange slices: each rank receives the slices for its own position on all nodes. It adds them in
+rank order in fp32, which gives N partial sums of its node. Ranks at equal positions then exchange
+partial sums and add them in the order of the nodes. Each rank thus sends N - 1 partial sums to
+other nodes. All ZeRO stages and all runs add in the same order.
 
 [Note: coded exchanges]
 With a codec (`zero_core.protocols.SliceCodec`), an exchange whose peers are all on other nodes
-sends encoded slices or partial sums, in messages as long as the longest. The host must know this
-length to start the exchange. The reduction is therefore two jobs. The first one encodes and gathers
-the lengths. The second one exchanges, decodes and sums. It is launched when the reduction is waited
-for, one unit later: while the host waits for the lengths, the device computes that unit. A fixed
-length would be exact only if it left room for slices that cannot be shortened. The first job's
-messages stay in a buffer until the second one has sent a copy, and then arrive in that buffer.
+sends encoded slices or partial sums. All messages are padded to the longest one. The host must know
+this length to start the exchange, so a reduction has two jobs. The first job encodes and gathers
+the lengths. The second job exchanges, decodes and sums. It is launched when the reduction is waited
+for, one unit later. While the host waits for the lengths, the device computes that unit. (A fixed
+length would save nothing, because it must fit slices that cannot be compressed.) The first job
+leaves its messages in a buffer. The second job sends a copy of them and receives into that buffer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 def share_memory(control: ControlGroup, ranks: Ranks, per_node: int) -> SharedMemory | None:
     """Return memory shared by this node's CPU ranks, or None if they cannot share memory."""
     if ranks.device.type != "cpu" or ranks.size == 1 or not dist.is_initialized():
-        return None  # an accelerator, a single rank, or ranks that are threads
+        return None  # without process groups, ranks are threads of one process
     timeout_s = ranks.timeout_s or timeout_of(ranks.group, ranks.device).total_seconds()
     shared = SharedMemory(control, timeout_s=timeout_s, ranks_per_node=per_node)
     num_far = per_node - 1 - len(shared.peers)
@@ -97,11 +97,11 @@ def make_transport(
 
 
 _MESSAGE_ALIGNMENT = 16
-"""Bytes: the length of an encoded message is a multiple of this."""
+"""Lengths of encoded messages are multiples of this number of bytes."""
 
 
 class DeviceCollectives(Transport):
-    """`zero_core.protocols.TransportCollectives` of accelerators."""
+    """Implementation of `zero_core.protocols.TransportCollectives` for accelerators."""
 
     reduces_in_place = False
 
@@ -112,13 +112,11 @@ class DeviceCollectives(Transport):
         meter: Meter,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Every rank of ``library`` must call it, but only ``members`` take part. None: all."""
+        """Connect ``members``, by default all ranks. Every rank of ``library`` must call it."""
         super().__init__(library.rank, queues, meter, members)
         self._library, links = library, self._links
-        self._buffers: dict[str, Tensor] = {}  # scratch by purpose; reductions never overlap
-        self._open: _DeviceReduction | None = None  # whose second job is not launched yet
-        # If a parameter is unused on one rank only, that rank interleaves reductions and gathers
-        # differently. Each queue therefore has its own communicator.
+        self._buffers: dict[str, Tensor] = {}  # scratch by purpose, for one reduction at a time
+        self._open: _DeviceReduction | None = None  # reduction whose second job is not launched
         self._gathers = library.subgroup(self._members, Lane.GATHERS)
         self._reductions = library.subgroup(self._members, Lane.REDUCTIONS)
         self._nodes: tuple[DeviceLibrary, DeviceLibrary] | None = None
@@ -136,7 +134,7 @@ class DeviceCollectives(Transport):
         nbytes = numel * dtype.itemsize
         kept = self._buffers.get(purpose)
         if kept is None or kept.nbytes < nbytes:
-            # Free the small buffer first, so that the large one can reuse its memory.
+            # Free the small buffer first, so that the allocator can reuse its memory.
             kept = None
             self._buffers.pop(purpose, None)
             with torch.inference_mode(False):
@@ -172,7 +170,7 @@ class DeviceCollectives(Transport):
         nonfinite = torch.empty(self.world_size, dtype=torch.bool, device=out.device)
 
         unfinished, self._open = self._open, None
-        if unfinished is not None:  # its slices are in the scratch buffers
+        if unfinished is not None:  # its slices are in scratch buffers that this reduction reuses
             unfinished.launch_second()
         sent = full.dtype if nodes is None else sum_dtype(full.dtype)
         codec = self._codec if self._links.codes_slices else None
@@ -220,7 +218,7 @@ class DeviceCollectives(Transport):
         senders: Sequence[int],
         unit: int,
     ) -> Callable[[], int]:
-        """Encode slices, and return a function that exchanges them and returns the bytes sent."""
+        """Encode slices. Return a function that exchanges them and returns the bytes sent."""
         size, own, device = library.world_size, library.rank, parts.device
         rows, into = parts.view(size, -1), out.view(size, -1)
         most = codec.max_nbytes(parts.dtype, rows.shape[1])
@@ -258,9 +256,9 @@ class DeviceCollectives(Transport):
         scratch: Tensor,
         nonfinite: Tensor,
     ) -> Tensor:
-        """Return the partial sums of this node, in ``scratch``: see [Note: two levels].
+        """Return this node's partial sums, a view of ``scratch``. See [Note: two levels].
 
-        ``full`` is overwritten. ``nonfinite`` is set for the ranks of this node.
+        Overwrites ``full``. Sets ``nonfinite`` for the ranks of this node.
         """
         num_nodes, per_node = far.world_size, near.world_size
         sent = scratch.view(per_node, num_nodes, -1)
@@ -311,14 +309,14 @@ class DeviceCollectives(Transport):
 
 @dataclass(eq=False, slots=True)
 class _DeviceReduction:
-    """A reduction under way: `zero_core.protocols.StatisticsReduction`."""
+    """A pending reduction: `zero_core.protocols.StatisticsReduction`."""
 
     norm: Tensor
     nonfinite: Tensor
     _launch: Callable[..., Work]
     work: Work = field(init=False)
     second_job: Callable[[], None] | None = None  # see [Note: coded exchanges]
-    stream: torch.Stream = field(init=False)  # of the jobs
+    stream: torch.Stream = field(init=False)  # the stream of both jobs
 
     def wait(self) -> None:
         self.launch_second()
@@ -329,7 +327,7 @@ class _DeviceReduction:
         if job is None:
             self.work.wait()  # raises the error of a first job that failed
         else:
-            with self.stream:  # it only needs the first job, and so does not wait for the caller's
+            with self.stream:  # the job depends on the first one only, not on the caller's stream
                 self.work = self._launch(job, is_reduction=True)
 
 

@@ -1,7 +1,7 @@
 """Operator ``zero_core::sum_slices``: sum all ranks' slices and compute statistics of the sum.
 
 Reductions on accelerators use this operator. In one pass over the slices it adds them in rank
-order, writes the sum, computes the sum's norm and finds the ranks whose slice is not finite. On
+order, writes the sum, computes the sum's norm and finds the ranks whose slice has NaN or Inf. On
 CUDA, ROCm and XPU the operator launches two Triton kernels (`zero_core.comm.triton_sum`). On other
 devices, and where Triton is not installed, it uses torch operators.
 """
@@ -22,7 +22,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sum_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
-    """``out = slices[0] + slices[1] + ...`` from left to right, in fp32 (float64 for float64)."""
+    """Set ``out`` to ``slices[0] + slices[1] + ...``, added in fp32 (float64 for float64)."""
     wide = sum_dtype(slices[0].dtype)
     total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
     if len(slices) > 1 and slices[0].dtype == wide:
@@ -38,7 +38,7 @@ def sum_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
 
 
 def add_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
-    """``out = ((out + slices[0]) + slices[1]) + ...``, each sum rounded to the dtype of ``out``."""
+    """Add ``slices`` to ``out`` one after another, each sum rounded to the dtype of ``out``."""
     for part in slices:
         out.add_(part)
 
@@ -64,7 +64,7 @@ def sum_slices(
 def sum_by_torch(
     slices: Tensor, out: Tensor, norm: Tensor | None, nonfinite: Tensor | None
 ) -> None:
-    """Reference definition of `sum_slices`, in torch operators."""
+    """Compute `sum_slices` by torch operators. This is the reference definition."""
     sum_in_rank_order(out, slices.unbind())
     if norm is not None:
         norm.copy_(norm_of(out))

@@ -1,4 +1,4 @@
-"""Process groups of the engines: creation, sharing between engines, and destruction.
+"""Process groups of engines: creation, sharing between engines, and destruction.
 
 [Note: groups that cannot hang]
 torch creates a process group in one of three ways, each with a condition:
@@ -9,9 +9,9 @@ torch creates a process group in one of three ways, each with a condition:
   group (``init_process_group(device_id=...)``), non-members take part in NCCL's split.
 - ``new_group(ranks, use_local_synchronization=True)`` is called by the members alone. The group's
   name is a hash of the ranks and of the *number of groups* that the calling rank is in (since torch
-  2.15: of the counter). Members with different numbers hang, waiting under different names. A group
+  2.15: of the counter). If these numbers differ, the members use different names and hang. A group
   with a reused name may read data that a destroyed group left in the store. With a bound device,
-  the split waits for non-members, which never call ``new_group``.
+  NCCL's split waits for non-members, which never call ``new_group``.
 - ``split_group(parent, ...)`` is called by all ranks of ``parent`` and needs a bound device. Names
   are formed as in the second way.
 
@@ -21,15 +21,15 @@ bound and otherwise the second. Its ranks first agree on a number that none of t
 group before (`zero_core._torch.counting_groups`).
 
 [Note: shared groups]
-A group is reused for the same backend, ranks and lane (see `Lane`), by other subgroups of the same
+A group with the same backend, ranks and lane (see `Lane`) is reused by other subgroups of the same
 engine (ZeRO++'s two exchanges have equal subgroups) and by later engines. The members first agree
 whether the group still exists, because an engine may have been closed on some of them only. A rank
 aborts a group when the group's last user on that rank is closed. The rank does not wait for other
-ranks, and no collective may be under way on the group. Groups that end together are aborted in one
+ranks, and no collective may be pending on the group. Groups that end together are aborted in one
 call, because NCCL's aborts of several communicators may wait for each other (pytorch#119797).
 
-If a library is dropped without `close`, its groups end when any library next requests a group or is
-closed. A finalizer would run at a different time on each rank, and on any thread.
+If a `ProcessLibrary` is dropped without `close`, its groups end when any other one requests a group
+or is closed. A finalizer would run at a different time on each rank, and on any thread.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from zero_core.protocols import Work
 from zero_core.watch.place import Place
 from zero_core.watch.watch import DeviceWaits, ThreadedBoard, Watch, start
 
-_LEAVE_S = 30.0  # longest wait of `StoreExchange.leave` for ranks that have not read the last round
+_LEAVE_S = 30.0  # longest wait in `StoreExchange.leave` for ranks that have not read the last keys
 _LOOK_S = 1.0  # interval at which a waiting `StoreExchange` checks that the other ranks are alive
 
 # torch 2.13 renamed the tensor collectives and deprecated the old names.
@@ -80,7 +80,7 @@ _all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_int
 
 @dataclass(frozen=True)
 class Ranks:
-    """Data-parallel ranks as seen by one of them."""
+    """The data-parallel ranks, and the position of this process among them."""
 
     group: dist.ProcessGroup | None  # None: the default group, or no group if ``size`` is 1
     rank: int  # this rank's number within the group
@@ -99,15 +99,15 @@ class Ranks:
     def limited(self, timeout_s: float | None) -> Self:
         """Return these ranks with ``timeout_s`` as the longest wait for another rank."""
         if timeout_s is not None and self.has_own_device:
-            set_timeout(self.group, timeout_s)  # of the backend, because ``wait`` does not block
+            set_timeout(self.group, timeout_s)  # in the backend, because ``wait`` does not block
         return replace(self, timeout_s=timeout_s)
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
         """Return the control group of these ranks.
 
-        Between processes, errors name the rank that caused them, unless ``named_within_s`` is None.
-        If ``named_within_s`` is not 0, a wait of that many seconds also logs the rank that is
-        waited for.
+        Between processes, a `Watch` lets errors name the rank that caused them, unless
+        ``named_within_s`` is None. If it is positive, a wait of that many seconds is logged with
+        the ranks that are waited for.
         """
         place, watch = Place(), None
         has_group = dist.is_available() and dist.is_initialized()
@@ -122,7 +122,7 @@ class Ranks:
             keys = [f"zero_core beats {number} of rank {r}" for r in range(self.size)]
             device_waits = DeviceWaits(self.device, self.timeout_s) if self.has_own_device else None
             watch = Watch(
-                # A store connection serves one blocking call at a time, so the watch gets its own.
+                # A connection serves one blocking call at a time: the watch needs a separate one.
                 ThreadedBoard(clone_store(store), host, keys, self.rank),
                 place,
                 rank=self.rank,
@@ -138,7 +138,7 @@ class Ranks:
         return ControlGroup(hosts, self.device, place, watch)
 
     def exchange_beside(self, watch: Watch | None) -> Exchange:
-        """Return an exchange for a background thread. Ranks must call this in the same order."""
+        """Return an exchange for a background thread. All ranks must call it in the same order."""
         return StoreExchange(self, "a save beside training", watch)
 
     def messages(self) -> Messages:
@@ -207,7 +207,7 @@ class ProcessLibrary:
                 "subgroup: every rank gives the subgroup that it is in, for the same lane; "
                 f"together they are all ranks, each once; found {found}"
             )
-        # Select subgroups where a member lacks the group, or members know different groups.
+        # Make groups for subgroups where a member lacks the group, or members know different ones.
         to_make = [p for p in parts if not names[p[0]] or len({names[r] for r in p}) > 1]
         made = self._make(to_make, own, lane, max(numbers))
         if made is not None:
@@ -218,7 +218,7 @@ class ProcessLibrary:
         library = ProcessLibrary(replace(self._ranks, group=shared.group, rank=rank, size=size))
         shared.users.add(self)
         _end_unused()
-        if made is not None:  # connect a new group's ranks now: connection errors surface here
+        if made is not None:  # connect the new group's ranks, so that connection errors occur here
             sent = torch.full((1,), rank, dtype=torch.int64, device=device)
             arrived = torch.empty(size, dtype=torch.int64, device=device)
             if lane is Lane.GATHERS:
@@ -231,7 +231,7 @@ class ProcessLibrary:
     def _make(
         self, parts: Sequence[tuple[int, ...]], own: tuple[int, ...], lane: Lane, number: int
     ) -> dist.ProcessGroup | None:
-        """Create a group per part and return ``own``'s. See [Note: groups that cannot hang]."""
+        """Create a group per part, and return that of ``own``: [Note: groups that cannot hang]."""
         members = dist.get_process_group_ranks(self._group)
         backend = backend_on(self._group, self._ranks.device)
         options: dict[str, Any] = {
@@ -242,7 +242,7 @@ class ProcessLibrary:
         if backend == "nccl":
             # At normal priority, NCCL's few thread blocks wait until those of large matmuls finish.
             nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            nccl._timeout = options["timeout"]  # torch 2.14 warns of another one
+            nccl._timeout = options["timeout"]  # torch 2.14 warns if it differs
             options["pg_options"] = nccl
 
         def make(part: Sequence[int], **how: Any) -> dist.ProcessGroup:
@@ -278,7 +278,7 @@ class ProcessLibrary:
 
 
 def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
-    """Return a process group over the ranks of a 2-D mesh that covers a part of the job."""
+    """Return a process group over the ranks of a 2-D mesh that does not cover the whole job."""
     ranks: list[int] = mesh.mesh.flatten().tolist()
     made = _of_job().of_meshes
     if tuple(ranks) in made:
@@ -302,17 +302,17 @@ def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
 
 
 class StoreExchange(Exchange):
-    """Exchange through the store of a process group.
+    """Exchange through the store of a process group, where no collective may run.
 
-    For rounds in which no collective may be used: before a backend is first used, or on a thread
-    that runs during training and would launch collectives in a different order on each rank.
+    This is the case before the first use of a backend, and on a thread that runs during training,
+    whose collectives would be launched in a different order on each rank.
     """
 
     def __init__(self, ranks: Ranks, what: str, watch: Watch | None = None) -> None:
-        """Every rank must create the exchanges of a process group in the same order.
+        """Create an exchange. Every rank must create those of a process group in the same order.
 
         ``what`` names the purpose in error messages. A wait for a rank that ``watch`` finds dead
-        ends at once.
+        fails at once.
         """
         self.rank = ranks.rank
         self.world_size = ranks.size
@@ -324,7 +324,7 @@ class StoreExchange(Exchange):
         self._num_uses = 0
         self._num_rounds = 0
         self._is_broken = False
-        self._store: Any = None  # a clone: a connection serves one blocking call at a time
+        self._store: Any = None  # a clone, because a connection serves one blocking call at a time
         self._number = 0
         if ranks.size > 1:
             self._number = _next_of(ranks.group, "exchange")
@@ -352,7 +352,7 @@ class StoreExchange(Exchange):
                         raise RuntimeError(dead or f"no answer of ranks {missing[:4]} in time")
                 time.sleep(min(max((now - began) / 4, 0.001), _LOOK_S))
             rows = [self._store.get(key) for key in keys]
-            if self._num_rounds > 1:  # all ranks are in this round: all have read the last one
+            if self._num_rounds > 1:  # all ranks have called again, so they have read the last keys
                 self._store.delete_key(before[self.rank])
         except RuntimeError as error:
             self._is_broken = True
@@ -362,10 +362,10 @@ class StoreExchange(Exchange):
         return rows
 
     def leave(self) -> None:
-        """End these rounds. Rank 0, which may host the store, waits until all ranks read them."""
+        """End this sequence of calls. Rank 0, which may host the store, waits for the others."""
         ends, last = self._keys(self._num_rounds), self._keys(self._num_rounds - 1)
         if self._store is not None and not self._is_broken:
-            with suppress(RuntimeError):  # a failure here does not matter: the exchange is over
+            with suppress(RuntimeError):  # all data has been exchanged
                 self._store.set(ends[self.rank], "")
                 if self.rank == 0:
                     self._store.wait(ends, timedelta(seconds=_LEAVE_S))
@@ -382,7 +382,7 @@ class StoreExchange(Exchange):
 
 @dataclass(eq=False)
 class _SharedGroup:
-    """A process group and weak references to the libraries that use it."""
+    """A process group, and weak references to the `ProcessLibrary` objects that use it."""
 
     group: dist.ProcessGroup
     # Backend, the job's ranks in the group's order, and lane.
@@ -417,20 +417,20 @@ def exchange_once(ranks: Ranks, what: str, data: bytes) -> list[bytes]:
     exchange = StoreExchange(ranks, what)
     try:
         return exchange.gather_bytes(data)
-    except CollectiveError:  # Reuse the number: a rank that failed before its exchange took none.
+    except CollectiveError:  # free the number, because a rank that failed earlier took none
         _counts[known_group(ranks.group)]["exchange"] -= 1
         raise
 
 
 def _next_of(group: dist.ProcessGroup | None, use: str) -> int:
-    """Return the serial number of the next ``use`` of the group's store, equal on all ranks."""
+    """Return the serial number of this use of the group's store, which is equal on all ranks."""
     counts = _counts.setdefault(known_group(group), Counter())
     counts[use] += 1
     return counts[use] - 1
 
 
 def _end_unused() -> None:
-    """Abort the groups without users, on this rank alone. See [Note: shared groups]."""
+    """Abort the groups without users, on this rank only. See [Note: shared groups]."""
     known = _of_job().shared
     unused = [shared for shared in known if not shared.users]
     if not unused:
@@ -442,7 +442,7 @@ def _end_unused() -> None:
 
 
 def _next_number() -> int:
-    """Return the lowest number above all that this rank has used for groups."""
+    """Return the lowest number above all numbers that this rank has used for groups."""
     return max(count_groups(), _of_job().next_number)
 
 

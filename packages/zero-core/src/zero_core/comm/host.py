@@ -1,24 +1,24 @@
-"""Collectives among CPU ranks, by direct exchange between each pair of ranks.
+"""Collectives of CPU ranks, by direct exchange between each pair of ranks.
 
 gloo's all-gather is a ring of copies, and its reduce-scatter is a whole all-reduce. A direct
-exchange takes about a third of the time.
+exchange takes about a third of that time.
 
 [Note: near and far]
 A **far** peer receives the bytes point to point over torch.distributed. A **near** peer shares
-memory with this rank (`zero_core.comm.shared_memory`) and receives a **token** with the offset and
-size of the bytes. The near peer reads the bytes in place when it waits. A gather thus costs one
-copy and a reduction none. Memory outside the shared window (a plug-in's buffers) is sent to all
-peers as if they were far. All ranks must use the same kind of memory in the same call.
+memory with this rank (`zero_core.comm.shared_memory`). It receives a **token** with the offset and
+size of the bytes, and reads them in place when it waits. A gather thus costs one copy and a
+reduction none. Tensors outside of shared memory (a plug-in's buffers) are sent to all peers as if
+they were far. All ranks must use the same kind of memory in the same call.
 
 Near bytes must not change while a peer may still read them. Reductions and all-to-alls therefore
 end with an **acknowledgement**. Gathers need none: shards change only after an exchange of all
 ranks that follows their gathers (`zero_core.protocols.Collectives`).
 
 [Note: once per node]
-With N nodes of R ranks, a rank sends its shard once to each other node, to the rank at the same
-position there, which forwards the shard within its node. This sends N - 1 shards between nodes
-instead of (N - 1) R. Forwarding must wait for the shard, so the gather is a job of the gathers'
-queue. Reductions stay direct, because summing within each node first would change the rounding.
+With N nodes of R ranks, a rank sends its shard once to each other node. The rank at the same
+position there receives the shard and forwards it within its node. A rank thus sends N - 1 shards to
+other nodes instead of (N - 1) R. Forwarding must wait for the shard, so the gather is a job of the
+gathers' queue. Reductions stay direct: a first sum within each node would change the rounding.
 
 [Note: coded slices]
 With a codec (`zero_core.protocols.SliceCodec`), ranks of other nodes receive encoded slices. A
@@ -26,16 +26,16 @@ slice is decoded into the buffer where the raw slice would have arrived, so the 
 the same. Encoding takes a pass over the slices. It runs as a job of the queue of reductions, in
 parallel with backward.
 
-The receiver does not know a message's length in advance. Sender and receiver both know the length
-of the unit's last message and expect slightly more. The sender sends that many bytes, starting with
-the true length, and the receiver posts its receive early. Excess bytes follow in a second message.
+The receiver does not know a message's length in advance. Both sides therefore expect slightly more
+bytes than in the unit's last message. The receiver posts a receive of this size early, and the
+sender sends as many bytes, starting with the true length. Excess bytes follow in a second message.
 (Sending the length first costs 18 ms per unit at 200 Mbit/s, because it queues behind other data.)
 
 [Note: messages of different sizes never meet]
-Ranks that take different branches start different exchanges. gloo's collectives match exchanges by
-order alone, and if sizes differ, gloo ends the receiving process with ``std::terminate``.
+Ranks that take different branches of a program start different exchanges. gloo's collectives match
+exchanges by order alone. If sizes differ, gloo ends the receiving process with ``std::terminate``.
 `HostLibrary` matches messages by sender and by a tag that contains the kind of exchange and the
-number of bytes (modulo `_NUM_SIZES`). Ranks on different branches therefore wait for each other
+number of bytes (modulo `_NUM_SIZES`). Ranks in different branches therefore wait for each other
 until the timeout raises an error that names them.
 """
 
@@ -60,7 +60,7 @@ from zero_core.protocols import EXACT_GRADIENTS, Gathered, Reduced, SliceCodec, 
 _ALIGNMENT = 64
 """Alignment of encoded messages in bytes, and size of the length field in front of each."""
 _SLACK = 128
-"""An encoded message is expected to be at most ``1 / _SLACK`` longer than the last one."""
+"""An encoded message is expected to be at most ``1 / _SLACK`` longer than the unit's last one."""
 _NUM_SIZES = 32_749
 """Modulus of message sizes in tags: the largest prime below 2**15, as tags have 31 bits."""
 
@@ -71,7 +71,7 @@ class Transport:
     def __init__(
         self, rank: int, queues: CommQueues, meter: Meter, members: Sequence[int] | None
     ) -> None:
-        """``members`` are the participating ranks, including ``rank``. None: all ranks."""
+        """Connect ``members``, which include ``rank``. None: all ranks."""
         self._meter = meter
         self._queues = queues
         self._links = meter.links if members is None else meter.links.among(members)
@@ -96,14 +96,14 @@ class Transport:
         raise NotImplementedError
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # training could not write a tensor of inference mode
+        with torch.inference_mode(False):  # training cannot write to inference tensors
             return torch.zeros(numel, dtype=dtype, device=device)
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         return self._queues.launch(job, is_reduction=is_reduction)
 
     def close(self) -> None:
-        """Release resources that belong to these collectives alone, on this rank alone."""
+        """Release resources that only these collectives use. Does not wait for other ranks."""
 
     def prepare(self, gathered: Gathered, reduced: Reduced, device: torch.device) -> None:
         """Allocate buffers and compile kernels for reductions before the first backward."""
@@ -128,7 +128,7 @@ class Transport:
 
 
 class HostCollectives(Transport):
-    """`zero_core.protocols.TransportCollectives` among hosts."""
+    """Implementation of `zero_core.protocols.TransportCollectives` for CPU ranks."""
 
     reduces_in_place = True
 
@@ -141,7 +141,7 @@ class HostCollectives(Transport):
         meter: Meter,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Every rank must create one. ``members`` are rank numbers of ``messages``."""
+        """Connect ``members`` (ranks of ``messages``), by default all. Every rank must call it."""
         super().__init__(rank, queues, meter, members)
         self._messages = messages
         self._shared = shared
@@ -165,7 +165,7 @@ class HostCollectives(Transport):
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._shared is None or device.type != "cpu":
             return super().zeros(numel, dtype, device)
-        with torch.inference_mode(False):  # training could not write a tensor of inference mode
+        with torch.inference_mode(False):  # training cannot write to inference tensors
             return self._shared.zeros(numel, dtype)
 
     def all_gather(
@@ -258,7 +258,7 @@ class HostCollectives(Transport):
     def _exchange(
         self, given: Tensor, offset: int | None, into: Tensor, peer: int, kind: Kind, unit: int
     ) -> _Parcel:
-        """Send ``given`` and receive ``into``. ``offset``: of ``given`` in the shared window."""
+        """Send ``given`` and receive ``into``. ``offset``: where ``given`` is in shared memory."""
         if offset is None or peer not in self._near:
             works = [self._receive(into, peer, kind, unit), self._send(given, peer, kind, unit)]
             return _Parcel(into, works)
@@ -275,7 +275,7 @@ class HostCollectives(Transport):
         return self._messages.irecv(into, self._members[peer], tag_of(self._channel, kind, unit))
 
     def _acknowledge(self, kind: Kind, unit: int) -> Work:
-        """Report to near peers that their bytes were read. The work waits for their reports."""
+        """Report to near peers that their bytes were read. ``wait`` waits for their reports."""
         tag = tag_of(self._channel, kind, unit)
         assert self._shared is not None, "it has near peers"
         mailbox, near = self._shared.mailbox, [self._members[peer] for peer in self._near]
@@ -289,7 +289,7 @@ class HostCollectives(Transport):
     ) -> Work:
         """Exchange encoded slices with ``peers`` and decode the received ones into ``parts``.
 
-        The receives start here. A job encodes and sends this rank's slices, then decodes.
+        The receives start at once. A job encodes and sends slices, and decodes received ones.
         """
         most = codec.max_nbytes(slices.dtype, slices.shape[1])
         room = coded_room(most)
@@ -340,7 +340,7 @@ class HostCollectives(Transport):
 
 @dataclass(slots=True, eq=False)
 class _Parcel:
-    """A receive from one peer under way."""
+    """A pending exchange with one peer."""
 
     into: Tensor
     works: Sequence[Work]
@@ -348,14 +348,14 @@ class _Parcel:
     token: Letter | None = None  # set for a near peer only
 
     def receive(self) -> Tensor:
-        """Wait and return the bytes: in ``into`` (far peer) or in shared memory (near peer)."""
+        """Wait for the peer's bytes. Return ``into`` (far peer) or a view of its memory (near)."""
         if self.shared is not None and self.token is not None:
             return self.shared.receive(self.token, self.into)
         wait_all(self.works)
         return self.into
 
     def wait(self) -> None:
-        """Wait and copy the peer's bytes to ``into`` if they are elsewhere. Call it once."""
+        """Wait until the peer's bytes are in ``into``. Must not be called twice."""
         found = self.receive()
         if found.data_ptr() != self.into.data_ptr():
             self.into.copy_(found)
@@ -383,7 +383,7 @@ _DONE = _Several(())
 
 @dataclass(eq=False)
 class _HostReduction:
-    """A reduction under way: `zero_core.protocols.InPlaceReduction`."""
+    """A pending reduction: `zero_core.protocols.InPlaceReduction`."""
 
     owner: HostCollectives
     out: Tensor
@@ -398,7 +398,7 @@ class _HostReduction:
     is_summed: bool = False
 
     def wait(self) -> None:
-        """Sum in rank order, onto ``out`` if ``is_added``. Further calls do nothing."""
+        """Sum the slices in rank order, or add them to ``out``. Further calls do nothing."""
         if not self.is_summed:
             self.is_summed = True
             self.arrival.wait()
@@ -428,7 +428,7 @@ class _Buffers:
             return free.pop()  # no prior check: another thread may pop the last buffer
         except IndexError:
             self.nbytes += numel * dtype.itemsize
-            with torch.inference_mode(False):  # training could not write a tensor of inference mode
+            with torch.inference_mode(False):  # training cannot write to inference tensors
                 return torch.empty(numel, dtype=dtype)
 
     def release(self, buffer: Tensor) -> None:
@@ -436,12 +436,12 @@ class _Buffers:
 
 
 def coded_room(max_nbytes: int) -> int:
-    """Return the bytes of a buffer for a length field and a message of at most ``max_nbytes``."""
+    """Return the size of a buffer for a length field and a message of at most ``max_nbytes``."""
     return _ALIGNMENT + -(-max_nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def check_announced(nbytes: int, most: int, rank: int, sender: int, *, multiple: int = 1) -> None:
-    """Raise CollectiveError if ``nbytes`` is not a possible length of a message of ``sender``."""
+    """Raise CollectiveError if ``sender`` announces a message length that is not possible."""
     if not 0 <= nbytes <= most or nbytes % multiple:
         raise CollectiveError(
             f"rank {rank} expects at most {most} bytes of a coded gradient of rank {sender}, which "
@@ -450,12 +450,12 @@ def check_announced(nbytes: int, most: int, rank: int, sender: int, *, multiple:
 
 
 class HostLibrary:
-    """`ControlLibrary` among hosts. See [Note: messages of different sizes never meet]."""
+    """`ControlLibrary` of CPU ranks. See [Note: messages of different sizes never meet]."""
 
     def __init__(
         self, messages: Messages, *, rank: int, world_size: int, channel: int = CONTROL_CHANNEL
     ) -> None:
-        """``channel``: a background thread needs a separate channel."""
+        """Use ``channel`` for all messages. A background thread needs a separate channel."""
         self.rank = rank
         self.world_size = world_size
         self._messages = messages
@@ -485,7 +485,7 @@ class HostLibrary:
 
     def all_reduce(self, values: Tensor) -> Work:
         rows = values.new_empty(self.world_size, values.numel())
-        own = rows[self.rank]  # a send that outlives an exception still reads this row
+        own = rows[self.rank]  # sent from here: sends that outlive an exception still read it
         own.copy_(values.view(-1))
         work = self._gather(rows, own, Kind.CONTROL_SUM)
 
@@ -498,10 +498,10 @@ class HostLibrary:
         return Pending(add_up)
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
-        """Broadcast along a binomial tree: no rank sends more than log2(ranks) times."""
+        """Broadcast along a binomial tree. A rank sends at most ceil(log2(ranks)) messages."""
         size = self.world_size
         place = (self.rank - source) % size
-        # A position's parent has the lowest set bit cleared. Its children have one lower bit set.
+        # A position's parent has its lowest bit cleared. Children have one more, lower bit set.
         reach = place & -place if place else 1 << (size - 1).bit_length()
         flat = tensor.view(-1)
         if place:

@@ -1,11 +1,11 @@
 """Bytes that a rank sends per optimizer step: computed from the topology, and measured.
 
-`Links` computes the bytes of one collective. Planning and metering share these formulas. A result
-is a pair: bytes sent to ranks of the same node, and bytes sent to other nodes. A read from another
-rank's shared memory counts as bytes sent by that rank.
+`Links` computes the bytes of one collective, for plans and for meters. A result is a pair: bytes
+sent to ranks of the same node, and bytes sent to other nodes. A read from another rank's shared
+memory counts as bytes sent by that rank.
 
-`Meter` adds up the bytes of the calls of a step, from any thread. `zero_core.footprint` predicts
-the same numbers. Calls after a step (an evaluation, for example) count towards the next step.
+`Meter` adds up the bytes of a step's collectives. `zero_core.footprint` predicts the same numbers.
+Collectives after a step (for example in an evaluation) count towards the next step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ORDER = [
     ("all_reduce", FACTS),
     ("all_to_all", WHOLES),
 ]
-"""(collective, content) of the rows of a meter and of a plan, in order."""
+"""The pairs (collective, content) in which meters and plans count, in the order of their rows."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Links:
         return self.world_size // self.ranks_per_node
 
     def direct(self, slice_bytes: int) -> tuple[int, int]:
-        """Bytes of an all-to-all or a one-level reduction: a slice to every other rank."""
+        """Return the bytes of sending a slice to each other rank: an all-to-all or reduction."""
         near = self.ranks_per_node - 1
         return near * slice_bytes, (self.world_size - 1 - near) * slice_bytes
 
     def gather(self, shard_bytes: int) -> tuple[int, int]:
-        if self.is_ring:  # per node, one rank sends to the next node
+        if self.is_ring:  # one rank per node sends to the next node: take the mean over ranks
             total = (self.world_size - 1) * shard_bytes
             between = total // self.ranks_per_node if self.ranks_per_node < self.world_size else 0
             return total - between, between
@@ -74,12 +74,12 @@ class Links:
         return near * self.num_nodes * shard_bytes, (self.num_nodes - 1) * shard_bytes
 
     def all_reduce(self, nbytes: int) -> tuple[int, int]:
-        """Bytes of `ControlGroup.sum`: two passes of a ring, or each rank to every other."""
+        """Return the bytes of `ControlGroup.sum`: two ring passes, or values to each other rank."""
         return self.gather(2 * nbytes // self.world_size) if self.is_ring else self.direct(nbytes)
 
     @property
     def sums_in_two_levels(self) -> bool:
-        """Whether gradients are first summed per node: see [Note: two levels] of `device`."""
+        """Whether gradients are first summed per node: [Note: two levels] in `comm.device`."""
         is_apart = 1 < self.ranks_per_node < self.world_size
         return self.is_ring and is_apart and not self.is_sequential
 
@@ -90,14 +90,14 @@ class Links:
         return self.num_nodes > 1 and not is_mixed
 
     def reduction(self, slice_bytes: int, sum_bytes: int) -> tuple[int, int]:
-        """Bytes of a reduction. ``sum_bytes``: size of a partial sum of slices."""
+        """Return the bytes of a reduction. ``sum_bytes``: size of a partial sum of slices."""
         if not self.sums_in_two_levels:
             return self.direct(slice_bytes)
         near, others = self.ranks_per_node - 1, self.num_nodes - 1
         return near * self.num_nodes * slice_bytes, others * sum_bytes
 
     def among(self, ranks: Sequence[int]) -> Links:
-        """Return the links among ``ranks``. If nodes have unequally many, each rank is a node."""
+        """Return the links of ``ranks``. If nodes have unequally many, each rank is a node."""
         nodes = [rank // self.ranks_per_node for rank in ranks]
         size = nodes.count(nodes[0])
         runs = [nodes[i : i + size] for i in range(0, len(nodes), size)]
@@ -127,11 +127,11 @@ class Meter:
             row[2] += sent[1]
 
     def end_step(self) -> None:
-        """End the step: `report` now returns the rows added since the last call."""
+        """End the step. From now on, `report` returns this step's rows."""
         with self._lock:
             rows, self._open = self._open, {}
         self._last = tuple(Traffic(*key, *rows[key]) for key in ORDER if key in rows)
 
     def report(self) -> tuple[Traffic, ...]:
-        """Return the last step's rows, ordered as `ORDER`. Empty before the first step ends."""
+        """Return the last step's rows in the order of `ORDER`. Empty until a step has ended."""
         return self._last

@@ -4,7 +4,7 @@
 A tag combines the channel, the unit and the kind of exchange. Each subgroup of each engine over a
 process group has a different channel. Engines, subgroups, units and queues may therefore interleave
 freely, provided that sender and receiver start the messages of one tag in the same order. Any
-thread may send and receive: gloo's pairs and the mailbox have locks.
+thread may send and receive, because gloo and `zero_core.comm.shared_memory.Mailbox` use locks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from zero_core.protocols import Work
 _NUM_CHANNELS = 4096
 CONTROL_CHANNEL = 0
 """Channel that all control groups of a process group share. Separate channels would differ between
-ranks after a build that failed on some of them."""
+ranks after an engine's ``build`` has failed on some of them."""
 
 _numbers: defaultdict[str, count[int]] = defaultdict(count)
 """Next channel number of each process group. Engines over one group use different channels."""
 _under_way: WeakKeyDictionary[dist.ProcessGroup, set[_Message]] = WeakKeyDictionary()
-"""Messages of each process group that nobody has waited for."""
+"""Messages of each process group whose `wait` has not returned."""
 
 
 class Kind(IntEnum):
@@ -62,14 +62,14 @@ class Messages(Protocol):
         """Start to send a CPU tensor, which must not change until the returned work is done."""
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """Start to receive from ``source`` into a CPU tensor of the same size as the sent one."""
+        """Start to receive from ``source`` into a CPU tensor of the size of the sent tensor."""
 
     def next_channel(self) -> int:
         """Return an unused channel number. Every rank must call it."""
 
 
 class _Message:
-    """A message under way, kept alive until `wait` returns.
+    """A pending message, kept alive until `wait` returns.
 
     gloo sends in order on each connection. A send or receive that is freed before it completes
     blocks all later messages of that connection, whatever their tag.
@@ -92,7 +92,7 @@ class ProcessMessages:
     """`Messages` between processes, over torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
-        """``timeout_s`` limits each wait. None: the timeout of ``group``."""
+        """Use ``group``. ``timeout_s`` limits each wait. None: the timeout of ``group``."""
         if not dist.is_available() or not dist.is_initialized():
             group = None
         elif group is None:
@@ -101,7 +101,7 @@ class ProcessMessages:
         self._limits = [] if timeout_s is None else [timedelta(seconds=timeout_s)]
         self._under_way = set[_Message]() if group is None else _under_way.setdefault(group, set())
 
-    # Not `dist.isend` and `dist.irecv`: their checks take as long as sending a small message.
+    # The checks of `dist.isend` and `dist.irecv` would take as long as sending a small message.
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
         assert self._group is not None, "a single rank sends nothing"
@@ -119,7 +119,7 @@ class ProcessMessages:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """View complex tensors as real: gloo sends no complex dtype."""
+    """View a complex tensor as real, because gloo cannot send complex dtypes."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

@@ -1,6 +1,6 @@
 """Queues that run multi-hop collectives asynchronously.
 
-The second hop of an exchange must start when the first hop has arrived, without the caller. The
+In a multi-hop exchange, a rank forwards data that it has received, independently of the caller. The
 hops of one exchange therefore form a **job**. There are two **queues**, one for gathers and one for
 reductions, and each runs its jobs in order. If a parameter is unused on one rank only, gathers and
 reductions interleave differently on that rank, but the order within each queue is equal on all
@@ -25,7 +25,7 @@ from zero_core.protocols import Work
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """`zero_core.protocols.Work` made of a function that waits."""
+    """Implementation of `zero_core.protocols.Work` by a function."""
 
     wait: Callable[[], object]
 
@@ -43,7 +43,7 @@ class HostQueues:
         self._lock = threading.Lock()
 
     def launch(self, job: _Job, *, is_reduction: bool) -> Work:
-        """Run ``job`` on the queue's thread. If called from that thread, run it inline."""
+        """Run ``job`` on the queue's thread. If that is the calling thread, run it inline."""
         outcome: Future[None] = Future()
         with self._lock:
             if is_reduction not in self._queues:
@@ -55,7 +55,7 @@ class HostQueues:
                 thread.start()
         thread, queue = self._queues[is_reduction]
         if threading.current_thread() is thread:
-            _run(job, outcome)  # a queued job would deadlock: the running job waits for it
+            _run(job, outcome)  # the running job may wait for this one: a queued job would deadlock
         else:
             queue.put((job, outcome, torch.is_inference_mode_enabled()))
         return Pending(outcome.result)
@@ -73,7 +73,7 @@ class StreamQueues:
         self._streams: dict[bool, torch.Stream] = {}
 
     def launch(self, job: _Job, *, is_reduction: bool) -> Work:
-        """Run ``job`` with the queue's stream as the current stream."""
+        """Run ``job`` at once, with the queue's stream as the current stream."""
         if is_reduction not in self._streams:
             # High priority: otherwise NCCL's few thread blocks wait for those of large matmuls.
             self._streams[is_reduction] = torch.Stream(self._device, priority=-1)
@@ -83,7 +83,7 @@ class StreamQueues:
         if current == stream:  # called by a job of this queue; torch 2.10 cannot re-enter a stream
             _run(job, outcome)
         else:
-            # The job reads tensors that the caller has written on its current stream.
+            # The job may read tensors that the caller has written on its current stream.
             stream.wait_stream(current)
             with stream:
                 _run(job, outcome)
@@ -91,7 +91,7 @@ class StreamQueues:
 
         def wait() -> None:
             outcome.result()
-            # The caller reads tensors that the job has written.
+            # The caller may read tensors that the job has written.
             torch.accelerator.current_stream(self._device).wait_event(done)
 
         return Pending(wait)

@@ -1,15 +1,15 @@
-"""Memory that ranks of one host read from each other, and short messages between these ranks.
+"""Memory of one rank that other ranks of the host can read, and short messages between them.
 
 Between processes of one host, gloo sends bytes through the loopback interface, with two copies in
-the kernel and wake-ups. Here a rank sends only the offset of its bytes, and its peers read them in
-place.
+the kernel and wake-ups. With this module a rank sends only the offset of its bytes, and its peers
+read them in place.
 
 [Note: one window per rank]
 Each rank has a **window**: a memfd, an anonymous file outside any file system and not limited by
 ``/dev/shm``. The window is as large as the host's memory, and its pages are allocated at their
 first write. When the engine is built, all peers map the whole window through ``/proc/PID/fd``.
 Ranks that cannot map it (another host, user or PID namespace) share no memory. Buffers are
-allocated from the window in ascending order. An offset in a window means the same to every rank.
+allocated from the window in ascending order. An offset in a window is valid on every rank.
 
 The window is **sealed** at its size, because shrinking it would kill every process that reads it
 afterwards (SIGBUS). Mapped pages stay readable until the reader unmaps them. A rank may therefore
@@ -19,8 +19,8 @@ exit, drop its engine or be killed while a slower peer still reads its last gath
 Each rank has one pipe per peer, which the peer opens through ``/proc/PID/fd`` for writing. A
 message is a single write of its tag, two numbers, and a serial number among the messages with the
 same sender and tag. Messages can therefore be awaited in any order and read from the pipe by any
-thread. End of file on a pipe means that its writer has died. (With gloo, whose thread polls for a
-connection's lock, a message took a scheduler tick of 4 ms where ranks have one core each.)
+thread. End of file on a pipe means that its writer has died. (gloo's thread polls for the lock of a
+connection. If ranks have one core each, its messages take a scheduler tick of 4 ms.)
 
 [Note: interrupts]
 Ctrl-C raises KeyboardInterrupt between two calls in the main thread. Data read from a pipe is
@@ -64,17 +64,17 @@ if sys.platform == "linux":
 _log = logging.getLogger(__name__)
 
 _SECRET_BYTES = 16
-"""Each window begins with its secret, by which peers recognize it."""
+"""Length of the secret at the start of each window, by which peers recognize the window."""
 _MAX_BYTES_PER_NODE = 2**45
-"""Maximum address space that a node's windows take in a process, which has 2**47 bytes."""
+"""Limit of the address space for a node's windows. A process has 2**47 bytes of address space."""
 
 Letter = tuple[int, int, int]
-"""Peer, tag and serial number of an expected message."""
+"""An expected message: peer, tag and serial number."""
 _MESSAGE = struct.Struct("=qqqq")
 """Tag, serial number and two numbers. Shorter than ``PIPE_BUF``, so a write is atomic."""
 _MAX_READ = 2048 * _MESSAGE.size
 _FULL_S = 0.01
-"""Longest time between two tries to write to a full pipe."""
+"""Longest time in seconds between two attempts to write to a full pipe."""
 _MAX_POLL_S = 3600.0
 
 _Secret = Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * _SECRET_BYTES}}}$")]
@@ -121,7 +121,7 @@ class SharedMemory:
                     window = _map(pid, theirs, nbytes, bytes.fromhex(hidden))
                     if window is not None and self.mailbox.connect(rank, pid, end):
                         self._mapped[rank] = window
-            # After this exchange all ranks have mapped this window. Its descriptor may be closed.
+            # After this exchange the descriptor may be closed: all peers have mapped this window.
             table = control.gather_bytes(bytes(r in self._mapped for r in range(len(cards))))
         finally:
             if descriptor is not None:
@@ -131,7 +131,7 @@ class SharedMemory:
         self.mailbox.begin(self.peers)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D tensor in shared memory, valid as long as this object lives."""
+        """Allocate a 1-D tensor of zeros in shared memory, valid as long as this object lives."""
         start = self._stop
         stop = start + numel * dtype.itemsize
         if self._window is None or stop > self._nbytes:
@@ -151,7 +151,7 @@ class SharedMemory:
         return offset if 0 <= offset < self._nbytes else None
 
     def receive(self, letter: Letter, like: Tensor) -> Tensor:
-        """Wait for ``letter`` and return a view of the bytes it locates, with ``like``'s dtype."""
+        """Wait for ``letter``. Return a view of the peer's bytes, with the dtype of ``like``."""
         peer = letter[0]
         offset, nbytes = self.mailbox.wait(letter)
         if nbytes != like.nbytes:
@@ -179,7 +179,7 @@ class SharedMemory:
 
     def _open_window(self, secret: bytes, others: Sequence[int]) -> int | None:
         """Create this rank's pipes and window. Return the window's descriptor, None on failure."""
-        if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # some Pythons lack it
+        if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # some builds lack it
             return None
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         nbytes = min(host_bytes, _MAX_BYTES_PER_NODE // (1 + len(others)))
@@ -218,7 +218,7 @@ def _advice(error: OSError) -> str:
 
 
 def _map(pid: int, descriptor: int, nbytes: int, secret: bytes) -> Tensor | None:
-    """Map another process's window read-only. None if it is unreadable or another file."""
+    """Map a window of another process read-only. Returns None if there is no such window."""
     try:
         opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -271,7 +271,7 @@ class Mailbox:
             self._descriptors.update(pipe)
 
     def connect(self, peer: int, pid: int, end: int) -> bool:
-        """Open ``end``, the write end of ``peer``'s pipe in process ``pid``. Return success."""
+        """Open the write end of a pipe of ``peer`` (process ``pid``). Return False on failure."""
         try:
             writer = os.open(f"/proc/{pid}/fd/{end}", os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:
@@ -318,7 +318,7 @@ class Mailbox:
         return peer, tag, next(self._expected[peer, tag])
 
     def wait(self, letter: Letter) -> tuple[int, int]:
-        """Wait for a letter and return its two numbers. Call it once per letter."""
+        """Wait for a letter and return its two numbers. Must not be called twice for a letter."""
         peer, deadline = letter[0], None
         while True:
             with self._lock:
@@ -341,7 +341,7 @@ class Mailbox:
                 self._read(min(deadline - now, _MAX_POLL_S))
 
     def _become_reader(self, seconds: float) -> bool:
-        """Return whether this thread may read the pipes. Otherwise wait for the reading thread."""
+        """Make this thread the reader of the pipes, or wait for the reader and return False."""
         if self._reader in (None, get_ident()):
             self._reader = get_ident()
             return True

@@ -1,12 +1,11 @@
 """Placement of ranks: the group that trains, each rank's device, and the ranks per node.
 
 [Note: ranks per node]
-With ``build(mesh=...)`` of two dimensions, the last dimension is the node. Otherwise each rank
-names its node by the first of these variables that its launcher sets: torchrun's
-``LOCAL_WORLD_SIZE`` (with ``GROUP_RANK``, the node's number), or SLURM's ``SLURM_NODEID``. If none
-is set (Open MPI does not number nodes), or if ranks have different launchers, the host name
-identifies the node. Two torchrun or SLURM nodes on one machine count as two. All nodes are treated
-as having equally many consecutive ranks: see `fold`.
+With ``build(mesh=...)`` of two dimensions, each row of the mesh is a node. Otherwise the launcher's
+variables identify a rank's node: torchrun's ``LOCAL_WORLD_SIZE`` (with ``GROUP_RANK``, the node's
+number), or else SLURM's ``SLURM_NODEID``. If none is set (Open MPI does not number nodes), or if
+launchers differ between ranks, the host name identifies the node. Two torchrun or SLURM nodes on
+one machine count as two. All nodes are treated as having equally many ranks: see `fold`.
 
 [Note: a rank's device]
 A rank uses the device bound to its process group (``init_process_group(device_id=...)``). If none
@@ -35,8 +34,8 @@ from zero_core.comm.groups import Ranks, backend_on, exchange_once, group_of_mes
 from zero_core.errors import ConfigError
 
 _log = logging.getLogger(__name__)
-# torchrun's, Open MPI's, MPICH's, Cray PALS's and SLURM's variable. A launcher may start another
-# one: the innermost comes first.
+# Variables of torchrun, Open MPI, MPICH, Cray PALS and SLURM for a process's rank on its node. One
+# launcher may start another: variables of inner launchers precede those of outer ones.
 LOCAL_RANKS = (
     "LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -47,7 +46,7 @@ LOCAL_RANKS = (
 
 
 def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Ranks:
-    """Find the ranks of ``group`` or ``mesh``, or all ranks. Every rank of them must call it.
+    """Return the ranks of ``group`` or ``mesh``, by default all ranks. Each of them must call it.
 
     Makes this rank's accelerator the current device.
     """
@@ -103,10 +102,10 @@ def check_devices(ranks: Ranks) -> None:
     if not ranks.has_own_device:
         return
     identity = str(ranks.device)
-    if ranks.device.type == "cuda":  # the index differs between processes, the UUID does not
+    if ranks.device.type == "cuda":  # processes may number devices differently
         identity = str(torch.cuda.get_device_properties(ranks.device).uuid)
     card = [socket.gethostname(), identity, str(ranks.device)]
-    # Uses the store, because NCCL would fail at the first collective without naming the ranks.
+    # Use the store, because NCCL would fail in the first collective without naming the ranks.
     rows = exchange_once(ranks, "the ranks' devices", json.dumps(card).encode())
     cards = [json.loads(row) for row in rows]
     users: dict[tuple[str, str], list[int]] = {}
@@ -127,7 +126,7 @@ def check_devices(ranks: Ranks) -> None:
 
 
 def count_per_node(control: ControlGroup, ranks: Ranks) -> int:
-    """Return the ranks per node. Every rank must call it. See [Note: ranks per node]."""
+    """Return the number of ranks per node: [Note: ranks per node]. Every rank must call it."""
     if ranks.size == 1:
         return 1
     found, host = os.environ, socket.gethostname()
@@ -150,9 +149,9 @@ def count_per_node(control: ControlGroup, ranks: Ranks) -> int:
 
 
 def fold(nodes: Sequence[str], *, is_told: bool = False) -> int:
-    """Return the ranks per node: the greatest common divisor of all nodes' numbers of ranks.
+    """Return the greatest common divisor of the numbers of ranks of all nodes.
 
-    Returns 1 if a node's ranks are not consecutive. ``is_told``: log warnings.
+    ``nodes``: by rank. Returns 1 if a node's ranks are not consecutive. ``is_told``: log warnings.
     """
     sizes = [len(list(run)) for _, run in groupby(nodes)]
     if len(sizes) > len(set(nodes)):

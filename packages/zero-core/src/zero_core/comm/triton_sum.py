@@ -30,7 +30,7 @@ LAUNCH_OPTIONS: Final[dict[str, Any]] = {"enable_fp_fusion": False, "num_warps":
 def sum_by_triton(
     slices: Tensor, out: Tensor, norm: Tensor | None, nonfinite: Tensor | None
 ) -> None:
-    """Run `zero_core.comm.fused_sum.sum_slices` in two launches, or one without ``norm``."""
+    """Compute `zero_core.comm.fused_sum.sum_slices` by two kernels, or by one without ``norm``."""
     numel = out.numel()
     num_tiles = triton.cdiv(numel, TILE)
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
@@ -139,5 +139,5 @@ def _has_nonfinite(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 
 def _typed(x: Tensor) -> Tensor:
-    """View bfloat16 as int16, which the kernels convert themselves."""
+    """View bfloat16 as int16. The kernels convert the bits themselves."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x

@@ -74,6 +74,8 @@ class FullGrad:
         self._pools = buffers.full_pools
         self._views = views
         self._predivide = plan.predivide
+        # _foreach_mul of a CPU rounds a Python number to 16 bits.
+        self._factor = torch.tensor(plan.predivide, dtype=torch.float64, device="cpu")
         self._missing = missing
         self._is_small = plan.small_slots(segment, is_cpu=views.placeholders.slots[0].is_cpu)
         self.held: dict[int, Tensor] = {}  # gradients to add, by position
@@ -112,7 +114,7 @@ class FullGrad:
             if not is_small or 2 * self._held_numel >= self._segment.padded_numel:
                 self._add_held()
         elif position in self._added:
-            view.add_(grad, alpha=self._predivide)
+            self._sum([view], [grad], wide)
         else:  # divide in the wider of the two dtypes, so that only the final cast rounds
             self._added.add(position)
             torch.mul(grad if given is wide else grad.to(wide), self._predivide, out=view)
@@ -124,7 +126,7 @@ class FullGrad:
         if self.memory is not None and len(self._undivided) == len(self._slots):
             self.memory.mul_(self._predivide)
         elif self._undivided:
-            torch._foreach_mul_(self._undivided, self._predivide)
+            torch._foreach_mul_(self._undivided, self._factor)
         self._undivided = []
 
     def _add_held(self) -> None:
@@ -138,7 +140,13 @@ class FullGrad:
         if held:
             self.flush()
             views = [*map(self._slots.__getitem__, held)]
-            torch._foreach_add_(views, [*held.values()], alpha=self._predivide)
+            self._sum(views, [*held.values()], views[0].dtype)
+
+    def _sum(self, views: list[Tensor], grads: list[Tensor], dtype: torch.dtype) -> None:
+        if dtype.itemsize < 4 and self._predivide != 1.0:  # a CPU would round ``alpha`` to 16 bits
+            torch._foreach_add_(views, torch._foreach_mul(grads, self._factor))
+        else:
+            torch._foreach_add_(views, grads, alpha=self._predivide)
 
     def added(self, position: int) -> Tensor | None:
         """Return a view of a parameter's gradient since the last reduction, or None."""

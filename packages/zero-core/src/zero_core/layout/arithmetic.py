@@ -1,12 +1,12 @@
-"""Layout of every element in flat buffers: pure arithmetic, without torch.distributed or storage.
+"""Arithmetic of the positions of all elements in flat buffers, without communication or storage.
 
 [Note: layout terms]
-parameter   one tensor of the model, counted once even if it has several names (aliases)
+parameter   one tensor of the model, counted once, even if it has several names (aliases)
 unit        a block of the module tree that is gathered, computed and reduced together. Unit 0 is
             the root: parameters that belong to no block or to several. The last unit may be the
             tail: parameters that are used after the blocks (`zero_core.layout.discovery`)
 segment     the parameters of one unit that share dtype and trainability, consecutive in one flat
-            buffer. Each start is aligned; the end is padded to ``world_size * shard_numel``
+            buffer. Each start is aligned. The end is padded to ``world_size * shard_numel``
 component   a plain tensor of a quantized parameter, which counts as a parameter here:
             [Note: quantized parameters] in `zero_core.layout.discovery`. A unit's components are
             one segment of bytes, whatever their dtypes
@@ -16,9 +16,10 @@ local flat  the trainable slices that a rank's optimizer state covers, concatena
 space       (see `zero_core.protocols`)
 piece       one parameter's part of the local flat space
 
-All other offsets (gather, reduce, optimizer slices, Twin-Flow's split, checkpoint chunks,
-resharding) are intersections of these intervals. Partitioning: ZeRO (Rajbhandari et al., arXiv
-1910.02054), section 5; flat units: FSDP (Zhao et al., arXiv 2304.11277), section 3.2.
+All other ranges (of gathers, reductions, optimizer slices, partial offload, checkpoint chunks and
+resharding) are intersections of these intervals. The partitioning is that of ZeRO (Rajbhandari et
+al., arXiv 1910.02054), section 5. Flat units are those of FSDP (Zhao et al., arXiv 2304.11277),
+section 3.2.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from torch import Tensor
 from zero_core._torch import DisableTorchFunction
 
 ALIGNMENT = 32
-"""Elements to which slots and shards are aligned: 64 bytes at 16 bits, a cache line and a vector
-register. An unaligned weight would slow down the matrix kernels."""
+"""Alignment of slots and shards in elements. With 16-bit elements, this is 64 bytes: a cache line
+or a vector register. An unaligned weight would slow down the matrix kernels."""
 
 BYTES_ALIGNMENT = 64
-"""Bytes to which components are aligned: enough for every dtype and for vector registers."""
+"""Alignment of components in bytes, sufficient for every dtype and for vector registers."""
 
 CHUNK_NUMEL = 1024
-"""Elements of a chunk of a segment, over which ``world_size_invariant`` takes norms."""
+"""Number of elements in a chunk of a segment. ``world_size_invariant`` takes norms of chunks."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class ParamSpec:
     is_trainable: bool  # whether the optimizer updates it
     aliases: tuple[str, ...] = ()  # further names (tied weights)
     is_opaque: bool = False  # whether it is a component, whose segment holds bytes
-    # dimensions in memory order, slowest first, as for channels-last convolutions. () is the order
-    # of the shape. The slot has the elements in this order
+    # Dimensions in memory order, slowest first, for example of channels-last convolutions. () is
+    # the order of the shape. The slot has the elements in this order.
     order: tuple[int, ...] = ()
     twin: int | None = None  # index of an earlier component with the same memory
 
@@ -73,7 +74,7 @@ class ParamSpec:
         return self.numel * self.dtype.itemsize if self.is_opaque else self.numel
 
     def to_elements(self, values: Tensor) -> Tensor:
-        """Return the whole ``values`` in the segment's form, 1-D, as a view if possible."""
+        """Return the parameter's ``values`` as 1-D segment elements, as a view if possible."""
         if self.is_opaque:
             return flatten(values.detach(), self.order).view(torch.uint8)
         return flatten(values, self.order)
@@ -93,14 +94,14 @@ class Slot:
     stop: int
 
     def common(self, low: int, high: int) -> tuple[int, int]:
-        """Return the range of the parameter's elements within ``[low, high)`` of the segment."""
+        """Return the range of the parameter's elements in ``[low, high)`` of the segment."""
         first = min(max(low, self.start), self.stop)
         return first - self.start, max(first, min(high, self.stop)) - self.start
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Flat parameters of one unit with one dtype and trainability, or the unit's components."""
+    """Flat parameters of a unit that share dtype and trainability, or components of a unit."""
 
     index: int  # index in the whole layout
     unit: int  # index of the segment's unit
@@ -154,15 +155,15 @@ def dim_order(tensor: Tensor) -> tuple[int, ...]:
     For a tensor that is empty or not dense, return the order of the shape.
     """
     dims, strides = tuple(range(tensor.ndim)), tensor.stride()
-    # Dimensions of equal stride have size 1, except for one. Sorting that one first makes
-    # `unflatten` restore the strides of channels-last formats.
+    # At most one of the dimensions with equal stride has a size other than 1. If it comes first,
+    # `unflatten` restores the strides of channels-last formats.
     order = tuple(sorted(dims, key=lambda d: (-strides[d], -tensor.shape[d], d)))
-    with DisableTorchFunction():  # permute() is not a read of values
+    with DisableTorchFunction():  # permute() must not count as a read of the values
         return order if tensor.numel() and tensor.permute(order).is_contiguous() else dims
 
 
 def flatten(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return the elements, 1-D, in ``order`` (() is the shape's order), as a view if possible."""
+    """Return the 1-D elements in memory ``order`` (see `ParamSpec`), as a view if possible."""
     return (tensor.permute(order) if order else tensor).reshape(-1)
 
 
@@ -197,10 +198,10 @@ class Layout:
         is_in_chunks: bool = False,
         has_tail: bool = False,
     ) -> Layout:
-        """Compute the layout of ``units``, each a name and the numbers of its parameters.
+        """Compute the layout of ``units``, each a name and the indices of its parameters.
 
-        ``has_tail``: the last unit is the tail. ``is_in_chunks``: trainable shards are whole chunks
-        of `CHUNK_NUMEL` elements, so that at any world size no chunk is on two ranks.
+        ``has_tail``: the last unit is the tail. ``is_in_chunks``: trainable shards consist of whole
+        chunks of `CHUNK_NUMEL` elements, so that no chunk is on two ranks at any world size.
 
         Raises:
             ValueError: a parameter is in no unit or in two, or world_size or alignment < 1.
@@ -225,7 +226,7 @@ class Layout:
                 aligned = round_up(alignment, BYTES_ALIGNMENT) if is_opaque else alignment
                 slots: dict[int, Slot] = {}
                 end = 0
-                for p in same:  # slots are consecutive; twins share a slot
+                for p in same:
                     start = round_up(end, aligned)
                     twin = params[p].twin
                     if twin is None:
@@ -242,12 +243,12 @@ class Layout:
 
     @property
     def tail(self) -> int | None:
-        """Index of the tail, or None without a tail."""
+        """Index of the tail unit, or None if there is no tail."""
         return len(self.units) - 1 if self.has_tail else None
 
     @property
     def last_block(self) -> int:
-        """Index of the last block, or 0 without blocks."""
+        """Index of the last block's unit, or 0 if there are no blocks."""
         return len(self.units) - 1 - self.has_tail
 
     @cached_property
@@ -256,7 +257,7 @@ class Layout:
         return tuple(s for unit in self.units for s in unit.segments)
 
     def describe_segments(self) -> dict[int, str]:
-        """Return the description of each segment's unit, for example "unit 3 (blocks.2)"."""
+        """Return a description of each segment's unit by segment index: "unit 3 (blocks.2)"."""
         named = {unit.index: f"unit {unit.index} ({unit.name or 'root'})" for unit in self.units}
         return {segment.index: named[segment.unit] for segment in self.segments}
 

@@ -4,34 +4,34 @@ A block is a child of an ``nn.ModuleList`` or ``nn.Sequential`` that has paramet
 forward. Blocks are not searched for further blocks. A parameter that only one block uses belongs to
 that block. All other parameters belong to the tail or to the root unit, which stays gathered from
 the start of forward to the end of backward. A list of experts outside of a block makes the module
-that holds the list a block. Such a list is a ``ModuleList`` or ``ModuleDict`` with "experts" in its
-name, because the module tree does not show that only some children are called. `note_reader`
-records that a module reads a parameter of another module.
+that contains the list a block, because a forward may call only some experts. Such a list is a
+``ModuleList`` or ``ModuleDict`` with "experts" in its name. `note_reader` records that a module
+reads a parameter of another module.
 
 The *tail* is one more unit after the blocks. It has the parameters of modules after the last block
-in the module tree (a final norm, a head), under all of their names, unless they are quantized.
-Forward waits for the tail's values when it leaves the last block, and the tail's gradients precede
-those of the blocks. The order of use may differ from the tree's order, which affects time only:
-[Note: the tail] in `zero_core.core.units`. Tied weights (an embedding that is also the head) and
-parameters of modules that contain blocks stay in the root.
+in the module tree (a final norm, a head), except quantized parameters and parameters that also have
+a name elsewhere. Forward waits for the tail's values when it leaves the last block, and the tail's
+gradients precede those of the blocks. If the order of use differs from that of the tree, this costs
+time only: [Note: the tail] in `zero_core.core.units`. Tied weights (an embedding that is also the
+head) and parameters of modules that contain blocks stay in the root.
 
 A *leaf* is a module that is one unit with all its submodules, at any depth of the module tree. It
 has ``_is_zero_leaf = True``, or ``zero_optimization.leaf_module`` names it. A leaf without a
 forward, such as a list of experts, is gathered when a submodule with parameters is called.
 
 [Note: quantized parameters]
-A quantized parameter is bytes and metadata. Its *components* are the plain tensors that hold the
-bytes:
+A quantized parameter consists of bytes and metadata. Its *components* are the plain tensors that
+hold the bytes:
 - of a tensor subclass that wraps others (torchao): the tensors that ``__tensor_flatten__`` names,
-  recursively;
+  recursively
 - of a parameter of another class than ``nn.Parameter`` (bitsandbytes): its own memory and the
-  tensors in its attributes, such as ``quant_state.absmax``;
-- of an ``nn.Parameter`` of integers or of 8-bit floats: itself.
-A component keeps its object, shape, strides and bits: the engine only replaces its memory. Every
-holder (the wrapper, a ``QuantState``, a node of autograd) therefore sees the same values.
+  tensors in its attributes, such as ``quant_state.absmax``
+- of an ``nn.Parameter`` of integers or of 8-bit floats: the parameter itself
+A component keeps its object, shape, strides and bits: the engine only replaces its memory. All
+references (the wrapper, a ``QuantState``, a node of autograd) therefore see the same values.
 Components are never cast. A unit has one segment of bytes for all of its components. Other metadata
-(block sizes, dtypes) stays whole on every rank. A module may repack its weight for a forward
-(bitsandbytes does so on CPUs, in evaluation). Memory and metadata are restored after that forward.
+(block sizes, dtypes) is not sharded. A module may repack its weight for a forward (bitsandbytes
+does so on CPUs, in evaluation). Memory and metadata are restored after that forward.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 MIN_TAIL_NUMEL = 2**16
 """Smallest number of elements in a separate tail unit. The exchange of fewer elements (128 KiB in
-16 bits, 3 us on a link of 50 GB/s) takes less time than the launch of one more collective."""
+16 bits, 3 us at 50 GB/s) takes less time than the launch of one more collective."""
 TAIL_NAME = "tail"
-_MAX_DEPTH = 4  # levels of attributes: Params4bit.quant_state.state2.absmax has 3
+_MAX_DEPTH = 4  # levels of attributes to search: Params4bit.quant_state.state2.absmax has 3
 _NO_METADATA = (nn.Module, Enum, type, FunctionType, MethodType, ModuleType)
 _read: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary()
 
@@ -87,19 +87,19 @@ class Quantized:
 class Discovered:
     """Parameters and units of a model.
 
-    ``params`` has the components of a quantized parameter instead of the parameter, named after its
-    attributes.
+    ``params`` has the components of a quantized parameter instead of the parameter. Their names end
+    with the names of its attributes.
     """
 
     params: tuple[Tensor, ...]  # each parameter once, in the order of the module tree
     names: tuple[tuple[str, ...], ...]  # all names of each parameter: see `plain_name`
-    # Name, module and parameter numbers of each unit. The root is first. With ``has_tail`` the tail
+    # Name, module and parameter indices of each unit. The root is first. With ``has_tail`` the tail
     # is last. The module of root and tail is the model.
     units: tuple[tuple[str, nn.Module, tuple[int, ...]], ...]
     has_tail: bool
     quantized: tuple[Quantized, ...]
-    opaque: frozenset[int]  # numbers of all components
-    twins: Mapping[int, int]  # for a component, an earlier one with the same memory, by number
+    opaque: frozenset[int]  # indices of all components
+    twins: Mapping[int, int]  # index of a component: index of an earlier one with the same memory
 
 
 def plain_name(name: str) -> str:
@@ -108,7 +108,7 @@ def plain_name(name: str) -> str:
 
 
 def note_reader(module: nn.Module, param: nn.Parameter, *, is_reader: bool = True) -> bool:
-    """Record whether ``module`` reads another module's ``param``. Return the earlier record."""
+    """Record whether ``module`` reads another module's ``param``. Return the previous value."""
     noted = _read.setdefault(module, {})
     found = noted.pop(id(param), None)
     if is_reader:
@@ -118,7 +118,7 @@ def note_reader(module: nn.Module, param: nn.Parameter, *, is_reader: bool = Tru
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """Selection of modules by name or class, with or without the Python module's name."""
+    """Selection of modules by path or by class name. The latter may include the Python module."""
 
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -161,14 +161,13 @@ def _blocks(prefix: str, module: nn.Module, rule: ModuleRule) -> Iterator[tuple[
             _is_expert_list(key, inner) and not rule.is_leaf(f"{path}.{key}", inner)
             for key, inner in child.named_children()
         )
-        # A module without its own forward is never called. torch.compile sets forward on the
-        # object.
+        # A module without its own forward is never called. torch.compile sets it on the object.
         has_forward = type(child).forward is not nn.Module.forward or "forward" in vars(child)
         can_be_called = has_forward and not isinstance(child, nn.ModuleList | nn.ModuleDict)
         if rule.is_leaf(path, child) or (is_block and can_be_called):
             yield path, child
         elif _is_expert_list(name, child):
-            # Only some experts are called, and no block calls them.
+            # A forward may call only some experts, and no block calls them.
             _log.info("%s belongs to the root, which is gathered from forward to backward", path)
         else:
             yield from _blocks(path + ".", child, rule)
@@ -184,7 +183,7 @@ def _owner(name: str, paths: dict[str, str]) -> str:
 def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
     """Find the parameters, their names, and the units of ``model``.
 
-    ``rule`` selects leaves in addition to modules marked as leaves.
+    ``rule`` selects leaves in addition to modules that are marked as leaves.
     """
     rule = rule or ModuleRule()
     if missing := rule.missing(model):
@@ -196,8 +195,8 @@ def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
     blocks: dict[int, tuple[str, nn.Module]] = {}
     if not rule.is_leaf("", model):
         for path, module in _blocks("", model, rule):
-            blocks.setdefault(id(module), (path, module))  # the same block twice: one unit
-    # All paths to blocks, because a block or a part of it may occur several times in the tree.
+            blocks.setdefault(id(module), (path, module))  # a module with two names is one unit
+    # Use all paths to blocks, because a block or a part of it may occur in several places.
     tree = list(model.named_modules(remove_duplicate=False))
     paths = {path: blocks[id(module)][0] for path, module in tree if id(module) in blocks}
     owners = {n: {_owner(name, paths) for name in names[n]} for n in range(len(params))}
@@ -219,7 +218,7 @@ def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
         for name in module._parameters
     } - read
     opaque = frozenset(itertools.chain.from_iterable(numbers_of.values()))
-    # A quantized parameter is never in the tail, because its class cannot detect an early read.
+    # Quantized parameters are not in the tail, because their class cannot detect an early read.
     tail = [n for n in members[""] if behind.issuperset(names[n]) and n not in opaque]
     modules = {"": model, **dict(blocks.values())}
     units = [
@@ -243,7 +242,7 @@ def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
 
 
 def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[Quantized]]:
-    """Return parameters (for quantized ones their components), names, and quantized parameters."""
+    """Return parameters or their components, the names of each, and the quantized parameters."""
     params: list[Tensor] = []
     names: list[list[str]] = []
     numbers: dict[int, int] = {}
@@ -254,7 +253,7 @@ def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[
         is_new = id(param) not in found
         if is_new:
             own = components(plain_name(name), param)
-            # A tensor that a quantizer also registers as a buffer counts as a buffer.
+            # A tensor that is also registered as a buffer counts as a buffer.
             found[id(param)] = tuple(
                 c for c in own if c.tensor is param or id(c.tensor) not in buffers
             )
@@ -273,9 +272,9 @@ def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[
 
 
 def _beside_quantized(model: nn.Module, quantized: Sequence[Quantized]) -> Iterator[Quantized]:
-    """Yield the other frozen parameters of modules with a packed matrix, which are its scales."""
+    """Yield frozen parameters of modules that also have a packed matrix. They are its scales."""
     known = {id(q.param) for q in quantized}
-    # Vectors of integers and 64-bit matrices (counters, positions) have no scales.
+    # Exclude integer vectors and 64-bit matrices (counters, positions), which have no scales.
     stored = {
         id(q.param)
         for q in quantized
@@ -296,14 +295,14 @@ def _beside_quantized(model: nn.Module, quantized: Sequence[Quantized]) -> Itera
 
 
 def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that ``param`` is computed in: ``low_precision``, or its own."""
+    """Return the dtype in which ``param`` is used in forward: ``low_precision`` or its own."""
     if low_precision is None or param.dtype.is_complex or is_storage_dtype(param.dtype):
         return param.dtype
     return low_precision
 
 
 class Component(NamedTuple):
-    """A plain tensor of a parameter."""
+    """A plain tensor that holds bytes of a parameter. See [Note: quantized parameters]."""
 
     path: str  # attribute path from the parameter, "" for its own memory
     tensor: Tensor  # the object that the parameter holds
@@ -322,7 +321,10 @@ def is_partitioned(tensor: object) -> TypeIs[PartitionedParam]:
 
 
 def components(name: str, param: Tensor) -> tuple[Component, ...]:
-    """Return the tensors that hold the bytes of ``param``: itself if it is not quantized."""
+    """Return the components of ``param``, or ``param`` itself if it is not quantized.
+
+    Raises ConfigError if they cannot be sharded.
+    """
     if is_partitioned(param):
         return (Component("", param),)
     if inner_tensors(param) is not None:
@@ -352,7 +354,7 @@ def components(name: str, param: Tensor) -> tuple[Component, ...]:
 
 
 def stored_tensors(param: Tensor) -> list[Component]:
-    """Return the components of ``param``, without a check that its class can be sharded."""
+    """Return the components of ``param``. Does not check that its class can be sharded."""
     if inner_tensors(param) is not None:
         return list(inner_components("", param))
     found = [Component("", param)]
@@ -372,7 +374,7 @@ def inner_components(path: str, tensor: Tensor) -> Iterator[Component]:
 
 
 def _attached(path: str, value: object, seen: set[int], depth: int) -> Iterator[Component]:
-    """Yield the tensors in the attributes of ``value``, and of plain objects in them."""
+    """Yield the tensors in the attributes of ``value``, and in those of its plain objects."""
     # foreign: objects of a quantizer
     for attribute, found in getattr(value, "__dict__", {}).items():
         if id(found) in seen or isinstance(found, _NO_METADATA):
@@ -387,7 +389,7 @@ def _attached(path: str, value: object, seen: set[int], depth: int) -> Iterator[
 
 
 class Metadata:
-    """Snapshot of the attributes of a parameter with attached components."""
+    """Copy of the attributes of a parameter and of the objects in them, for `put_back`."""
 
     def __init__(self, param: Tensor) -> None:
         self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id: (table, old copy)

@@ -1,21 +1,21 @@
-"""Memory of gradients: which buffers hold them from backward to the state tier, and their dtypes.
+"""Plan of the buffers that hold gradients from backward to the state tier, and of their dtypes.
 
 See [Note: the tensors of a segment] in `zero_core.core.unit` for the buffers' names.
 
 [Note: one sum for every stage and ratio]
-A tier that owns gradients adds up micro-steps in fp32 (float64 for float64). The engine adds them
-up if the user chose a narrower dtype, or at stage 0 with several ranks, where each rank's tier
-needs the whole sum. At stage 0 it rounds each term as it would for the tier. Norms of such sums are
-computed in double precision, so they do not depend on which memory holds the sum.
+A tier that owns gradients adds up those of micro-steps in fp32 (float64 for float64). The engine
+adds them up instead if the user chose a narrower dtype, or at stage 0 with several ranks, where
+each rank's tier needs the whole sum. At stage 0 the engine first rounds each term, as for a tier.
+Norms of such sums are computed in double precision, and so do not depend on which of both adds.
 
 [Note: the same bits at any world size]
 Micro-step k of rank r on W ranks is micro-batch k W + r of the step. The owner of a shard gets
 every rank's part and adds the parts, one after another, to the sum of earlier micro-steps. For
-every W that is the order of micro-batches. Each part is divided by the number of micro-batches
-before backward, and rounded to the communicated dtype. A missing part is -0, which changes no bit
-of a sum. `zero_core.extensions.invariance` computes the sum and its norms. A tier would add the
-ranks' sum of a micro-step as one term, so no tier accumulates. The sum is in ``grad_shard``, even
-if a step has one micro-step, because with fewer ranks it has several.
+every W this is the order of micro-batches. The loss is divided by the number of micro-batches
+before backward, and each part is rounded to the communicated dtype. A missing part is -0, which
+changes no bit of a sum. `zero_core.extensions.invariance` computes the sum and its norms. A tier
+would add the ranks' sum of a micro-step as one term, so no tier accumulates. The sum is in
+``grad_shard``, even if a step has one micro-step, because with fewer ranks it has several.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class GradientCase(Enum):
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """Memory of one segment's gradient."""
+    """Buffers and dtypes of one segment's gradient."""
 
     case: GradientCase
     is_full_kept: bool  # whether ``full_grad`` is in the arena, not borrowed per backward
     is_sum_in_full: bool  # whether ``grad_sum`` uses the memory of ``full_grad``
     predivide: float  # factor on each rank's gradient before the reduction
     communicated: torch.dtype  # dtype of reductions
-    communicated_sums: torch.dtype  # dtype of reduced sums of several backwards
+    communicated_sums: torch.dtype  # dtype of reductions of sums over several backwards
     accumulated: torch.dtype  # dtype in which reduced gradients accumulate
     rounded: torch.dtype  # dtype to which each micro-step's reduced gradient is rounded first
     offered: torch.dtype  # dtype of the gradients (or sums) offered to the state tier
-    normed: torch.dtype | None  # dtype for sums of squares; None for the default
+    normed: torch.dtype | None  # dtype for sums of squares. None: the default
     # whether every rank's gradient is a separate term: [Note: the same bits at any world size]
     is_sequential: bool
 
@@ -75,10 +75,10 @@ class GradientPlan:
         return self.case not in (GradientCase.PASS_ON, GradientCase.PASS_ON_EACH)
 
     def small_slots(self, segment: Segment, *, is_cpu: bool) -> list[bool]:
-        """Return for each parameter whether its gradient is held, to be added with others.
+        """Return whether each parameter's gradient is small and is added together with others.
 
-        A small gradient costs less to read twice than to add by a kernel of its own. On a CPU the
-        division of copies pays only if it is one pass over the memory, so if all are small.
+        For a small gradient, a second read costs less than the launch of a separate kernel. A CPU
+        copies small gradients and divides later, which pays only if a single pass divides all.
         """
         small = [slot.stop - slot.start <= 1 << (13 if is_cpu else 20) for slot in segment.slots]
         return small if not is_cpu or self.predivide == 1.0 or all(small) else [False] * len(small)

@@ -1,1 +1,1 @@
-"""Optimizers, the state tiers that run them on the device, and learning-rate schedules."""
+"""Optimizers, the state tiers that run torch's optimizers, and the progress of a training."""

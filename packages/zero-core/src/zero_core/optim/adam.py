@@ -1,4 +1,4 @@
-"""Adam and AdamW with optional bias correction, and the base class of the optimizers here."""
+"""Adam and AdamW with optional bias correction, and the base class of this package's optimizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim.adam import adam
 
 
 class BaseOptimizer(torch.optim.Optimizer, ABC):
-    """Torch optimizer whose step can evaluate a closure before the update."""
+    """Base class of torch optimizers that update one parameter group at a time."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -24,7 +24,7 @@ class BaseOptimizer(torch.optim.Optimizer, ABC):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.
 
-        ``closure`` computes gradients and the loss before the update. Returns the loss.
+        ``closure``, if given, computes gradients and the loss before the update. Returns the loss.
         """
         loss = None
         if closure is not None:
@@ -49,7 +49,7 @@ def check_settings(betas: tuple[float, ...], **settings: float) -> None:
 
 
 class Adam(BaseOptimizer):
-    """Adam (Kingma and Ba, 2015, arXiv 1412.6980) or AdamW (arXiv 1711.05101), fused.
+    """Adam (Kingma and Ba, 2015, arXiv 1412.6980) or AdamW (arXiv 1711.05101).
 
     With bias correction, the update runs the same kernel as `torch.optim.Adam` or ``AdamW``.
     Without bias correction, the raw moments are used: ``p -= lr * exp_avg / (sqrt(exp_avg_sq) +
@@ -95,7 +95,7 @@ class Adam(BaseOptimizer):
 
 
 def update_adam(group: Mapping[str, Any], state: Mapping[Tensor, dict[str, Tensor]]) -> None:
-    """Update the parameters of ``group`` that have a gradient, and ``state``, as `Adam` does."""
+    """Update the parameters of ``group`` that have a gradient, and their ``state``, by `Adam`."""
     params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
     grads = [p.grad for p in params if p.grad is not None]
     if any(grad.is_sparse for grad in grads):

@@ -2,17 +2,17 @@
 
 [Note: master weights here]
 An fp32 or float64 parameter shard is its own master weight and is updated in place. A 16-bit shard
-has a separate fp32 master weight, which is rounded into the shard after a step. A shard on another
-device than the update has a separate master weight, whatever its dtype.
+has a separate fp32 master weight, which is rounded into the shard after a step. A shard that is not
+on the device of the update has a separate master weight, whatever its dtype.
 
 [Note: states]
-Each piece of the local flat space is an ``nn.Parameter`` over its slice of the master weights, so
-any elementwise torch optimizer runs with its own kernels. States are views of flat buffers, one
-buffer per dtype. On an accelerator the buffers are allocated in ``build``, so that a job that does
-not fit fails early and states do not fragment activation memory. The optimizer then starts from
-states of zeros, if a probe shows that this equals starting without states. On a CPU, or if the
-probe fails (SGD with dampening, NAdam), the optimizer creates states in its first step, and they
-are moved to the buffers.
+Each piece of the local flat space (`zero_core.protocols`) is an ``nn.Parameter`` over its slice of
+the master weights, so any elementwise torch optimizer runs with its own kernels. States are views
+of flat buffers, one per state and dtype. On an accelerator the buffers are allocated in ``build``,
+so that a job that does not fit fails early, and states do not fragment activation memory. The
+optimizer then starts from states of zeros, if a trial step shows that this equals starting without
+states. On a CPU, or if the results differ (SGD with dampening, NAdam), the optimizer creates states
+in its first step, and they are moved to the buffers.
 
 [Note: turns]
 A step updates the pieces in turns of at most `TURN_NUMEL` elements, which bounds the optimizer's
@@ -23,9 +23,9 @@ into several parameters.
 [Note: ahead of the decision]
 Torch's fused kernels read ``found_inf`` on the device and change nothing if it is 1. A step can
 therefore be enqueued before the host knows whether to take it (`DeviceTier.step_ahead`). Gradients
-are multiplied by the factor outside the kernel, so that results are bit-identical to `step`. States
-that the optimizer creates in such a step (SGD's, if momentum was 0 in ``build``) are uninitialized
-if the step changed nothing, and are then dropped.
+are multiplied by ``grad_scale`` outside the kernel, so that results are bit-identical to `step`.
+States that the optimizer creates in such a step (SGD's, if momentum was 0 in ``build``) are
+uninitialized if the step changed nothing, and are then dropped.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from zero_core.protocols import ChangeWatcher, ParamStore
 MASTER = "master_weight"
 _STORED_NUMEL = 1 << 18  # elements per write to a `ParamStore`, few enough for the CPU cache
 TURN_NUMEL = 1 << 26
-"""Maximum elements that are updated at once: 256 MiB of fp32."""
+"""Maximum number of elements that are updated at once: 256 MiB of fp32."""
 
 
 class Chunked:
-    """Flat space ``[0, numel)`` stored as consecutive tensors."""
+    """Flat index space ``[0, numel)``, stored as consecutive 1-D tensors."""
 
     def __init__(self, chunks: Sequence[tuple[int, Tensor]]) -> None:
         self.chunks = list(chunks)
@@ -90,7 +90,7 @@ class Chunked:
 
 
 class FlatTier:
-    """Master weights of a local flat space, on the device that updates them."""
+    """Base class of tiers with master weights of the local flat space on the updating device."""
 
     owns_grads = False
 
@@ -102,7 +102,7 @@ class FlatTier:
         param_store: ParamStore | None,
         own_masters: Collection[torch.dtype],
     ) -> None:
-        """Create masters on ``device``. Shards of ``own_masters`` dtypes are their own masters."""
+        """Create master weights. ``own_masters``: dtypes of shards that are their own masters."""
         self._device = device
         self._published = Chunked(params)
         self._store = param_store
@@ -118,7 +118,7 @@ class FlatTier:
         self._scaled: set[int] = set()  # starts of offered gradients that were scaled in place
         # Asynchronous copies of updated shards to the host, on a separate stream: {start: (stop,
         # event)}. A copy waits for the update, readers of the shard wait for its event, and the
-        # next update waits for all copies. The host never blocks.
+        # next update waits for all copies. A step does not block the host.
         self._downloads: dict[int, tuple[int, torch.Event]] = {}
         self._download_stream: torch.Stream | None = None
 
@@ -131,9 +131,9 @@ class FlatTier:
         self._scaled.clear()
 
     def _scale_offers(self, firsts: Iterable[int], factor: Tensor | float) -> list[int]:
-        """Scale the offered gradients that contain ``firsts`` in place, once. Return their starts.
+        """Scale the offered gradients that contain the elements ``firsts``. Return their starts.
 
-        Gradients that must be widened are scaled after widening instead.
+        Each is scaled once, in place. Those that must be widened are scaled afterwards instead.
         """
         offered = sorted(self._grads)
         starts = sorted({offered[bisect_right(offered, first) - 1] for first in firsts})
@@ -166,7 +166,7 @@ class FlatTier:
         return self._masters.chunks[bisect_right(self._masters.starts, start) - 1][1].dtype
 
     def _copies(self, start: int, stop: int) -> list[tuple[int, Tensor, Tensor]]:
-        """Return (start, master, shard) for parts of the range with separate master weights."""
+        """Return (start, master weights, shard) for parts whose master weights are separate."""
         masters, shards = self._masters.parts(start, stop), self._published.parts(start, stop)
         return [
             (low, master, shard)
@@ -209,7 +209,7 @@ class FlatTier:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A piece, or a part of a large one: ``[start, stop)`` of the flat space."""
+    """A piece, or a part of a large piece: range ``[start, stop)`` of the local flat space."""
 
     piece: int  # index of the piece
     start: int
@@ -225,7 +225,7 @@ class _Turn:
 
     members: list[list[nn.Parameter]]  # parameters by group
     parts: list[_Part] = field(default_factory=list)  # sorted by start
-    extents: dict[int, list[int]] = field(default_factory=dict)  # [start, stop] by offered gradient
+    extents: dict[int, list[int]] = field(default_factory=dict)  # [start, stop] by gradient start
     sizes: list[list[int]] = field(default_factory=list)  # lengths of parts and gaps, by extent
     places: list[int] = field(default_factory=list)  # each part's index in ``sizes``
 
@@ -246,7 +246,7 @@ class _Turn:
 
 
 class DeviceTier(FlatTier):
-    """State tier on the compute device, which can step before the host decides to."""
+    """State tier on the compute device. It can enqueue a step before the host has decided on it."""
 
     turn_numel: ClassVar[int] = TURN_NUMEL
 
@@ -280,13 +280,13 @@ class DeviceTier(FlatTier):
                 ]
             )
             self._members[group] += [part.param for part in self._parts[-1]]
-        # The last step's turns and copies, reused while active pieces and offers stay the same.
+        # The last step's turns and copies, reused while active pieces and gradients stay the same.
         self._plan_key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]] | None = None
         self._turns: list[_Turn] = []
         self._plan_copies: list[tuple[int, Tensor, Tensor]] = []
         self._widened: dict[torch.dtype, Tensor] = {}
         self._watcher: ChangeWatcher | None = None
-        # State before the first step by dtype and group. None: the optimizer must create it.
+        # State before the first step, by dtype and group. None: the optimizer must create it.
         self._initial: dict[tuple[torch.dtype, int], dict[str, Any] | None] = {}
         self._optimizer = self._make(
             [{**g, "params": m} for g, m in zip(groups, self._members, strict=True)]
@@ -296,7 +296,7 @@ class DeviceTier(FlatTier):
                 self._flatten_state(part)
         self._made.clear()
         if not self._parts or device.type in ("cpu", "meta"):
-            return  # the optimizer creates other states in its first step: see [Note: states]
+            return  # the optimizer creates its states in the first step: see [Note: states]
         for dtype, kinds in self._probe().items():
             for name, kind in kinds.items():
                 if name not in self._flat:
@@ -308,7 +308,7 @@ class DeviceTier(FlatTier):
             self._give_state(part)
 
     def _give_state(self, part: _Part) -> bool:
-        """Assign a state of zeros. Return False if the optimizer cannot start from zeros."""
+        """Set a part's states to zeros. Return False if the optimizer cannot start from zeros."""
         initial = self._initial.get((part.param.dtype, part.group))
         if initial is None:
             return False
@@ -344,7 +344,7 @@ class DeviceTier(FlatTier):
 
     @property
     def can_step_ahead(self) -> bool:
-        """Whether the kernels read ``found_inf`` and no part of a step runs on the host."""
+        """Whether the kernels read ``found_inf``, and a step runs entirely on the device."""
         has_states = bool(self._initial) and None not in self._initial.values()
         return has_states and self._store is None and takes_found_inf(self._optimizer)
 
@@ -359,8 +359,8 @@ class DeviceTier(FlatTier):
         """Enqueue a step that changes nothing if ``found_inf`` (0-dim fp32 on the device) is 1.
 
         ``grad_scale`` is 0-dim float64 on the device, or a number if no gradient needs scaling. It
-        must be 1 if ``found_inf`` is 1. Call `settle` once the host knows the outcome. After that,
-        `step` may update further pieces of the same training step with the same factor.
+        must be 1 if ``found_inf`` is 1. Call `settle` when the host knows the outcome. After that,
+        `step` may update further pieces of the same training step with the same ``grad_scale``.
         """
         with set_found_inf(self._optimizer, found_inf):
             self.step(groups, active, grad_scale=grad_scale)
@@ -372,7 +372,7 @@ class DeviceTier(FlatTier):
             for piece in self._ahead:
                 self._num_steps[piece] -= 1
             self._scaled.clear()  # nothing was scaled: the factor was 1
-            # States created by the void step are uninitialized: drop them and unused flat buffers.
+            # States that the void step created are uninitialized: drop them and unused buffers.
             for part, name in self._made:
                 part.states.pop(name).zero_()
                 del self._optimizer.state[part.param][name]
@@ -402,7 +402,7 @@ class DeviceTier(FlatTier):
         if self._plan_key != key:
             self._turns, has_states = self._divide(active, starts)
             self._plan_copies = [copied for span in spans for copied in self._copies(*span)]
-            # Not reusable: pieces whose states the optimizer now creates have separate turns.
+            # Turns are not reusable if the optimizer creates states in this step.
             self._plan_key = key if has_states else None
         for turn in self._turns:
             for start, stop in turn.extents.values() if self._watcher is not None else ():
@@ -415,7 +415,7 @@ class DeviceTier(FlatTier):
         self._publish(self._plan_copies)
 
     def _divide(self, active: Sequence[int], starts: Sequence[int]) -> tuple[list[_Turn], bool]:
-        """Divide pieces into turns. Also return whether the optimizer has states for all pieces."""
+        """Divide pieces into turns. Also return whether all pieces already have states."""
         turns: list[_Turn] = []
         last_names: set[str] | None = None
         have_all = True
@@ -429,12 +429,12 @@ class DeviceTier(FlatTier):
             # New states exist twice until they are moved to the flat buffers. Create the states of
             # one offered gradient at a time to limit the extra memory.
             is_full = not turns or not (has_state or offer in turns[-1].extents)
-            if not is_full:  # compare the size of the widened gradients with this part
+            if not is_full:  # check that there is memory for this part's widened gradient
                 extents = turns[-1].extents
                 sizes = {known: stop - start for known, (start, stop) in extents.items()}
                 sizes[offer] = part.stop - extents.get(offer, (part.start,))[0]
                 is_full = widened_numel(sizes.values()) > self.turn_numel
-            # Torch's fused SGD creates states for all parameters of a call or for none.
+            # Torch's fused SGD creates states for all parameters of a call, or for none.
             if is_full or names != last_names:
                 turns.append(_Turn([[] for _ in self._members]))
             last_names = names
@@ -562,7 +562,7 @@ class DeviceTier(FlatTier):
                     )
 
     def _probe(self) -> dict[torch.dtype, dict[str, torch.dtype]]:
-        """Return the states that the optimizer can have, by the dtype of the master weights."""
+        """Return names and dtypes of the possible states, by the dtype of the master weights."""
         return {
             dtype: probe_states(self._make, self._optimizer.param_groups, self._device, dtype)
             for dtype in dict.fromkeys(master.dtype for _, master in self._masters.chunks)
@@ -583,7 +583,7 @@ class DeviceTier(FlatTier):
             self._made.append((part, name))
 
     def _new_flat(self, name: str, dtype: torch.dtype) -> Chunked:
-        """Allocate zeros for state ``name``, one buffer per dtype."""
+        """Allocate zeros for state ``name``, in one buffer per dtype."""
         chunks = self._masters.chunks
         of_master = {master.dtype: dtype for _, master in chunks}
         if len(of_master) > 1:
@@ -602,7 +602,7 @@ def _is_elementwise(param: Tensor, value: object) -> bool:
 
 
 def widened_numel(sizes: Iterable[int]) -> int:
-    """Return the elements of a buffer for gradients of ``sizes``, each one aligned."""
+    """Return the number of elements of a buffer for gradients of ``sizes``, each one aligned."""
     return sum(round_up(size, ALIGNMENT) for size in sizes)
 
 
@@ -625,7 +625,7 @@ def probe_states(
     dtype: torch.dtype,
     shape: tuple[int, ...] = (2,),
 ) -> dict[str, torch.dtype]:
-    """Return name and dtype of a parameter's elementwise states after one step."""
+    """Return names and dtypes of the elementwise states that a parameter has after one step."""
     zeros = torch.zeros(shape, dtype=dtype, device=device)
     return {
         name: value.dtype
@@ -642,7 +642,7 @@ def _probe(
     grad: Tensor,
     state: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return the values after a parameter's first step, and its state."""
+    """Run a first step on a copy of ``values``. Return the new values and the optimizer state."""
     probe = nn.Parameter(values.clone())
     probe.grad = grad.clone()
     optimizer = make([{**group, "params": [probe]}])
@@ -658,7 +658,7 @@ def _probe_initial_state(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Any] | None:
-    """Return a state of zeros that gives the same first step as no state, or None."""
+    """Return a state of zeros if a first step from it equals one without state, otherwise None."""
     values, grad = torch.tensor([[1.0, -0.75], [0.5, -3.0]], dtype=dtype, device=device)
     expected, state = _probe(make, group, values, grad)
     zeros = {

@@ -1,4 +1,4 @@
-"""Creation of the configured torch optimizer, and checks of which optimizers are supported."""
+"""Creation of the configured torch optimizer, and checks that an optimizer is supported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero_core.optim.muon import Muon, split_groups
 _log = logging.getLogger(__name__)
 
 _BY_PARAMETER = ("torch.", "torchao.", "bitsandbytes.", "transformers.", "zero_core.")
-"""Prefixes of modules whose optimizers update each parameter independently."""
+"""Prefixes of Python modules whose optimizers update each parameter independently."""
 
 _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -40,21 +40,21 @@ _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
 _ELEMENTWISE = set(_BY_NAME.values()) - {torch.optim.Adafactor}
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Optimizers whose fused kernels run on CPUs and accelerators alike. A slice that begins and ends
-at multiples of `zero_core.layout.arithmetic.ALIGNMENT` gets the same bits as in the whole."""
+"""Optimizers with fused kernels for CPUs and accelerators. The update of a slice between multiples
+of `zero_core.layout.arithmetic.ALIGNMENT` is bit-identical to that of the whole tensor."""
 _OWN_KERNEL = {"fused", "foreach", "capturable", "differentiable"}
 
 _KERNEL_CLASSES = (*_FUSED, torch.optim.Adagrad, Lion)
-"""Optimizers that a host kernel can compute if the state is offloaded. Subclasses are excluded,
-because their update may differ."""
+"""Optimizers whose update a host kernel can compute if the state is offloaded. Subclasses are
+excluded, because their update may differ."""
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Return whether the update of an element depends on that element alone.
 
     Such optimizers can update slices of parameters. `_ELEMENTWISE` lists torch's optimizers of this
-    kind. Other classes declare ``is_elementwise = True``. All other optimizers get whole parameters
-    (`zero_core.optim.whole_tier`).
+    kind. Other classes must declare ``is_elementwise = True``. Optimizers that do not declare it
+    update whole parameters (`zero_core.optim.whole_tier`).
     """
     # foreign: the user's class, which may lack the attribute
     declared = getattr(optimizer_class, "is_elementwise", False)
@@ -62,14 +62,14 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 
 
 def elementwise_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    """Return the indices of the groups that the optimizer declares elementwise."""
+    """Return the indices of the groups whose update the optimizer declares elementwise."""
     # foreign: the user's object, which may lack the method
     declares = getattr(optimizer, "is_elementwise_group", lambda group: False)
     return frozenset(n for n, group in enumerate(optimizer.param_groups) if declares(group))
 
 
 def check_served(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError for an optimizer that the engine cannot drive."""
+    """Raise ConfigError for an optimizer that the engine cannot run."""
     name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -115,7 +115,7 @@ def check_whole_update(
 
 
 def warn_of_unknown(optimizer: torch.optim.Optimizer, stage: int) -> None:
-    """Warn if an unknown optimizer may mix parameters while ranks update different ones."""
+    """Warn that an optimizer of unknown origin must update each parameter independently."""
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if not kind.startswith(_BY_PARAMETER):
         _log.warning(
@@ -128,7 +128,7 @@ def warn_of_unknown(optimizer: torch.optim.Optimizer, stage: int) -> None:
 
 
 def advise_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Advise the fused kernel if torch would choose foreach kernels. Both differ in last bits."""
+    """Log advice to use the fused kernel, if torch would choose foreach kernels instead."""
     groups = optimizer.param_groups
     if type(optimizer) in _FUSED and any(g["fused"] is g["foreach"] is None for g in groups):
         _log.warning(
@@ -142,9 +142,9 @@ def advise_fused(optimizer: torch.optim.Optimizer) -> None:
 def has_kernel_rule(config: Config, given: torch.optim.Optimizer | None) -> bool:
     """Return whether a host kernel can compute the update when the state is offloaded.
 
-    Kernels compute torch's Adam, AdamW, Adagrad and SGD and `zero_core.Lion`, fused or not. A class
-    of another ``given`` optimizer declares ``has_host_kernel = True`` and names its kernel by
-    ``update_rule``.
+    Kernels compute torch's Adam, AdamW, Adagrad and SGD and `zero_core.Lion`, fused or not. The
+    class of any other ``given`` optimizer must declare ``has_host_kernel = True`` and name its
+    kernel by ``update_rule``.
     """
     if given is not None:
         # foreign: the user's class, which may lack the attribute
@@ -184,14 +184,14 @@ def make_optimizer(
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params: {error}") from error
     if optimizer_class in _FUSED and not _OWN_KERNEL & options.keys():
-        # Set afterwards, because the constructor refuses ``fused`` for meta parameters.
+        # Set after construction, because the constructor refuses ``fused`` for meta parameters.
         for group in optimizer.param_groups:
             group["fused"] = True
     return optimizer
 
 
 def _choose(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
-    """Return the optimizer class. Removes or translates DeepSpeed's extra keys in ``options``."""
+    """Return the optimizer class. Removes or translates keys of ``options`` that it lacks."""
     kind = name.lower()
     if kind == "muon":
         for key, served, reason in (

@@ -1,4 +1,4 @@
-"""Lion: a torch optimizer that steps by the sign of an interpolated momentum."""
+"""Lion, a torch optimizer whose update is the sign of an interpolated momentum."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Lion(BaseOptimizer):
     """Lion (Chen et al., 2023, arXiv 2302.06675, algorithm 2), with decoupled weight decay.
 
     For momentum ``m`` and gradient ``g``: ``p -= lr * (sign(beta1 * m + (1 - beta1) * g) +
-    weight_decay * p)``, then ``m = beta2 * m + (1 - beta2) * g``. The only state is ``exp_avg``:
-    fp32, with the parameter's shape. Operations have the order of a fused host kernel, so fp32
-    results are bit-identical to the kernel's on CPUs with FMA.
+    weight_decay * p)``, then ``m = beta2 * m + (1 - beta2) * g``. The only state is ``exp_avg``
+    (``m``), with the parameter's shape and dtype. Operations have the order of a fused host kernel,
+    so fp32 results are bit-identical to the kernel's on CPUs with FMA.
 
     Args:
         params: dense parameters or groups of parameters.
-        lr: learning rate, not negative; the paper advises a third to a tenth of AdamW's.
-        betas: momentum's weight in the direction, and decay of the momentum; in [0, 1).
-        weight_decay: decoupled, not negative; the paper advises three to ten times AdamW's.
-        maximize: maximize the objective instead.
+        lr: learning rate, not negative. The paper advises a third to a tenth of AdamW's.
+        betas: momentum's weight in the direction, and decay of the momentum, both in [0, 1).
+        weight_decay: decoupled, not negative. The paper advises three to ten times AdamW's.
+        maximize: maximize the objective instead of minimizing it.
 
     Raises:
         ValueError: a setting is out of range, or ``step`` finds a sparse gradient.

@@ -13,15 +13,15 @@ from zero_core.optim.adam import BaseOptimizer, check_settings, update_adam
 
 
 class Muon(BaseOptimizer):
-    """Muon (Jordan et al., 2024) as in `torch.optim.Muon`, or AdamW, chosen by group.
+    """Muon (Jordan et al., 2024) as in `torch.optim.Muon`, or AdamW, for each parameter group.
 
-    A group with ``use_muon`` contains matrices. For the gradient ``g``: ``m = momentum * m + (1 -
+    A group with ``use_muon`` has matrices only. For the gradient ``g``: ``m = momentum * m + (1 -
     momentum) * g``, then ``p -= lr * weight_decay * p + lr * factor * O``. ``O`` is ``m`` (with
     ``nesterov``: ``(1 - momentum) * g + momentum * m``) after five orthogonalizing Newton-Schulz
     iterations in bf16. ``exp_avg`` is ``m``. Other groups use AdamW, where ``exp_avg`` is the first
     moment.
 
-    Arguments are defaults for groups that do not set them. ``betas`` and ``eps`` are AdamW's.
+    Arguments apply to groups that do not set them. ``betas`` and ``eps`` are AdamW's.
     ``adjust_lr_fn`` "original" means ``factor = sqrt(max(1, rows / columns))``, and
     "match_rms_adamw" means ``factor = 0.2 * sqrt(max(rows, columns))``.
     """
@@ -68,7 +68,7 @@ class Muon(BaseOptimizer):
                     )
 
     def is_elementwise_group(self, group: Mapping[str, Any]) -> bool:
-        """Whether the update of ``group`` is elementwise (read by `zero_core.optim.factory`)."""
+        """Whether the update of ``group`` is elementwise. `zero_core.optim.factory` reads this."""
         return not group["use_muon"]
 
     def _update(self, group: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def split_groups(params: Sequence[Any], options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Split each group by the parameters' ``use_muon``.
+    """Split each parameter group by the attribute ``use_muon`` of its parameters.
 
     ``options`` are ``optimizer.params``. ``muon_lr`` and ``adam_lr`` take precedence over ``lr``.
     """

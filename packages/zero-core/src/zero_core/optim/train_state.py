@@ -1,4 +1,4 @@
-"""Training progress that a checkpoint keeps besides parameters and optimizer state."""
+"""Progress of a training, which a checkpoint contains besides parameters and optimizer states."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _NUMBER = int | float
 class LossScaler:
     """Loss scale of fp16, constant or dynamic (Micikevicius et al., arXiv 1710.03740, section 3.2).
 
-    A dynamic scale doubles after every ``loss_scale_window`` steps without overflow, as in torch's
-    GradScaler. Overflows first use up ``hysteresis``, then each one halves the scale, down to
-    ``min_loss_scale``. Without fp16 the scale is 1.
+    A dynamic scale doubles after ``loss_scale_window`` consecutive steps without overflow, as in
+    torch's GradScaler. The first ``hysteresis - 1`` overflows do not change the scale. Each further
+    one halves it, down to ``min_loss_scale``. Without fp16 the scale is 1.
     """
 
     def __init__(self, config: Fp16Config) -> None:
@@ -37,12 +37,12 @@ class LossScaler:
         else:
             self.scale = config.loss_scale
         self.is_applied = False  # whether a loss of the current micro-step has been scaled
-        self.hysteresis_left = config.hysteresis  # overflows left; the last one halves the scale
+        self.hysteresis_left = config.hysteresis  # at 1, an overflow halves the scale
         self.steps_since_overflow = 0
         self.growth_delay = 0  # steps before the first window starts: 1 in the DeepSpeed adapter
 
     def update(self, *, is_overflow: bool) -> None:
-        """Adapt the scale after a step. ``is_overflow``: the step was skipped for an overflow."""
+        """Adapt the scale after a step. ``is_overflow``: the step was skipped."""
         if not self.is_dynamic:
             return
         config = self.config
@@ -64,13 +64,13 @@ class LossScaler:
             self.scale *= 2.0
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint: empty if the scale is constant."""
+        """Return the state for a checkpoint, which is empty if the scale is constant."""
         if not self.is_dynamic:
             return {}
         return {
             "scale": self.scale,
             "hysteresis_left": self.hysteresis_left,
-            "steps_since_change": self.steps_since_overflow,  # the key of the checkpoint format
+            "steps_since_change": self.steps_since_overflow,  # key in the checkpoint format
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -100,13 +100,13 @@ class TrainState:
         self.micro_steps = 0  # finished micro-steps of the whole training
         self.num_accumulated = 0  # finished micro-steps of the current step; 0 between two steps
         self.declared_boundary: bool | None = None  # `is_boundary` if the program sets it
-        self._num_parts = 1  # number of ranks by which losses are divided
+        self._num_parts = 1  # divisor of losses, in addition to the number of micro-steps
         if config.world_size_invariant:
             step_size = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
             self._num_parts = config.train_batch_size // step_size
         self.scaler = LossScaler(config.loss_scaling)
-        self.lr_scheduler = lr_scheduler  # advanced at each optimizer step that is taken
-        self.grad_norm: float | None = None  # of the last step, unscaled, before clipping
+        self.lr_scheduler = lr_scheduler  # advanced at each optimizer step that is not skipped
+        self.grad_norm: float | None = None  # of the last step, without loss scale, before clipping
         self._param_groups = param_groups
         self._steps_per_print = config.steps_per_print
         self._rank = rank
@@ -127,7 +127,7 @@ class TrainState:
         self.accumulation_steps = steps
 
     def check_ended(self, *, or_dropped: bool = False) -> None:
-        """Raise CheckpointError if a step is under way, unless its gradients are dropped."""
+        """Raise CheckpointError within an accumulation, unless its gradients will be dropped."""
         if self.num_accumulated and not or_dropped:
             raise CheckpointError(
                 f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
@@ -140,7 +140,7 @@ class TrainState:
         self.num_accumulated = number
 
     def scale(self, loss: Tensor, over: int | None) -> Tensor:
-        """Return ``loss`` times the loss scale, divided by ``over`` or the step's micro-steps."""
+        """Return ``loss`` times the loss scale, divided by ``over`` or by the micro-steps."""
         steps = self.accumulation_steps if over is None else over
         if steps < 1:
             raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
@@ -154,7 +154,7 @@ class TrainState:
         return [{k: v for k, v in g.items() if k != "params"} for g in self._param_groups]
 
     def step_taken(self) -> None:
-        """Update the loss scale and the schedule after a step that was taken."""
+        """Update the loss scale and the schedule after a step that was not skipped."""
         if self.scaler.config.enabled:
             self.scaler.update(is_overflow=False)
         if self.lr_scheduler is not None:
@@ -185,7 +185,7 @@ class TrainState:
         self.scaler.is_applied = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, loss scale, hyperparameters and schedule as JSON-compatible values."""
+        """Return counters, loss scale, hyperparameters and schedule, for a checkpoint."""
         return {
             "global_steps": self.global_steps,
             "micro_steps": self.micro_steps,
@@ -196,7 +196,7 @@ class TrainState:
         }
 
     def check(self, saved: Mapping[str, Any], without: Collection[str] = ()) -> None:
-        """Raise an error if ``saved``, which `check_progress` has accepted, does not fit."""
+        """Raise if ``saved``, a valid result of `state_dict`, does not fit this training."""
         groups, state = saved["param_groups"], saved["lr_scheduler"]
         counts = len(groups), len(self._param_groups)
         if "optimizer" not in without and counts[0] != counts[1] and self._rank == 0:
@@ -227,7 +227,7 @@ class TrainState:
         try:
             if not isinstance(state, Mapping):
                 raise ValueError(f"its state is {state!r:.100}")
-            # torch's schedules set any saved key as an attribute, even over a method
+            # Torch's schedules set each saved key as an attribute, even one that hides a method.
             methods = [key for key in state if callable(getattr(type(scheduler), str(key), None))]
             if methods or "optimizer" in state:
                 raise ValueError(f"its state has {methods or ['optimizer']}")
@@ -247,18 +247,18 @@ class TrainState:
         """Restore `state_dict`. `Engine.load_checkpoint` explains ``without``."""
         if "progress" not in without:
             self.global_steps = saved["global_steps"]
-            # The configured accumulation may differ from the saved one: convert the count.
+            # The number of micro-steps per step may have changed since the save.
             self.micro_steps = self.global_steps * self.accumulation_steps
             self.num_accumulated = 0
             self.skipped_steps = saved["skipped_steps"]
             self.scaler.load_state_dict(saved["loss_scaler"])
         groups = saved["param_groups"]
-        # `check` has warned if the numbers of groups differ.
+        # If the numbers of groups differ, `check` has logged a warning.
         if "optimizer" not in without and len(groups) == len(self._param_groups):
             for group, values in zip(self._param_groups, groups, strict=True):
                 for key, value in values.items():
                     now = group.get(key)
-                    if isinstance(now, Tensor):  # captured graphs read this tensor: keep it
+                    if isinstance(now, Tensor):  # keep the object, which CUDA graphs may read
                         now.copy_(torch.as_tensor(value))
                         continue
                     # JSON has no tuples: convert a list back to a tuple.
@@ -281,7 +281,7 @@ class TrainState:
 
 
 def check_progress(saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointCorruptError if no `TrainState.state_dict` can have produced ``saved``."""
+    """Raise CheckpointCorruptError if `TrainState.state_dict` cannot have returned ``saved``."""
     for name in ("global_steps", "micro_steps", "skipped_steps"):
         if not _is_count(saved.get(name)):
             raise CheckpointCorruptError(f"progress.{name} is {saved.get(name)!r:.100}")
@@ -310,8 +310,8 @@ def check_progress(saved: Mapping[str, Any]) -> None:
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Describe the settings of parameter groups, for a comparison between ranks.
 
-    A device tensor is described by its device type alone, to avoid a synchronization. Objects other
-    than numbers, strings, tensors and lists are left out: their text may differ between ranks.
+    A device tensor is described by its device type only, to avoid a synchronization. Other objects
+    than numbers, strings, tensors and lists are omitted: their text may differ between ranks.
     """
     return {
         f"optimizer group {index}, {key!r}": described
@@ -333,7 +333,7 @@ def _describe(value: object) -> str | None:
 
 
 _FINITE = frozenset({"lr", "betas", "eps", "weight_decay", "momentum"})
-"""Settings that must be finite. Others may be infinite, such as Prodigy's ``growth_rate``."""
+"""Settings that must be finite. Others, such as Prodigy's ``growth_rate``, may be infinite."""
 
 
 def is_finite_setting(key: str, value: object) -> bool:
@@ -346,7 +346,7 @@ def is_finite_setting(key: str, value: object) -> bool:
 
 
 def _is_setting(own: object, saved: object) -> bool:
-    """Whether ``saved`` can replace ``own`` in a group. None can replace only None, bool or str."""
+    """Whether ``saved`` can replace the setting ``own``. None fits only None, bool and str."""
     is_switch = own is None or isinstance(own, bool | str)
     if saved is None:
         return is_switch
@@ -360,7 +360,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_like(own: object, saved: object) -> bool:
-    """Whether ``saved`` is of the same kind as ``own``. None matches anything."""
+    """Whether ``saved`` has the same kind of type as ``own``. None matches anything."""
     if own is None or saved is None:
         return True
     if isinstance(own, Tensor) or isinstance(saved, Tensor):

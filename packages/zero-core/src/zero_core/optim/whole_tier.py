@@ -3,22 +3,22 @@
 [Note: whole parameters]
 Each parameter has an owner among the ranks that hold a part of it. The owner has the parameter's
 whole optimizer state. Master weights stay sharded. A parameter within one shard is updated in
-place. A parameter that crosses shard bounds is *divided*: in each step its owner gathers master
-weight and gradient, runs the optimizer, and returns the new values. If every rank has the whole
-state (stage 0, one rank), each rank updates everything and nothing is sent.
+place. A parameter that crosses a border of shards is *divided*: in each step its owner gathers
+master weight and gradient, runs the optimizer, and returns the new values. If every rank has the
+whole state (stage 0, one rank), each rank updates all parameters and nothing is sent.
 
 Parameters in groups that the optimizer declares elementwise (`zero_core.optim.factory`) have no
 owner: each rank updates its slice and keeps the slice's state.
 
 The tier runs the optimizer that was passed to ``build``, on the model's own parameters. During its
-step, an owned parameter temporarily holds its whole master weight and gradient, and a sliced one
-holds the rank's 1-D slice. All other parameters have no gradient, so optimizers skip them. Shapes,
-groups, hooks and per-parameter state are therefore the same as without an engine.
+step, an owned parameter temporarily has its whole master weight and gradient, and a sliced one has
+the rank's 1-D slice of them. All other parameters have no gradient, so optimizers skip them.
+Shapes, groups, hooks and per-parameter states are therefore the same as without an engine.
 
 [Note: rounds]
-Divided parameters are exchanged in rounds of consecutive segments. The parameters of a round are in
-total no larger than those of the largest segment, which bounds the bytes in flight. Parameters
-without a gradient are not sent. Unlike in other tiers, ``step`` is a collective.
+Divided parameters are exchanged in rounds of consecutive segments. A round has no more elements
+than the segment with most elements of divided parameters, which bounds the bytes in flight.
+Parameters without a gradient are not sent. Unlike in other tiers, every rank must call ``step``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class Share:
-    """Range ``[start, stop)`` of a parameter's elements on one rank."""
+    """Range ``[start, stop)`` of a parameter's elements that is on one rank."""
 
     rank: int
     start: int
@@ -82,10 +82,10 @@ class Whole:
 
 
 class WholeTier(FlatTier):
-    """State tier of any torch optimizer that updates by parameter. See [Note: whole parameters].
+    """State tier of any torch optimizer that updates each parameter separately.
 
-    Parameters are numbered as in the layout. States of sliced parameters are read and written as in
-    other tiers. Elements of other parameters read as zero.
+    See [Note: whole parameters]. Parameters are numbered as in the layout. Elementwise states can
+    be read and written for sliced parameters. For other parameters they read as zeros.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class WholeTier(FlatTier):
         sliced: Collection[int],
         own_masters: Collection[torch.dtype],
     ) -> None:
-        """Hold this rank's shards, or all parameters if not ``is_sharded``.
+        """Create the tier of this rank's shards, or of all parameters if not ``is_sharded``.
 
-        ``model_params`` are in layout order. ``sliced`` has the indices of the parameters of which
-        each rank updates a slice.
+        ``model_params`` are in the order of the layout. ``sliced`` has the indices of parameters of
+        which each rank updates a slice.
         """
         super().__init__(
             params=params, device=device, param_store=param_store, own_masters=own_masters
@@ -125,7 +125,7 @@ class WholeTier(FlatTier):
         for dtype, members in rounds_of(layout, wholes) if is_sharded else ():
             like = torch.empty(0, dtype=master_dtype(dtype, own_masters), device=device)
             self._exchanges.append(_Exchange(members, like, control, meter))
-        # States that the optimizer's constructor made.
+        # States that the optimizer's constructor created, by parameter.
         self._initial: dict[int, dict[str, Any]] = {}
         for number, param in enumerate(model_params):
             state = optimizer.state.pop(param, None)
@@ -145,9 +145,9 @@ class WholeTier(FlatTier):
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
-        """Update as `StateTier.step` does, as a collective. ``groups`` are the optimizer's own.
+        """Run `StateTier.step`. Every rank must call it. ``groups`` are those of the optimizer.
 
-        If the optimizer raises on some ranks only, the others wait until the timeout.
+        If the optimizer raises on some ranks only, the other ranks wait until the timeout.
         """
         self._wait_for_downloads()
         self._scale_offers([self._pieces[index].start for index in active], grad_scale)
@@ -176,10 +176,10 @@ class WholeTier(FlatTier):
         with _lending(self._model_params, lent):
             self._optimizer.step()
             for model_param, (values, _) in lent.items():
-                if model_param.data_ptr() != values.data_ptr():  # memory replaced by the optimizer
+                if model_param.data_ptr() != values.data_ptr():  # the optimizer has set ``data``
                     values.copy_(model_param.detach())
         updated = {param: values for param, (values, _) in found.items()}
-        for exchange in self._exchanges:  # return divided parameters to the ranks that hold a part
+        for exchange in self._exchanges:
             for param, part in exchange.from_owners(updated, used).items():
                 piece = self._piece_of[param]
                 self._masters.one(piece.start, piece.stop).copy_(part)
@@ -190,7 +190,7 @@ class WholeTier(FlatTier):
         self._publish([c for s, m in chunks for c in self._copies(s, s + m.numel())])
 
     def _lent(self, param: int, elements: Tensor) -> Tensor:
-        """Return ``elements`` in the parameter's shape, or 1-D if they are only a slice."""
+        """Return ``elements`` in the parameter's shape, or as they are if they are only a slice."""
         spec = self._layout.params[param]
         return spec.to_values(elements) if elements.numel() == spec.numel else elements
 
@@ -281,31 +281,31 @@ class WholeTier(FlatTier):
             self.write_whole_state(param, {**self.read_whole_state(param), **values})
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Refuse sliced states if no parameter is sliced. Other states cannot be checked."""
+        """Raise KeyError for elementwise states if no parameter is sliced. Checks nothing else."""
         unknown = [name for name in names if name != MASTER]
         if unknown and not self._sliced:
             kind = type(self._optimizer).__name__
             raise KeyError(f"{unknown[0]!r}: states of {kind} are whole here, not sliced")
 
     def owner_of(self, param: int) -> int | None:
-        return self._owners.get(param)  # None: the states are sliced
+        return self._owners.get(param)  # None: the parameter is sliced or empty
 
     def updated_params(self) -> Sequence[int]:
-        return self._updated  # owned parameters, or all at stage 0
+        return self._updated  # this rank's owned parameters, or all owned ones if not sharded
 
     def read_whole_state(self, param: int) -> dict[str, Any]:
-        """Return the state of a parameter that this rank updates. Empty before the first update."""
+        """Return the optimizer's state of a parameter. Empty before the first update."""
         found: dict[str, Any] = self._optimizer.state.get(self._model_params[param], {})
         return found
 
     def _clear_state(self, param: int) -> None:
-        """Reset a parameter to the state that it had before its first step."""
+        """Reset a parameter's optimizer state to that before the first step."""
         self._optimizer.state.pop(self._model_params[param], None)
         if param in self._initial:
             self.write_whole_state(param, copy.deepcopy(self._initial[param]))
 
     def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
-        """Replace the state of an updated parameter, with its strides and on the tier's device."""
+        """Replace a parameter's state. Tensors get the parameter's strides and this device."""
         owner, spec = self._model_params[param], self._layout.params[param]
         (group,) = [g for g in self._optimizer.param_groups if any(p is owner for p in g["params"])]
         # Fused and capturable kernels read the step count on the device.
@@ -323,8 +323,8 @@ class WholeTier(FlatTier):
 def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whole, ...]:
     """Assign each trainable parameter to a rank, for stages 1 to 3.
 
-    Divided parameters are assigned largest first. Each goes to the rank with the fewest elements so
-    far among the ranks that hold a part of it. ``sliced`` and empty parameters have no owner.
+    The owner has a part of the parameter. Divided parameters, the largest first, are assigned to
+    the rank with the fewest elements so far. ``sliced`` and empty parameters have no owner.
     """
     load = [0] * layout.world_size
     found: list[Whole] = []
@@ -372,9 +372,9 @@ def step_bytes(
 ) -> tuple[int, int]:
     """Return the temporary bytes of a step: (parameters and gradients, messages).
 
-    Both are maxima over the ranks. The first counts whole parameters and widened gradients, the
-    second the bytes sent and received in the largest round. ``is_apart``: the update runs on
-    another device than the gradients. ``dtypes``: dtypes of the master weight and of the offered
+    Both are maxima over the ranks. The first one counts whole parameters and widened gradients. The
+    second one counts bytes sent and received in the largest round. ``is_apart``: the update and the
+    gradients are on different devices. ``dtypes``: dtypes of the master weight and of the offered
     gradient, by trainable segment.
     """
     wholes = assign_owners(layout, sliced=sliced)
@@ -406,7 +406,7 @@ def _numel(wholes: Sequence[Whole]) -> int:
 
 
 _Parcel = tuple[int, int, Share]
-"""(other rank, parameter, share): a share that is sent to or received from that rank."""
+"""A share that is sent to or received from another rank: (other rank, parameter, share)."""
 
 
 class _Exchange:
@@ -436,7 +436,7 @@ class _Exchange:
     def to_owners(
         self, parts: Mapping[int, tuple[Tensor, Tensor]], factor: float
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Send ``parts`` (value, gradient) to their owners. Return whole parameters owned here."""
+        """Send ``parts`` (value, gradient) to owners. Return the whole parameters of this rank."""
         held = [parcel for parcel in self._held if parcel[1] in parts]
         missing = [parcel for parcel in self._missing if parcel[1] in parts]
         sizes = [2 * share.numel for _, _, share in held]
@@ -447,8 +447,7 @@ class _Exchange:
         found = {}
         for param, (numel, share) in self._owned.items():
             if param in parts:
-                # Two separate, aligned tensors: the alignment can change a matrix kernel's
-                # rounding.
+                # Two aligned tensors, because the alignment can change a matrix kernel's rounding.
                 found[param] = full = self._like.new_empty(numel), self._like.new_empty(numel)
                 _put(parts[param], [row[share.start : share.stop] for row in full], factor)
         sizes = [2 * share.numel for _, _, share in missing]
@@ -458,7 +457,7 @@ class _Exchange:
         return found
 
     def from_owners(self, values: Mapping[int, Tensor], used: set[int]) -> dict[int, Tensor]:
-        """Send ``values`` to their holders. Return this rank's shares of ``used`` parameters."""
+        """Send ``values`` to the other ranks. Return this rank's shares of ``used`` parameters."""
         held = [parcel for parcel in self._held if parcel[1] in used]
         missing = [parcel for parcel in self._missing if parcel[1] in used]
         sent = [values[param][share.start : share.stop] for _, param, share in missing]
@@ -475,23 +474,23 @@ class _Exchange:
     def _exchange(
         self, parts: Tensor, to: Sequence[_Parcel], of: Sequence[_Parcel], *, rows: int
     ) -> Tensor:
-        """Send the parcels ``to`` and return the parcels ``of``. ``rows``: values per element."""
+        """Send the parcels ``to``. Return the parcels ``of``. ``rows``: values per element."""
         sent, received = ([0] * self._control.world_size for _ in range(2))
         for numels, parcels in ((sent, to), (received, of)):
             for peer, _, share in parcels:
                 numels[peer] += rows * share.numel
-        links = self._meter.links  # peers are on any node: assume equal bytes to each
+        links = self._meter.links  # estimated, as if each peer received equally many bytes
         each_nbytes = parts.nbytes // max(links.world_size - 1, 1)
         self._meter.add("all_to_all", WHOLES, links.direct(each_nbytes))
         return self._control.exchange(parts, sent, received)
 
 
 def _put(part: tuple[Tensor, Tensor], into: Sequence[Tensor], factor: float) -> None:
-    """Copy a master weight and its gradient. A gradient that is widened is also unscaled."""
+    """Copy a master weight and its gradient ``into``. Multiply a widened gradient by ``factor``."""
     (master, grad), (values, wide) = part, into
     values.copy_(master)
     wide.copy_(grad)  # widened before unscaling, to keep small values
-    if grad.dtype != wide.dtype and factor != 1.0:  # equal dtypes: unscaled in place before
+    if grad.dtype != wide.dtype and factor != 1.0:  # `_scale_offers` has scaled other gradients
         wide.mul_(factor)
 
 
@@ -499,7 +498,7 @@ def _put(part: tuple[Tensor, Tensor], into: Sequence[Tensor], factor: float) -> 
 def _lending(
     params: Sequence[Tensor], lent: Mapping[Tensor, tuple[Tensor, Tensor]]
 ) -> Iterator[None]:
-    """Set the values and gradients in ``lent``, clear other gradients, and restore all at exit."""
+    """Set the values and gradients in ``lent``. Clear other gradients. Restore all at exit."""
     with access.opened(param for param in params if isinstance(param, nn.Parameter)):
         before = [(param, param.data, get_grad(param)) for param in params]
         try:
@@ -518,7 +517,7 @@ def _lending(
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    # Not `pytree`, which treats an unregistered container subclass as a leaf.
+    # `pytree` would treat an instance of an unregistered container class as a leaf.
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):

@@ -1,1 +1,1 @@
-"""Records of a training on disk: one JSON line per step and rank."""
+"""Records of a training on disk. Each rank writes JSON lines: one per step, and some details."""

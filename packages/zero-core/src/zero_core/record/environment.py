@@ -18,11 +18,11 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_cores(root: Path = CGROUP) -> int:
-    """Return the cores of this process's affinity, capped by the cgroup's quota, at least 1."""
+    """Return how many cores this process may use: its affinity, at most the cgroup's quota."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    fields = read_text(root / "cpu.max").split()  # cgroup v2: "QUOTA PERIOD" or "max PERIOD"
-    if not fields:  # cgroup v1: two files, -1 without a quota
+    fields = read_text(root / "cpu.max").split()  # cgroup v2 has "QUOTA PERIOD" or "max PERIOD"
+    if not fields:  # cgroup v1 has two files, with -1 if there is no quota
         fields = [read_text(root / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
     quota, period = (*fields, "", "")[:2]
     if not quota.isdigit() or not period.isdigit():
@@ -31,7 +31,7 @@ def available_cores(root: Path = CGROUP) -> int:
 
 
 def memory_limit_bytes(root: Path = CGROUP) -> int | None:
-    """Return the bytes of host memory, at most the cgroup's limit. None if unknown."""
+    """Return the bytes of the host's memory, or the cgroup's lower limit. None if unknown."""
     limits = [
         int(text)
         for name in ("memory.max", "memory/memory.limit_in_bytes")
@@ -44,7 +44,7 @@ def memory_limit_bytes(root: Path = CGROUP) -> int | None:
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     versions = {}
-    for name in ("zero-core", "zero-offload", "zero-comm", "cpu-adam", "zero-engine"):
+    for name in ("zero-core", "zero-offload", "zero-comm", "cpu-adam", "zero-parts"):
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     found: dict[str, Any] = {

@@ -1,9 +1,9 @@
 """Recorder of an engine's steps, created by `zero_core.Engine.record`.
 
-A recorder reads the engine at the end of each step and changes nothing. On an accelerator, a step
-is written at the end of the next step, so that recording adds no synchronization. Times per place
-(forward, backward, ...) are measured in every step on a host, and in each ``detail_every``-th step
-on an accelerator.
+A recorder reads the engine's state at the end of each step and changes nothing. On an accelerator,
+a step is written at the end of the next step, so that recording adds no synchronization. Times per
+activity (forward, backward, ...) are measured in every step on a CPU, and on an accelerator in the
+steps that are recorded in detail.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from zero_core.watch.place import OUTSIDE, UPDATE, Mark, MemoryMeter, StepClock
 _log = logging.getLogger(__name__)
 
 REPORTS = "zero_core.reports"  # entry points that render a report from a folder of records
-_FIRST_DETAILS = (1, 3)  # steps recorded in detail, besides each ``detail_every``-th
-_MAX_ERROR = 500  # characters kept of an error's first line
-_MAX_SPANS = 4000  # limit per step recorded in detail
-_STATE_KINDS = {  # names in a memory plan, by `DeviceMemory` name
+_FIRST_DETAILS = (1, 3)  # steps of a recording with details, besides each ``detail_every``-th
+_MAX_ERROR = 500  # maximum number of characters of an error's first line
+_MAX_SPANS = 4000  # maximum number of spans and of memory values per step
+_STATE_KINDS = {  # names in a memory plan, by the names of `DeviceMemory.device_tensors`
     "master_weights": "master weights",
     "optimizer_states": "optimizer states",
     "buffers": "widened gradients",
 }
-_PLACES = (  # keys of `StepRecord.places`, by the place's prefix
+_PLACES = (  # (prefix of `Place.doing`, key of `StepRecord.places`)
     ("forward of", "forward"),
     ("backward", "backward"),
     ("step()", "step"),
@@ -75,8 +75,8 @@ class Subject(NamedTuple):
 class _Step:
     """Data of a step from its start until its record is written."""
 
-    begun: float  # a time of `time.perf_counter`
-    begun_at: float  # a time of `time.time`
+    begun: float  # start, by `time.perf_counter`
+    begun_at: float  # start, by `time.time`
     is_detailed: bool
     losses: list[Tensor] = field(default_factory=list)
     num_backwards: int = 0
@@ -93,15 +93,15 @@ class _Step:
 class Recorder(Extension):
     """Writer of one rank's records, until its context or the program ends.
 
-    An exception that ends the recorder is recorded. A killed process, or one that calls
-    ``os._exit``, records no end.
+    An exception that ends the recording is recorded. A process that is killed or calls ``os._exit``
+    records no end.
     """
 
     def __init__(
         self, subject: Subject, folder: Path, *, max_bytes: int, detail_every: int
     ) -> None:
-        """Write the run record. `zero_core.Engine.record` explains the arguments."""
-        self.folder = folder  # for the files of all ranks
+        """Open the file and write the run record. See `zero_core.Engine.record`."""
+        self.folder = folder  # folder of the files of all ranks
         self._subject = subject
         self._place = subject.communicator.place
         self._device = device = subject.state.device
@@ -115,11 +115,11 @@ class Recorder(Extension):
             self._file.close()
             raise
         self._memory = MemoryMeter(device)
-        # Runs also if the engine is dropped, because the arguments do not reference the engine.
+        # The arguments must not reference the engine: a finalizer would keep it alive.
         self._release = weakref.finalize(self, _abandon, os.getpid(), self._file, self._memory)
         self._launched: dict[str, float] = {}  # shared by the `StepClock` of each step
         self._input_shape: list[int] = []
-        self._pending: _Step | None = None  # ended, not yet written
+        self._pending: _Step | None = None  # step that has ended and is not yet written
         self._work: Mapping[str, float] = {} if self._tier is None else self._tier.work_s()
         self._copied = (0, 0)
         self._num_steps = 0
@@ -169,7 +169,7 @@ class Recorder(Extension):
             }
             if tier is not None:
                 step.updates, step.copies = tuple(tier.recent_updates()), tuple(tier.take_copies())
-        # A program may run several backwards per micro-step.
+        # Count backwards, because a program may run several per micro-step.
         micro_steps = max(ended.micro_steps, step.num_backwards + step.num_idle)
         batch = subject.config.train_micro_batch_size_per_gpu
         step.record = {
@@ -204,7 +204,7 @@ class Recorder(Extension):
             self._begin(now, end if self._is_host else None)
 
     def _begin(self, now: float, end: Mark | None) -> None:
-        """Begin a step at ``end`` of the previous one. The new step includes recording time."""
+        """Begin a step at the ``end`` of the previous one, so that it includes recording time."""
         number = self._subject.train.global_steps + 1
         is_detailed = self._num_steps + 1 in _FIRST_DETAILS or number % self._detail_every == 0
         self._step = _Step(now, time.time() + now - time.perf_counter(), is_detailed)
@@ -217,7 +217,7 @@ class Recorder(Extension):
             self._place.clock = clock
 
     def flush(self) -> None:
-        """Write the step that has ended but is not yet in the file, if any."""
+        """Write the pending step to the file, if there is one."""
         step, self._pending = self._pending, None
         if step is None:
             return
@@ -298,7 +298,7 @@ class Recorder(Extension):
         self._put(EventRecord(time.time(), step, what, text, seconds))
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the recording. ``error`` is the exception that ends the program, if any."""
+        """End the recording. ``error``: the exception that ends it, if any."""
         if self._is_closed:
             return
         end = _end(self._subject.train.global_steps, error)
@@ -310,7 +310,7 @@ class Recorder(Extension):
         self._stop()
 
     def remove(self) -> None:
-        """End the recording when its engine is closed or dropped, perhaps during an exception."""
+        """End the recording, with the exception that is being handled or was not caught, if any."""
         self.end(sys.exc_info()[1] or _uncaught())
 
     @property
@@ -346,7 +346,7 @@ class Recorder(Extension):
         layout = state.layout
         numel = layout.local_numel(is_sharded=subject.memory.has_sharded_state)
         on_host = self._tier.host_numel if self._tier is not None else 0
-        model: dict[str, Any] = {}  # the Hugging Face configuration
+        model: dict[str, Any] = {}  # the model's Hugging Face configuration
         with suppress(AttributeError, TypeError, ValueError):  # foreign: a Hugging Face attribute
             found = state.module.config.to_dict()  # type: ignore[operator,union-attr]
             model = dict(json.loads(json.dumps(found, default=str)))
@@ -367,10 +367,10 @@ class Recorder(Extension):
 
 
 def _abandon(pid: int, file: RecordFile, memory: MemoryMeter) -> None:
-    """Record the end of a program that did not close its engine.
+    """Record the end of a program that has not closed its engine.
 
-    The pending step of an accelerator is not written, because waiting for a hung device would keep
-    the program from exiting.
+    Does not write an accelerator's pending step, because the wait for a hung device would keep the
+    program from exiting.
     """
     if os.getpid() == pid:  # a forked child writes nothing
         with suppress(OSError, ValueError):
@@ -424,7 +424,7 @@ class StepRecords:
         self._recorder: Recorder | None = None
 
     def start(self, folder: str | Path, *, max_bytes: int, detail_every: int) -> Recorder:
-        """Record from now on. An earlier recording ends."""
+        """Start a recording, and end an earlier one."""
         try:
             place = local_path(folder, "a record of steps")
         except CheckpointError as error:
@@ -442,12 +442,12 @@ class StepRecords:
         return self._recorder
 
     def report(self, path: Path) -> Path:
-        """Render a report of everything recorded so far."""
+        """Write a report of all steps recorded so far to ``path``."""
         if self._recorder is None:
             raise ConfigError(
                 "report: no step has been recorded: call engine.record(folder) before the first "
                 "one, or set step_records.folder in the configuration"
             )
         self._recorder.flush()
-        write = load_part(REPORTS, "html", asked_by="engine.report()", distribution="zero-engine")
+        write = load_part(REPORTS, "html", asked_by="engine.report()", distribution="zero-parts")
         return Path(write(self._recorder.folder, path))

@@ -26,10 +26,11 @@ BLOCK = 8
 
 
 class ScaleState:
-    """Metadata of packed codes: scales, and a table in a nested object."""
+    """Metadata of packed codes: scales, a 0-dimensional offset, and a table in a nested object."""
 
     def __init__(self, absmax: Tensor, table: Tensor, shape: torch.Size) -> None:
         self.absmax = absmax
+        self.offset = torch.tensor(0.0)
         self.shape = shape
         self.inner = SimpleNamespace(values=table)
         self.is_repacked = False

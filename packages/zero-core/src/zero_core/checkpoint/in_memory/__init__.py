@@ -1,1 +1,1 @@
-"""Copies of all states in host memory after every step, for a restart without loss."""
+"""Copies of all states in host memory, made after steps, for a restart without loss."""

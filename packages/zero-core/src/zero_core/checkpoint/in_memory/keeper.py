@@ -1,6 +1,6 @@
-"""Program that removes a folder in memory once the launcher and all ranks have ended.
+"""Program that removes a folder in memory when the launcher and all ranks have ended.
 
-The program is run by its path and uses only the standard library: importing torch takes 200 MB.
+It is run by its path and imports only the standard library, because torch takes 200 MB of memory.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-USERS = ".users"  # the keeper and every rank hold a shared lock on this file
+USERS = ".users"  # file on which the keeper and every rank hold a shared lock
 
 
 def status(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the state on, or none if there is no process."""
+    """Return the fields of ``/proc/PID/stat`` from the third one, or [] if there is no process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -26,12 +26,12 @@ def status(pid: int) -> list[str]:
 
 
 def started_at(pid: int) -> str:
-    """Return a process's start time in ticks, or "". Processes may reuse an id."""
+    """Return a process's start time in ticks, or "". Ids of ended processes are reused."""
     return "".join(status(pid)[19:20])
 
 
 def keep(folder: Path, launcher: int, start: str) -> None:
-    """Remove ``folder`` after process ``launcher`` and all users have ended."""
+    """Wait until process ``launcher`` and all users have ended, and remove ``folder``."""
     users = os.open(folder / USERS, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(users, fcntl.LOCK_SH)
     with suppress(ProcessLookupError):

@@ -1,18 +1,18 @@
-"""Copies of a rank's state in memory, made during the next step, for a restart without loss.
+"""Snapshots of a rank's states in host memory, made during the next step, for a lossless restart.
 
 [Note: two slots]
 Each rank writes its slice of every state to files of a folder in memory, one file per state, as in
 a checkpoint. There are two slots, written alternately, so one is always complete. A rank's *marker*
-has everything that is not a tensor, and a digest of itself. The marker is removed before the rank's
+has all data other than tensors, and a digest of itself. The marker is removed before the rank's
 files are overwritten, and renamed into place afterwards. All ranks exchange gradient statistics
-before an update, and a rank enters this exchange only after its last copy is complete. A rank
-writes a slot after an update, so the other slot is then complete on every rank, including copies on
-other nodes.
+before an update, and a rank enters this exchange only after its last snapshot is complete. When a
+rank writes a slot after an update, the other slot is therefore complete on every rank, including
+its copies on other nodes.
 
-A thread makes the copies during the next forward and backward, which do not write states. The next
-update waits for the thread. The markers of all ranks form a manifest: files are restored like those
-on a disk, at any stage and number of ranks. A rank on a new node receives missing files from a rank
-that has them.
+A thread makes the snapshot during the next forward and backward, which do not write states. The
+next update waits for the thread. The markers of all ranks form a manifest: files are restored like
+those on a disk, at any stage and number of ranks. A rank on a new node receives missing files from
+a rank that has them.
 
 [Note: whose memory]
 Without a configured path, the folder is in ``/dev/shm``, named after the launcher (torchrun) that
@@ -20,8 +20,8 @@ restarts ranks. A separate process (`keeper`) removes the folder when the launch
 have ended, for any reason. If the keeper was killed, too, the user's next job on the machine
 removes the folder. A rank's copy on another node is in the folder of that node's ranks.
 
-A folder belongs to one folder of checkpoints, so engines with separate checkpoints do not mix. Data
-in memory has no checksums until a restart, because a CRC-32 takes longer than the copy.
+Each folder of checkpoints has its own folder in memory, so engines with separate checkpoints do not
+mix. Data in memory has no checksums until a restart, because a CRC-32 takes longer than the copy.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded.snapshot import StateBlocks, stream_after
 
 _BASE = Path("/dev/shm")
-# torchrun sets these variables. The value of the second is a path specific to each rank.
+# Variables that torchrun sets. The second one is a path that is different for each rank.
 _MARK, _ERRORS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 _WAIT_S = 15.0  # longer than data-loader workers take to notice the end of their rank
 _BLOCK_BYTES = 8 << 20  # bytes of one message
@@ -98,10 +98,10 @@ _ADVICE = (
 
 
 class Place:
-    """A rank's use of the in-memory folder for a folder of checkpoints, until `close`."""
+    """A rank's lock on the folder in memory that belongs to a folder of checkpoints."""
 
     def __init__(self, path: str | None, directory: Location, rank: int) -> None:
-        """Open the folder for ``directory``, in the user's ``path`` or the launcher's folder."""
+        """Open and lock the folder for ``directory``, within ``path`` or the launcher's folder."""
         self._locks: list[int] = []
         try:
             root = self._open_of_launcher() if path is None else Path(path)
@@ -116,7 +116,7 @@ class Place:
                 "memory_checkpoint.path"
             ) from error
         if not _has_lock(self._locks[-1]):
-            gc.collect()  # frees an engine that was dropped without close()
+            gc.collect()  # an engine that was dropped without close() may have the lock
         # A process forked by a rank may hold the rank's lock for a while after the rank has ended.
         limit = time.monotonic() + _WAIT_S
         while not _has_lock(self._locks[-1]):
@@ -146,7 +146,7 @@ class Place:
             _check_is_own(root)
             self._locks.append(_open(root / keeper.USERS))
             fcntl.flock(self._locks[-1], fcntl.LOCK_SH)
-            kept = _open(root / ".keeper")  # inherited by the keeper: locked while it runs
+            kept = _open(root / ".keeper")  # the keeper inherits this lock and holds it
             stack.callback(os.close, kept)
             if _has_lock(kept):
                 program = [sys.executable, "-I", "-S", keeper.__file__]
@@ -170,7 +170,7 @@ class Place:
 
 def find_launcher() -> int:
     """Return the id of the process that restarts this rank."""
-    # The launcher is the nearest ancestor without the variables that it gave to this rank. A shell
+    # The launcher is the nearest ancestor without the variables that it set for this rank. A shell
     # may be in between. A nested launcher has the variables of the outer launcher.
     own = {os.fsencode(f"{n}={os.environ[n]}") for n in (_MARK, _ERRORS) if n in os.environ}
     process = os.getppid()
@@ -194,7 +194,7 @@ def root_of(launcher: int, start: str) -> Path:
 
 def _open(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    if os.fstat(descriptor).st_uid != os.getuid():  # another owner could hold its lock forever
+    if os.fstat(descriptor).st_uid != os.getuid():  # another user could keep the lock forever
         os.close(descriptor)
         raise PermissionError(f"{path} belongs to another user")
     return descriptor
@@ -215,10 +215,10 @@ def _has_lock(descriptor: int) -> bool:
 
 
 class Slot:
-    """A slot that this process writes.
+    """A slot, to which this process writes. See [Note: two slots].
 
-    Files are mapped, which takes half the time of writing to them. Their memory is reserved first,
-    because a write to a page without memory would kill the process.
+    Files are written through mappings, which takes half the time of `write`. Their memory is
+    reserved first, because a write to a page without memory would kill the process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -266,10 +266,10 @@ class Slot:
         return self.folder / f"rank-{rank:05d}.json"
 
     def read_markers(self) -> dict[int, dict[str, Any]]:
-        """Return the markers, by rank, whose files exist with the recorded sizes."""
+        """Return the intact markers, by rank, whose files exist and have the recorded sizes."""
         found = {}
         for path in sorted(self.folder.glob("rank-?????.json")):
-            with suppress(OSError):  # another rank is writing it
+            with suppress(OSError):  # another rank is replacing the files
                 data = path.read_bytes()
                 if is_sealed(data):
                     marker = json.loads(data)
@@ -288,7 +288,7 @@ def _drop_strangers(folder: Path, ranks: set[int]) -> None:
 
 
 class Ring:
-    """Sends this rank's snapshot to rank ``target``, and stores that of rank ``source``."""
+    """Exchange of snapshots between nodes: to rank ``target``, and from rank ``source``."""
 
     def __init__(self, ranks: Ranks, per_node: int) -> None:
         self.target = (ranks.rank + per_node) % ranks.size
@@ -297,7 +297,7 @@ class Ring:
         self._channel = self._messages.next_channel()
 
     def swap(self, slot: Slot, files: Mapping[str, int], marker: bytes) -> None:
-        """Send the slot's files and marker to `target`, and store those of `source`. Collective."""
+        """Send files and marker to `target`, and store those of `source`, on every rank."""
         said = json.dumps([files, marker.decode()]).encode()
         card = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         size = torch.empty(1, dtype=torch.int64)
@@ -334,7 +334,7 @@ def _blocks(slot: Slot, files: Mapping[str, int]) -> Iterator[Tensor]:
 
 
 class MemoryCheckpoints(Extension):
-    """In-memory snapshots of one engine: made after steps, restored after a restart."""
+    """In-memory snapshots of one engine, which are made after steps and restored at a restart."""
 
     def __init__(
         self,
@@ -344,7 +344,7 @@ class MemoryCheckpoints(Extension):
         ranks: Ranks,
         per_node: int,
     ) -> None:
-        """Prepare for `newer_state`, which opens the folder. Every rank must call it."""
+        """Create the extension. `newer_state` opens the folder. Every rank must call it."""
         self._ring: Ring | None = None  # None without copies on other nodes
         if settings.copies and per_node < ranks.size:
             if ranks.has_own_device and backend_on(ranks.group, torch.device("cpu")) is None:
@@ -360,7 +360,7 @@ class MemoryCheckpoints(Extension):
         self._per_node = per_node
         self._queue = HostQueues()
         self._under_way: Work | None = None
-        self._is_read = threading.Event()  # set when the last snapshot has read the states
+        self._is_read = threading.Event()  # set when the pending snapshot has read all states
         self._is_read.set()
         self._place: Place | None = None
         self._slots: list[Slot] = []
@@ -369,8 +369,8 @@ class MemoryCheckpoints(Extension):
 
     def _restart(self) -> None:
         self._num_made = 0
-        self._attempt = ""  # identity of this start of the ranks, set at the first snapshot
-        self._is_continued = False  # whether the restored snapshot is still needed
+        self._attempt = ""  # identity of this run of the ranks, set at the first snapshot
+        self._is_continued = False  # whether a restored snapshot is still needed
         self._frozen_versions = [-1, -1]  # version of the frozen values in each slot
 
     def _drop_others(self) -> None:
@@ -442,15 +442,15 @@ class MemoryCheckpoints(Extension):
     ) -> None:
         """Write a snapshot, and send it to the next node if there is a `Ring`.
 
-        ``tensors`` are copies of tensors that the next forward changes, by file. ``done`` fires
-        when the update has ended on the device. ``is_read`` is set after the reads, or an error.
+        ``tensors`` are copies of tensors that the next forward changes, by file. ``done`` marks the
+        end of the update on the device. ``is_read`` is set after the reads or an error.
         """
         number, rank = facts["serial"] % 2, facts["rank"]
         state, tier, slot = self._state, self._state.tier, self._slots[number]
         try:
             use_one_core()
             with stream_after(done, state.device):
-                # The first snapshot is complete on all ranks, so former ranks' files are obsolete.
+                # The first snapshot is complete on all ranks: files of earlier runs are obsolete.
                 if self._num_made == 2 and rank % self._per_node == 0:
                     kept = set(range(rank, rank + self._per_node))
                     if self._ring is not None:
@@ -458,7 +458,7 @@ class MemoryCheckpoints(Extension):
                     _drop_strangers(slot.folder.parent, kept)
                 slot.invalidate(rank)
                 names, written = list(tier.state_names()), {}
-                for name in names:  # one state at a time, as in a save
+                for name in names:
                     file = file_name(name, rank)
                     written[file] = slot.write(file, save.tier_slices(state, name, None))
                 wholes, of_wholes = save.whole_states(state)
@@ -483,7 +483,7 @@ class MemoryCheckpoints(Extension):
     ) -> Callable[[], dict[str, Any]] | None:
         """Open the folder for ``directory``. Return a function that restores its newest snapshot.
 
-        Returns None if no complete snapshot is as new as the newest checkpoint in ``directory``.
+        Returns None if no complete snapshot is at least as new as the checkpoints in ``directory``.
         """
         self.remove()
         control, path = self._state.control, self._settings.path
@@ -521,9 +521,9 @@ class MemoryCheckpoints(Extension):
         return partial(self._restore, serial, attempt, holders[newest])
 
     def _restore(self, serial: int, attempt: str, holders: dict[int, int]) -> dict[str, Any]:
-        """Restore a snapshot whose files the ranks have together. Every rank must call it.
+        """Restore a snapshot. Every rank must call it.
 
-        ``holders`` maps each rank that wrote files to the lowest rank whose host has these files.
+        ``holders`` maps each rank that wrote files to the lowest rank that can read these files.
         """
         state, control = self._state, self._state.control
         place = self._slots[serial % 2].folder
@@ -561,7 +561,7 @@ class MemoryCheckpoints(Extension):
     def _fetch(
         self, place: Path, lacking: Sequence[str], sources: Mapping[str, int], reader: Reader
     ) -> None:
-        """Receive the files in ``lacking`` from ranks that have them.
+        """Receive the files in ``lacking`` from ranks that have them. Every rank must call it.
 
         This is a separate method so that its buffers and mappings are freed before the restore.
         """
@@ -586,16 +586,16 @@ class MemoryCheckpoints(Extension):
                 aside.replace(path)
 
     def loaded(self, folder: str, seconds: float) -> None:
-        """Invalidate all snapshots in the folder, because states were loaded from elsewhere."""
+        """Invalidate all snapshots, because states were loaded from a checkpoint."""
         if self._place is not None:
             self._restart()
             self._drop_others()
 
     def remove(self) -> None:
-        """Stop on this rank alone, and keep the snapshots for a restart.
+        """Stop on this rank only, and keep the snapshots for a restart.
 
         Waits until a pending snapshot has read the states, which may change afterwards. Does not
-        wait for its transfer to a neighbour, because the neighbour may have failed.
+        wait for its transfer to another node, which may have failed.
         """
         self._is_read.wait()
         work, place = self._under_way, self._place
@@ -604,7 +604,7 @@ class MemoryCheckpoints(Extension):
             return
         if work is None:
             place.close()
-        else:  # close after the snapshot, which may still write a neighbour's copy to the folder
+        else:  # close after the snapshot, which may still write another node's copy to the folder
             self._queue.launch(place.close, is_reduction=False)
 
 
@@ -615,7 +615,7 @@ def _merged(rows: Iterable[bytes]) -> dict[int, Any]:
 def _measure(
     place: Path, rank: int, marker: Mapping[str, Any], names: list[str], frame: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return size and checksums of a rank's files. Write zeros for states that the rank lacks."""
+    """Return size and checksums of a rank's files. Writes zeros for states that the rank lacks."""
     dtypes = {param["name"]: param["dtype"] for param in frame["params"]}
     slot = Slot(place)
     for name in [name for name in names if name not in marker["states"]]:
