@@ -151,7 +151,7 @@ def test_what_cannot_be_made_is_refused_by_name(name, params, match):
 def test_a_schedule_of_zero_engine_is_refused_by_name_where_that_is_missing(name, monkeypatch):
     monkeypatch.setattr(parts, "entry_points", lambda **kwargs: ())
     monkeypatch.setattr(parts, "FOUND", {})
-    found = rf"scheduler.type = '{name}' needs the package zero-engine.*pip install"
+    found = rf"scheduler.type = '{name}' needs the package zero-parts.*pip install"
     with pytest.raises(MissingPartError, match=found):
         Case(top={"scheduler": {"type": name}}).build(model=make_tower())
 

@@ -214,16 +214,6 @@ def outside_graphs(hook: _Hook) -> _Hook:
     return disabled
 
 
-def unless_compiling(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
-    """Wrap ``hook`` so that it does nothing while torch.compile traces it."""
-
-    def hooked(module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            hook(module, args)
-
-    return hooked
-
-
 def is_own_graph(module: nn.Module) -> bool:
     """Whether ``module`` was compiled by ``module.compile()`` or is a result of `torch.compile`."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules

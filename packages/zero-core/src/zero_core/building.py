@@ -30,11 +30,10 @@ from zero_core.core import hooks
 from zero_core.core.extension import Extension, Extensions
 from zero_core.core.facts import Facts
 from zero_core.core.grads import Arithmetic
-from zero_core.core.params import DeviceShard
 from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.core.units import UnitSet
-from zero_core.engine import Engine
+from zero_core.engine import Engine, EngineOptimizer
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.extensions import (
     Site,
@@ -43,6 +42,7 @@ from zero_core.extensions import (
     make_extensions,
     wrap_forwards,
 )
+from zero_core.extensions.guards import ModelGuard
 from zero_core.extensions.invariance import arithmetic_of
 from zero_core.init.values import (
     FormerModel,
@@ -71,8 +71,8 @@ from zero_core.sharded.edits import Edits
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import CommonBuffers, ShardedState
 from zero_core.sharded_model import Attach, EngineParts, ShardedModel, for_evaluation
-from zero_core.step.gradient import EngineOptimizer, StepGradient
 from zero_core.step.states import StateAccess
+from zero_core.step.update import StepGradient
 from zero_core.vertical.schedule import make_micro_batches
 from zero_core.watch.notices import under_way
 from zero_core.watch.place import OUTSIDE
@@ -374,13 +374,14 @@ def _make_engine(
     sizes = len(layout.params), len(layout.units)
     facts = Facts(communicator, ranks.device, *sizes, meter, arithmetic)
     edits = Edits(state, facts)
-    followers: list[Extension] = [edits]
+    followers: list[Extension] = [edits] if edits.is_needed else []
     site = Site(config, state, train, facts, ranks, meter.links.ranks_per_node)
     if is_training:  # before the engine's hooks, which run around those of extensions
         attach_extensions(given, state, held.ownership)
         followers += make_extensions(site, given)
         followers.append(patches := PatchWriter(state))
-    extensions = Extensions(followers)
+    guard = ModelGuard(state)
+    extensions = Extensions([guard, *followers])
     gradient = StepGradient(state, communicator, train, config, facts, extensions, arithmetic)
     unit_set = UnitSet(held.units, communicator, has_sharded_params=memory.has_sharded_params)
     # Agree on message lengths after a step, unless waiting for them in the gather costs nothing (on
@@ -391,7 +392,7 @@ def _make_engine(
         and isinstance(state.tier, DeviceTier)
     ):
         exchanged = (f for f in state.params if f.is_exchanged and f.segment.is_trainable)
-        unit_set.announced = [f for f in exchanged if isinstance(f.source, DeviceShard)]
+        unit_set.announced = [f for f in exchanged if f.source.is_on_device]
     passes = Passes(unit_set, communicator, gradient, facts)
     modules = [module for _, module, _ in drawn.found.units]
     is_apart = config.has_inputs_on_host and ranks.device.type != "cpu"
@@ -426,7 +427,7 @@ def _make_engine(
     )
     if not is_training:
         model = ShardedModel(parts)
-        model.remove_at_end(installed)
+        model.remove_at_end([*installed, guard.watch()])
         return model, unit_set, extensions
     installed.append(gradient.param_grads.serve())
     edits.begin()
@@ -434,7 +435,7 @@ def _make_engine(
     installed += micro_batches.handles
     optimizer = EngineOptimizer(drawn.optimizer, gradient, passes, meter, state.param_names)
     engine = Engine(parts, optimizer, gradient, micro_batches, patches, extensions)
-    engine.remove_at_end(installed)
+    engine.remove_at_end([*installed, guard.watch()])
     if (asked := config.step_records) is not None:
         engine.record(asked.folder, max_bytes=asked.max_bytes, detail_every=asked.detail_every)
     return engine, unit_set, extensions

@@ -29,7 +29,7 @@ from zero_core.optim.train_state import TrainState
 from zero_core.runtime.device_states import NO_PARTS
 from zero_core.runtime.gathered import GatheredCalls
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.step.gradient import StepGradient
+from zero_core.step.update import StepGradient
 
 
 class ModelCheckpoints(GatheredCalls):
@@ -142,7 +142,7 @@ class ModelCheckpoints(GatheredCalls):
         self._passes.units.release_all()
         yield
         self._passes.backward.discard()
-        self._train.accumulation.forget()
+        self._train.enter_micro_step(0)
         self._passes.units.values_replaced()
         self._device_states.edits.forget()
         self.place.unfinished = ""
@@ -201,7 +201,7 @@ class TrainingCheckpoints(ModelCheckpoints):
     @contextmanager
     def _saving(self, call: str, *, drops_partial: bool) -> Iterator[None]:
         self._gradient.policy.check_unused(f"{call.removesuffix('()')} between backward and step")
-        self._train.accumulation.check_ended(or_dropped=drops_partial)
+        self._train.check_ended(or_dropped=drops_partial)
         began = perf_counter()
         with super()._saving(call, drops_partial=drops_partial):
             yield
@@ -314,7 +314,7 @@ def load_pretrained(
             values are undefined: build the engine again.
         CheckpointCorruptError: a file is damaged or incomplete.
     """
-    if num_steps := engine._train.accumulation.micro_steps:
+    if num_steps := engine._train.micro_steps:
         raise CheckpointError(
             f"load_pretrained() after {num_steps} micro-steps: the optimizer's state "
             "belongs to other weights; load into a fresh engine, or set weights by engine.states"

@@ -19,23 +19,121 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import cast_floats, has_step_pre_hooks
+from zero_core._torch import cast_floats, has_step_pre_hooks, mark_stepped
 from zero_core.checkpoint.patches import PatchWriter
 from zero_core.checkpointing import TrainingCheckpoints
+from zero_core.comm.meter import Meter
 from zero_core.core.extension import EndedStep, Extensions
-from zero_core.errors import RankMismatchError, UnusedParameterError
+from zero_core.core.passes import Passes
+from zero_core.errors import AccumulationScheduleError, RankMismatchError, UnusedParameterError
 from zero_core.object_methods import ObjectMethods
+from zero_core.optim.train_state import TrainState
 from zero_core.protocols import MicroBatchLoss
 from zero_core.record.recorder import StepRecords, Subject
 from zero_core.runtime.device_states import BACKWARD_PARTS, FORWARD_PARTS, NO_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
-from zero_core.step.gradient import EngineOptimizer, StepGradient
 from zero_core.step.micro_batches import MicroBatches
+from zero_core.step.update import StepGradient
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """Optimizer that shares the param groups of ``given``. Only the engine may step it."""
+
+    _has_all_groups = False  # False while torch's constructor adds the groups
+
+    def __init__(
+        self,
+        given: torch.optim.Optimizer,
+        gradient: StepGradient,
+        passes: Passes,
+        meter: Meter,
+        names: Mapping[int, str],
+    ) -> None:
+        """Share the groups of ``given``. ``names``: the model's parameter names by ``id``."""
+        super().__init__(given.param_groups, given.defaults)
+        self._has_all_groups = True
+        self._names = names
+        self._grouped = {id(p) for group in given.param_groups for p in group["params"]}
+        self._num_params = [len(group["params"]) for group in given.param_groups]
+        self.param_groups = given.param_groups
+        self.given = given
+        self.overflow = False  # whether the last step was skipped
+        self._gradient = gradient
+        self._passes = passes
+        self._meter = meter
+        self._may_step = False
+        self.state = given.state
+        self.guard = given.register_step_pre_hook(self._refuse_step)  # refuses given.step()
+
+    def engine_step(self) -> None:
+        """Run ``step`` with all its hooks, for `Engine.step`."""
+        self._may_step = True
+        try:
+            self.step()
+        finally:
+            self._may_step = False
+        # Schedulers of the given optimizer check whether it has been stepped.
+        mark_stepped(self.given)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise RuntimeError after build: only the original groups have master weights."""
+        if self._has_all_groups:
+            params = param_group["params"]
+            self._refuse_param(params if isinstance(params, Tensor) else next(iter(params), None))
+        super().add_param_group(param_group)
+
+    def check_groups(self) -> None:
+        """Raise if the groups no longer hold the original parameters."""
+        if [len(group["params"]) for group in self.param_groups] != self._num_params:
+            found = (p for group in self.param_groups for p in group["params"])
+            self._refuse_param(next((p for p in found if id(p) not in self._grouped), None))
+
+    def _refuse_param(self, param: Any) -> NoReturn:
+        if isinstance(param, tuple):  # torch also accepts (name, parameter)
+            param = param[1]
+        of_model = self._names.get(id(param))
+        shape = tuple(param.shape) if isinstance(param, Tensor) else "none"
+        what = of_model or f"of shape {shape}, which the model did not have at build()"
+        raise RuntimeError(
+            f"the optimizer's groups were changed after build() (parameter {what}): the engine "
+            "has no gradient, master weight or state for it. Put every parameter that is ever to "
+            "be trained into a group before build(), and freeze it by requires_grad_(False) until "
+            "then"
+        )
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Raise RuntimeError outside `Engine.step`: the engine holds the gradients."""
+        if not self._may_step or closure is not None:
+            raise RuntimeError("call engine.step(): the engine drives its optimizer")
+        self._gradient.apply()
+        self._meter.end_step()  # bytes that publish the new values count for the next step
+        self._passes.units.values_changed()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients accumulated since the last step. Keeps the count of micro-steps."""
+        self._gradient.policy.check_unused("dropping gradients")
+        self._passes.backward.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError(
+            "the optimizer state is sharded over ranks: use engine.save_checkpoint(), which "
+            "stores it for any stage and world size"
+        )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise RuntimeError("the optimizer state is sharded: use engine.load_checkpoint()")
+
+    def _refuse_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._may_step:  # a `WholeTier` steps the given optimizer itself
+            raise RuntimeError(
+                "this optimizer was given to zero_core.build(): call engine.step() instead of "
+                f"{type(optimizer).__name__}.step()"
+            )
 
 
 class Engine(TrainingCheckpoints, ShardedModel):
@@ -73,7 +171,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Floating inputs are cast to the compute dtype, if one is set."""
-        self._device_states.check("a forward", FORWARD_PARTS)
+        if self._device_states.refuses or self.place.unfinished:
+            self._device_states.check("a forward", FORWARD_PARTS)
         for follow in self._extensions.called:
             follow(args, kwargs)
         args, kwargs = cast_floats((args, kwargs), self._parts.compute_dtype)
@@ -85,7 +184,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
         ``over`` is the number of micro-steps in this step. Default: the configured number.
         """
-        self._device_states.check("backward()", BACKWARD_PARTS)
+        if self._device_states.refuses or self.place.unfinished:
+            self._device_states.check("backward()", BACKWARD_PARTS)
         for follow in self._extensions.scaled:
             follow(loss)
         return self._train.scale(loss, over)
@@ -101,7 +201,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
             AccumulationScheduleError: the vertical schedule is on. `train_batch` then runs
                 backward.
         """
-        self._micro_batches.check_apart("backward()")
+        _check_apart(self._micro_batches, self._train, "backward()")
         with self.place.during("backward"):
             self.scale(loss, over=over).backward(**kwargs)  # type: ignore[no-untyped-call]
 
@@ -122,7 +222,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 trainable parameter got no gradient on a rank. All ranks raise it.
             AccumulationScheduleError: the vertical schedule is on. `train_batch` then steps.
         """
-        self._micro_batches.check_apart("step()")
+        _check_apart(self._micro_batches, self._train, "step()")
         self._end_micro_step(client_state)
 
     def zero_grad(self) -> None:
@@ -135,12 +235,13 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """
         self._device_states.check_here("zero_grad()")
         self.optimizer.zero_grad()
-        self._train.accumulation.forget()
+        self._train.enter_micro_step(0)
 
     def _end_micro_step(self, client_state: Mapping[str, Any] | None) -> None:
-        self._device_states.check("step()")
         train, backward, place = self._train, self._passes.backward, self.place
-        if not train.accumulation.is_boundary():
+        if self._device_states.refuses or place.unfinished:
+            self._device_states.check("step()")
+        if not train.is_boundary():
             train.end_micro_step()
             return
         if not backward.should_sync:
@@ -149,11 +250,11 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 "set_requires_gradient_sync(True)"
             )
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        micro_steps = train.accumulation.count + 1
+        micro_steps = train.num_accumulated + 1
         with _deferred_interrupt(is_on=self.should_defer_sigint):
             with place.during("step()"):
-                self._device_states.check_model()
                 self.optimizer.check_groups()
+                self._passes.units.drain()  # before the exchanges of any extension
                 for begin in self._extensions.before_update:
                     begin(train.global_steps + 1)
                 backward.check_last()
@@ -222,9 +323,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
             AccumulationScheduleError: the model cannot be computed with the vertical schedule.
         """
         self._device_states.check("train_batch()", NO_PARTS)
-        accumulation, steps = self._train.accumulation, self.gradient_accumulation_steps
-        is_whole = self._passes.backward.should_sync and accumulation.override is None
-        if accumulation.count or not is_whole:
+        train, steps = self._train, self.gradient_accumulation_steps
+        is_whole = self._passes.backward.should_sync and train.declared_boundary is None
+        if train.num_accumulated or not is_whole:
             raise RuntimeError(
                 "train_batch() runs a whole step: call it after step(), outside of no_sync(), and "
                 "without set_gradient_accumulation_boundary()"
@@ -247,7 +348,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 self._end_micro_step(client_state)
         except BaseException:
             if self.global_steps == num_steps:
-                accumulation.forget()
+                train.enter_micro_step(0)
                 self._passes.backward.is_open = True  # makes the next forward drop the gradient
             raise
         wide = torch.promote_types(losses[0].dtype, torch.float32)
@@ -311,7 +412,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
     def idle_step(self, *, over: int | None = None) -> None:
         """Take part in the other ranks' micro-step without data: `idle_backward` and `step`."""
-        self._micro_batches.check_apart("idle_step()")
+        _check_apart(self._micro_batches, self._train, "idle_step()")
         self.idle_backward(over=over)
         self.step()
 
@@ -321,7 +422,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         None restores the default: the count decides. Every rank must call it, before the backward.
         """
         self._device_states.check("set_gradient_accumulation_boundary()", NO_PARTS)
-        self._train.accumulation.override = is_boundary
+        self._train.declared_boundary = is_boundary
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Call `set_gradient_accumulation_boundary`. This is FSDP2's name for that method."""
@@ -383,6 +484,12 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """
         super().close()
         self._saver.finish()
+
+
+def _check_apart(driver: MicroBatches, train: TrainState, call: str) -> None:
+    """Raise if ``call`` runs one of several micro-batches that must be computed together."""
+    if driver.why_joint and train.accumulation_steps > 1:
+        raise AccumulationScheduleError(f"{call}: {driver.why_joint}")
 
 
 def _loss_of(engine: Engine, batch: Any) -> Tensor:

@@ -172,7 +172,7 @@ class _UnitCalls:
                 f"order on all ranks, so name those that follow it in {order}, which begin with "
                 f"unit {unit.index + step}"
             )
-        passes.units.prefetch.set_depth(unit.index, len(found) or 1, backward=step < 0)
+        passes.units.set_depth(unit.index, len(found) or 1, backward=step < 0)
 
 
 class _Progress:
@@ -208,7 +208,7 @@ class _Progress:
     @property
     def micro_steps(self) -> int:
         """Number of calls of ``step`` so far. A load computes it from the number of steps."""
-        return self._train.accumulation.micro_steps
+        return self._train.micro_steps
 
     @property
     def loss_scale(self) -> float:
@@ -223,15 +223,15 @@ class _Progress:
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-steps per step. May be set between two steps, on every rank."""
-        return self._train.accumulation.steps
+        return self._train.accumulation_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self._train.accumulation.set_steps(steps)
+        self._train.set_accumulation_steps(steps)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-step is the last one of its step."""
-        return self._train.accumulation.is_boundary()
+        return self._train.is_boundary()
 
     def get_global_grad_norm(self) -> float | None:
         """Return the unscaled 2-norm of the last step's gradient before clipping, or None."""
@@ -278,11 +278,9 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         self._train = parts.train
         self._gathering = GatheredParams(passes, state, parts.device_states.edits)
         buffers = state.common_buffers
-        if parts.config.broadcast_buffers:
-            buffers.attach(state.control, passes.backward)
+        buffers.attach(state.control, passes.backward)
         ownership.begin(self)
-        watch = parts.device_states.watch_model()
-        self.remove_at_end([buffers, watch, fix_memory(state.module), self._gathering])
+        self.remove_at_end([buffers, fix_memory(state.module), self._gathering])
         self._gathering.begin()
         if parts.config.zero_optimization.stage == 3:
             kept = keep_while_generating(state.module, WeakMethod(self.generating))
@@ -351,7 +349,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
 
     def _idle_forward(self) -> None:
         self._device_states.check("a forward", FORWARD_PARTS)
-        self.sharded_state.common_buffers.idle_forward(self._passes.backward)
+        self.sharded_state.common_buffers.idle_forward()
         self._passes.forward.idle(self.module)
 
     def train(self, mode: bool = True) -> Self:
@@ -514,7 +512,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
 
     def _end(self, call: str) -> None:
         """Record that ``call`` has ended the engine, and close this rank's collectives."""
-        self._device_states.ended_by = self._device_states.ended_by or call
+        self._device_states.end(call)
         try:
             self._communicator.close()
         finally:

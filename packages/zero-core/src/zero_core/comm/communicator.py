@@ -36,11 +36,15 @@ _OFFERED = (Reduction, InPlaceReduction, StatisticsReduction)  # optional protoc
 
 @dataclass(slots=True, eq=False)
 class NamedWork:
-    """A pending collective. Errors from `wait` name the collective."""
+    """A pending collective. Errors from `wait` name the collective.
+
+    ``_protocols``: the optional protocols that ``_work`` implements, if it is a reduction.
+    """
 
     _owner: Communicator
     _work: Work
     _name: str
+    _protocols: frozenset[type] = frozenset()
 
     def wait(self) -> None:
         owner, what = self._owner, self._name
@@ -53,13 +57,6 @@ class NamedWork:
             owner.place.end_wait()
         if owner.device_waits is not None:
             owner.device_waits.note(what)
-
-
-@dataclass(slots=True, eq=False)
-class NamedReduction(NamedWork):
-    """A pending reduction. ``_protocols``: the optional protocols that ``_work`` implements."""
-
-    _protocols: frozenset[type]
 
     def contributions(self) -> tuple[Tensor, ...]:
         """Return the slice that each rank contributed, in rank order. Empty if they are unknown."""
@@ -142,7 +139,7 @@ class Communicator:
 
     def reduce_scatter(
         self, out: Tensor, full: Tensor, segment: int, *, is_added: bool = False
-    ) -> NamedReduction:
+    ) -> NamedWork:
         """Start a segment's reduce-scatter. ``is_added``: add to ``out`` instead of overwriting."""
         name = self.name_of("reduce_scatter", segment)
         if self.place.clock is not None:
@@ -158,7 +155,7 @@ class Communicator:
             self.fail(name, error)
         if type(work) not in self._protocols:
             self._protocols[type(work)] = frozenset(p for p in _OFFERED if isinstance(work, p))
-        return NamedReduction(self, work, name, self._protocols[type(work)])
+        return NamedWork(self, work, name, self._protocols[type(work)])
 
     def fail(self, name: str, error: RuntimeError) -> NoReturn:
         if isinstance(error, torch.OutOfMemoryError):  # an error of this rank, not of a collective

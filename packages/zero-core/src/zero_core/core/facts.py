@@ -80,7 +80,7 @@ class Facts:
             self._sent[self._slots[name]][torch.tensor(sorted(positions))] = 1.0
 
     def put_hash(self, words: Sequence[float]) -> None:
-        """Set a hash of data that must be equal on all ranks: see `zero_core.step.gradient`."""
+        """Set a hash of data that must be equal on all ranks: see `zero_core.step.update`."""
         hashed = torch.tensor(words, dtype=torch.float64)
         self._sent[self._slots[_HASH]] = hashed
         self._sent[self._slots[_SQUARED_HASH]] = hashed.square()

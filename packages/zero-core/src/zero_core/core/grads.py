@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero_core.comm.communicator import Communicator, NamedReduction, NamedWork
+from zero_core.comm.communicator import Communicator, NamedWork
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.fused_sum import norm_of
 from zero_core.comm.groups import Ranks
@@ -514,7 +514,7 @@ class FlatGrads:
             self.shard = PassedOnShard(segment, buffers, tier, span, device)
         self._communicator = communicator
         self._arithmetic = arithmetic
-        self._reduction: NamedReduction | None = None  # pending
+        self._reduction: NamedWork | None = None  # pending
         self._target: Tensor | None = None  # the pending reduction's output
         self._norm: Tensor | None = None  # norm of the shard, if known
         self._until_reduced: NamedWork | None = None  # ends when the reduced sum is complete
@@ -556,7 +556,7 @@ class FlatGrads:
             self._target = self.shard.target()
             self._reduction = self._start_reduction(self._target, full)
 
-    def _start_reduction(self, target: Tensor, full: Tensor) -> NamedReduction:
+    def _start_reduction(self, target: Tensor, full: Tensor) -> NamedWork:
         return self._communicator.reduce_scatter(target, full, self.segment.index)
 
     def finish(self) -> None:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
@@ -24,7 +25,6 @@ from zero_core._torch import (
     outside_graphs,
     requires_grad,
     set_grad,
-    unless_compiling,
 )
 from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
@@ -57,7 +57,8 @@ def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:
         for unit in own:
             if module is not modules[unit.index]:
                 hook = _part_hook(passes, unit)
-                hook = outside_graphs(hook) if is_one_graph else unless_compiling(hook)
+                if is_one_graph:
+                    hook = outside_graphs(hook)
                 if unit.is_block:
                     passes.units.part_hooks.add(module, hook)
                 else:
@@ -112,7 +113,8 @@ def _part_hook(passes: Passes, unit: Unit) -> Any:
     index, ready = unit.index, passes.units.ready
 
     def gather(module: nn.Module, args: Any) -> None:
-        if index not in ready:
+        # While torch.compile traces a graph around the module, hooks outside of it gather the unit.
+        if not torch.compiler.is_compiling() and index not in ready:
             passes.forward.enter_part(unit)
 
     return gather

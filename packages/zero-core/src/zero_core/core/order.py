@@ -1,4 +1,4 @@
-"""Order in which units are gathered, and in which backward reduces their gradients.
+"""Order in which backward gathers units again and reduces their gradients.
 
 Units are numbers here: 0 is the root, then blocks in the order of the module tree, then the tail.
 
@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 _NUM_KEPT = 16
 """Number of newest trails kept even if no saved weight is alive: blocks may be recomputed."""
@@ -50,19 +51,20 @@ class Forward:
     __slots__ = ("__weakref__",)
 
 
+@dataclass(eq=False, slots=True)
 class _Trail:
-    def __init__(self, forward: Forward) -> None:
-        self.forward = weakref.ref(forward)
-        self.units: list[int] = []  # not yet reached by backward, in forward order
-        self.passed: set[int] = set()  # units in ``units`` that the forward passed by
-        self.is_pending = True  # no backward has begun since the forward
+    forward: weakref.ref[Forward]
+    units: list[int] = field(default_factory=list)  # not reached by backward, in forward order
+    passed: set[int] = field(default_factory=set)  # units in ``units`` that were passed by
+    is_pending: bool = True  # no backward has begun since the forward
 
-    def last_position(self, unit: int) -> int | None:
-        """Return the position at which backward next reaches ``unit``, or None."""
-        for position in range(len(self.units) - 1, -1, -1):
-            if self.units[position] == unit:
-                return position
-        return None
+
+def _last_position(units: Sequence[int], unit: int) -> int | None:
+    """Return the position at which backward next reaches ``unit``, or None."""
+    for position in range(len(units) - 1, -1, -1):
+        if units[position] == unit:
+            return position
+    return None
 
 
 class BackwardOrder:
@@ -93,7 +95,7 @@ class BackwardOrder:
         forward = Forward()
         old = self._trails[:-_NUM_KEPT]  # without steps, old trails would accumulate
         self._trails = [t for t in old if t.forward() is not None] + self._trails[-_NUM_KEPT:]
-        self._trails.append(_Trail(forward))
+        self._trails.append(_Trail(weakref.ref(forward)))
         return forward
 
     def use(self, unit: int) -> None:
@@ -151,7 +153,7 @@ class BackwardOrder:
         else:
             found = (t for t in trails if t.forward() is forward)
         trail = next(found, None)
-        position = None if trail is None else trail.last_position(unit)
+        position = None if trail is None else _last_position(trail.units, unit)
         if trail is None or position is None:
             return
         self._followed = trail
@@ -166,7 +168,7 @@ class BackwardOrder:
                 self._is_recomputed_ready |= position < first
         if self._recomputed is not None:
             self._leave_recomputed()
-            position = trail.last_position(unit)
+            position = _last_position(trail.units, unit)
             if position is None:
                 return
         if forward is not None:
@@ -245,43 +247,3 @@ class BackwardOrder:
                 older = self._trails[: self._trails.index(trail)]
                 if not any(unit in t.units for t in older if t.forward() is not None):
                     self._num_missing[unit] = 0
-
-
-class Prefetch:
-    """Selection of units to gather ahead of their use, equal on all ranks.
-
-    Attributes:
-        windows: for each unit in use, the units to prefetch in forward, and those in backward.
-        ahead: pairs of the unit in use and a unit prefetched for it that was not used yet.
-    """
-
-    def __init__(self, num_units: int) -> None:
-        self._num_units = num_units
-        self.windows: tuple[dict[int, range], dict[int, range]] = ({}, {})
-        for unit in range(num_units):
-            self.set_depth(unit, 1, backward=False)
-            self.set_depth(unit, 1, backward=True)
-        self.ahead: list[tuple[int, int]] = []
-
-    def set_depth(self, unit: int, number: int, *, backward: bool) -> None:
-        """Prefetch ``number`` units ahead of ``unit``. All ranks must set the same number."""
-        found = range(unit + 1, min(self._num_units, unit + 1 + number))
-        if backward:
-            found = range(unit - 1, max(0, unit - 1 - number), -1)
-        self.windows[backward][unit] = found
-
-    def enter(self, unit: int, *, backward: bool) -> tuple[range, list[int]]:
-        """Enter ``unit``. Return its window, and the prefetched units that will not be used next.
-
-        Such units exist only if the model does not use units in the order of the module tree.
-        """
-        window = self.windows[backward][unit]
-        strays = []
-        if self.ahead:
-            before, self.ahead = self.ahead, []
-            for origin, other in before:
-                if (origin > unit > other) if backward else (origin < unit < other):
-                    self.ahead.append((origin, other))
-                elif other != unit and other not in window:
-                    strays.append(other)
-        return window, strays

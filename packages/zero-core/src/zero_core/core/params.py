@@ -3,7 +3,7 @@
 See [Note: the tensors of a segment] in `zero_core.core.unit`.
 
 [Note: states of flat parameters]
-sharded     Only the shard holds values, in the memory of its `ShardSource`. Parameters are
+sharded     Only the shard holds values, in the memory of its `Shard`. Parameters are
             placeholders, and reading one raises, unless it has a copy (`ShownParams.hold`).
 gathering   A collective writes to ``full``, a buffer from the pool, which must not be read. If
             ``full`` already held older values, parameters remain views, but are not *current*.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -36,16 +35,27 @@ from zero_core.watch.place import UPDATE
 _NO_VERSION = -1
 
 
-class ShardSource(ABC):
-    """This rank's shard of a segment: on the device (`DeviceShard`) or offloaded.
+class Shard:
+    """This rank's shard of a segment, in device memory. A subclass may keep it elsewhere.
 
-    ``span`` is the shard's range in the local flat space of the state tier, or None if frozen.
+    Attributes:
+        span: the shard's range in the local flat space of the state tier, or None if frozen.
+        is_on_device: whether the device keeps the shard.
     """
 
     def __init__(
-        self, communicator: Communicator, tier: StateTier, span: tuple[int, int] | None
+        self,
+        segment: Segment,
+        values: Tensor | None,
+        communicator: Communicator,
+        tier: StateTier,
+        span: tuple[int, int] | None,
     ) -> None:
+        """``values``: [shard_numel], or None if a subclass keeps them elsewhere."""
         self.span = span
+        self.is_on_device = values is not None
+        self._segment = segment
+        self._values = values
         self._communicator = communicator
         self._tier = tier
 
@@ -63,57 +73,29 @@ class ShardSource(ABC):
             with nullcontext() if is_at_once else self._communicator.place.during(UPDATE):
                 self._tier.wait_params(*self.span)  # even if ready: this orders streams and threads
 
-    @abstractmethod
-    def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
+    def gather(
+        self, full: Tensor, *, version: int, backward: bool, is_beside: bool = False
+    ) -> Work:
         """Start to fill ``full`` ([padded_numel]) with every rank's updated shard.
 
         ``version``, ``backward``: see `zero_core.protocols.Collectives.all_gather`.
         """
-
-    @abstractmethod
-    def read(self) -> Tensor:
-        """Return the shard, [shard_numel], for reading only."""
-
-    @abstractmethod
-    def write(self, start: int, values: Tensor) -> None:
-        """Overwrite elements from ``start`` on. No copy from the shard may be under way."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Block until no copy from the shard is under way."""
-
-
-class DeviceShard(ShardSource):
-    """A shard in device memory."""
-
-    def __init__(
-        self,
-        segment: int,
-        shard: Tensor,
-        communicator: Communicator,
-        tier: StateTier,
-        span: tuple[int, int] | None,
-    ) -> None:
-        super().__init__(communicator, tier, span)
-        self._segment = segment
-        self._shard = shard
-
-    def gather(
-        self, full: Tensor, *, version: int, backward: bool, is_beside: bool = False
-    ) -> Work:
         self.wait_update(is_beside=is_beside)
         return self._communicator.all_gather(
-            full, self._shard, self._segment, version=version, backward=backward
+            full, self.read(), self._segment.index, version=version, backward=backward
         )
 
     def read(self) -> Tensor:
-        return self._shard
+        """Return the shard, [shard_numel], for reading only."""
+        assert self._values is not None, "a subclass without them overrides this method"
+        return self._values
 
     def write(self, start: int, values: Tensor) -> None:
-        self._shard[start : start + values.numel()].copy_(values)
+        """Overwrite elements from ``start`` on. No copy from the shard may be under way."""
+        self.read()[start : start + values.numel()].copy_(values)
 
     def synchronize(self) -> None:
-        pass  # a device shard has no asynchronous copies
+        """Block until no copy from the shard is under way. The device makes none."""
 
 
 class Launcher:
@@ -127,7 +109,7 @@ class Launcher:
         """Make later gathers wait for the work that is now queued on the caller's stream."""
         self._stream.follow()
 
-    def gather(self, source: DeviceShard, full: Tensor, *, version: int) -> Work:
+    def gather(self, source: Shard, full: Tensor, *, version: int) -> Work:
         """Queue a gather of ``source``. It starts after the gathers queued before it."""
         gathers: list[Work] = []
 
@@ -165,7 +147,7 @@ class FlatParams:
         *,
         rank: int,
         device: torch.device,
-        source: ShardSource,
+        source: Shard,
         kept: Tensor | None,
         pool: BufferPool,
         has_remote_updates: bool,
@@ -232,7 +214,6 @@ class FlatParams:
         else:
             self.finish_gather()
             assert self.full is not None, "it is kept"
-            assert isinstance(self.source, DeviceShard), "what is kept is on the device"
             self._work = launcher.gather(self.source, self.full, version=self.version)
             self._full_version = self.version
 
@@ -340,10 +321,6 @@ class FlatParams:
     @property
     def is_gather_launched(self) -> bool:
         return self._full_version == self.version
-
-    def has_values_of(self, position: int) -> bool:
-        has_copy = self.shown.copy_of(position) is not None
-        return self.is_current or (has_copy and not self.shown.is_shown)
 
     def refresh(self) -> None:
         """Wait for pending kept values. Starts no exchange with other ranks."""

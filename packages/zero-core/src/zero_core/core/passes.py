@@ -42,7 +42,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
+from zero_core._torch import call_at_end_of_backward, count_calls, find_trainable, is_in_backward
 from zero_core.comm.communicator import Communicator
 from zero_core.core.facts import Facts
 from zero_core.core.grads import FlatGrads
@@ -53,7 +53,7 @@ from zero_core.watch.place import OUTSIDE
 
 
 class GradientSink(Protocol):
-    """Interface of `zero_core.step.gradient.StepGradient`, which collects reduced gradients."""
+    """Interface of `zero_core.step.update.StepGradient`, which collects reduced gradients."""
 
     params_with_grad: set[int]  # parameter numbers, added by `BackwardPass`
 
@@ -204,7 +204,8 @@ class BackwardPass:
         if self.is_open:
             return
         units = self._units.units
-        self.open({u.index: u.count_trainable() for u in units}, is_new=self.order.is_awaited)
+        num_missing = {u.index: sum(find_trainable(u.trained_params)) for u in units}
+        self.open(num_missing, is_new=self.order.is_awaited)
         for grads in self.reductions.sequential:
             grads.begin_backward()
         self._place.enter("backward")
@@ -247,7 +248,7 @@ class BackwardPass:
         if not self.is_open:
             self.begin()
         if not unit.is_block:
-            unit.gather(backward=True)
+            units.gather(unit, backward=True)
             units.wait(unit)
             return
         previous = units.current
@@ -256,7 +257,8 @@ class BackwardPass:
             # until the unit's gradients are ready, or to the end of backward if it has no trainable
             # parameter.
             num_missing = self._recomputed.get(previous.index)
-            if num_missing is not None and (num_missing > 0 or not previous.count_trainable()):
+            params = previous.trained_params
+            if num_missing is not None and (num_missing > 0 or not any(find_trainable(params))):
                 units.current = None  # `end` releases the unit instead of `go_to`
         self._place.enter(self.names[unit.index])
         units.saved.entered = unit
@@ -270,7 +272,7 @@ class BackwardPass:
     def enter_recompute(self, unit: Unit) -> None:
         """Gather ``unit``, whose forward activation checkpointing recomputes in backward."""
         self.enter(unit, None)
-        self._recomputed[unit.index] = unit.count_trainable()
+        self._recomputed[unit.index] = sum(find_trainable(unit.trained_params))
         self._ever_recomputed.add(unit.index)
 
     def gradient_ready(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
@@ -500,7 +502,7 @@ class ForwardPass:
     def _note_passed(self, before: int) -> None:
         """Note blocks before unit ``before`` that were prefetched but not used."""
         last = self._path[-1].index if self._path else 0
-        for index in self._units.prefetch.windows[False][last]:
+        for index in self._units.windows[False][last]:
             if index < before and self._units.units[index].is_block:
                 self._order.pass_by(index)
 
@@ -591,15 +593,11 @@ class ForwardPass:
         return known[0] if known else self._units.blocks
 
 
-class _Leave(Protocol):
-    def __call__(self, unit: Unit, *, needs_grad: bool, error: BaseException | None) -> None: ...
-
-
 class Driver(NamedTuple):
     """The functions of the passes that hooks on the model call."""
 
     enter: Callable[[Unit, nn.Module], None]
-    leave: _Leave
+    leave: Callable[..., None]  # as `ForwardPass.leave`
     gradient_ready: Callable[[Unit, FlatGrads, int, Tensor], None]
 
 

@@ -107,11 +107,6 @@ class SavedWeights:
         """Reset the address range, because the buffers are freed. No unit is gathered."""
         self._low, self._high = sys.maxsize, 0
 
-    def release_references(self) -> None:
-        """Release the parameters that this backward gathered for `SavedParam`."""
-        self.referenced.clear()
-        self.references.pop_all().close()
-
     def begin_forward(self, forward: Forward, backward: Backward) -> None:
         """Pack tensors that autograd saves until `end_forward`, to be unpacked by ``backward``."""
         self._forward, self._backward = forward, backward

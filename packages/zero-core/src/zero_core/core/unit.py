@@ -41,7 +41,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from zero_core._torch import find_trainable
 from zero_core.core.grads import FlatGrads
 from zero_core.core.params import FlatParams
 
@@ -61,6 +60,7 @@ class Unit:
         is_block: whether the unit is neither root nor tail, which stay gathered through backward.
         is_exchanged: whether a gather exchanges values with other ranks. Then all ranks must gather
             the unit at the same position in the order of collectives.
+        trained_params: parameters with a gradient, while they require one.
         hints: announces upcoming units for prefetching, or None if no parameter is offloaded.
     """
 
@@ -83,23 +83,11 @@ class Unit:
         self.is_block = not (self.is_root or is_tail)
         self.is_exchanged = any(p.is_exchanged for p in params)
         self.hints = hints
-        self._trainable = [p for g in grads for p in g.params]
-
-    def gather(self, *, exact: bool = False, backward: bool = False) -> None:
-        for flat in self.params:
-            flat.gather(exact=exact, backward=backward)
-
-    def count_trainable(self) -> int:
-        """Count the parameters that require a gradient now."""
-        return sum(find_trainable(self._trainable))
+        self.trained_params = [param for segment in grads for param in segment.params]
 
     def is_updated(self) -> bool:
         """Return whether no update of the unit's parameters by the state tier is pending."""
         return all(flat.source.is_updated() for flat in self.params)
-
-    @property
-    def is_current(self) -> bool:
-        return all(flat.is_current for flat in self.params)
 
     def __repr__(self) -> str:
         return f"unit {self.index} ({self.name or 'root'})"

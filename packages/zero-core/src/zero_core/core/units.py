@@ -25,7 +25,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from zero_core.comm.communicator import Communicator
-from zero_core.core.order import Prefetch
 from zero_core.core.params import FlatParams, Launcher
 from zero_core.core.saved import SavedWeights
 from zero_core.core.unit import Unit
@@ -42,6 +41,7 @@ class UnitSet:
         ready: indices of the units whose parameters hold the current values. Contains the tail only
             after the running forward has waited for it.
         current: the block in use.
+        windows: for each unit in use, the units to gather ahead in forward, and those in backward.
         stay_gathered: indices of units that stay gathered after a forward.
         part_hooks: hooks that gather a block when one of its submodules is called directly.
             Suspended while all blocks stay gathered, because a forward for one token calls many
@@ -52,13 +52,17 @@ class UnitSet:
         self, units: Sequence[Unit], communicator: Communicator, *, has_sharded_params: bool
     ) -> None:
         self.units = tuple(units)
-        self.blocks = tuple(unit for unit in units if unit.is_block)
         self.tail = units[-1] if units[-1].is_tail else None
         self.has_sharded_params = has_sharded_params
         self.ready: set[int] = set()
         self.current: Unit | None = None
         self.saved = SavedWeights()
-        self.prefetch = Prefetch(len(units))
+        self.windows: tuple[dict[int, range], dict[int, range]] = ({}, {})
+        # Pairs of the unit in use and a block gathered ahead for it that was not used yet.
+        self._ahead: list[tuple[int, int]] = []
+        for unit in units:
+            self.set_depth(unit.index, 1, backward=False)
+            self.set_depth(unit.index, 1, backward=True)
         self.stay_gathered: frozenset[int] = frozenset()
         self.part_hooks = SuspendableHooks()
         self._communicator = communicator
@@ -77,8 +81,19 @@ class UnitSet:
             for flat in unit.params:
                 flat.publishing = self._publishing
 
+    @property
+    def blocks(self) -> tuple[Unit, ...]:
+        return tuple(unit for unit in self.units if unit.is_block)
+
+    def set_depth(self, index: int, number: int, *, backward: bool) -> None:
+        """Gather ``number`` units ahead of unit ``index``. All ranks must set the same number."""
+        found = range(index + 1, min(len(self.units), index + 1 + number))
+        if backward:
+            found = range(index - 1, max(0, index - 1 - number), -1)
+        self.windows[backward][index] = found
+
     def go_to(self, unit: Unit, *, backward: bool) -> None:
-        """Gather ``unit``, prefetch its successors, and release its predecessor.
+        """Gather ``unit`` and its window ahead of use, and release its predecessor.
 
         Waits for ``unit`` if it is a block. For the root and the tail the caller waits, after
         launching the gathers of the first block and the tail.
@@ -88,12 +103,17 @@ class UnitSet:
             previous, self.current = self.current or unit, unit
             if previous is not unit and (backward or previous.index not in self.stay_gathered):
                 self.release(previous)
-        window, strays = self.prefetch.enter(index, backward=backward)
-        for stray in strays:
-            if backward or stray not in self.stay_gathered:
-                self.release(self.units[stray])
+        window = self.windows[backward][index]
+        before, self._ahead = self._ahead, []
+        for origin, other in before:
+            is_next = other == index or other in window
+            if (origin > index > other) if backward else (origin < index < other):
+                self._ahead.append((origin, other))
+            # A block that is not used next: the model leaves the order of the module tree.
+            elif not is_next and (backward or other not in self.stay_gathered):
+                self.release(self.units[other])
         if index not in self.ready:
-            unit.gather(backward=backward)
+            self.gather(unit, backward=backward)
         if unit.hints is not None:
             unit.hints.announce(index, backward=backward)
         if unit.is_block:
@@ -105,8 +125,13 @@ class UnitSet:
             if not ahead.is_exchanged and not ahead.is_updated():
                 continue  # gathering would block until the tier has updated the unit
             if ahead.is_block:  # only blocks are released if not used next
-                self.prefetch.ahead.append((index, number))
-            ahead.gather(backward=backward)
+                self._ahead.append((index, number))
+            self.gather(ahead, backward=backward)
+
+    def gather(self, unit: Unit, *, exact: bool = False, backward: bool = False) -> None:
+        """Start to gather ``unit``, unless it is gathered: see `FlatParams.gather`."""
+        for flat in unit.params:
+            flat.gather(exact=exact, backward=backward)
 
     def launch_tail(self) -> None:
         """Launch the gather of the tail. Reads of its parameters wait from now on."""
@@ -114,7 +139,7 @@ class UnitSet:
         if tail is None or tail.index in self.ready:
             return
         if tail.is_exchanged or tail.is_updated():  # a local gather must not wait for an update
-            tail.gather()
+            self.gather(tail)
         for flat in tail.params:
             flat.defer()
 
@@ -122,7 +147,7 @@ class UnitSet:
         """Gather the tail unless it is gathered, and wait for it."""
         if self.tail is not None and self.tail.index not in self.ready:
             with self._opening_tail:
-                self.tail.gather()
+                self.gather(self.tail)
                 self.wait(self.tail)
 
     def _await_tail(self) -> None:
@@ -135,7 +160,7 @@ class UnitSet:
     def gather_exact(self, unit: Unit) -> None:
         """Gather ``unit`` without quantization. Does nothing if it is already gathered."""
         if unit.index not in self.ready:
-            unit.gather(exact=True)
+            self.gather(unit, exact=True)
             self.wait(unit)
 
     def wait(self, unit: Unit) -> None:
@@ -171,9 +196,10 @@ class UnitSet:
 
     def release_all(self, stays: frozenset[int] = frozenset()) -> None:
         """Release every unit, root and tail included, except those in ``stays``."""
-        self.saved.release_references()
+        self.saved.referenced.clear()
+        self.saved.references.pop_all().close()  # parameters gathered for `SavedParam`
         self.current = self.saved.entered = None
-        self.prefetch.ahead.clear()
+        self._ahead.clear()
         for unit in self.units:
             if unit.index not in stays:
                 self.release(unit)

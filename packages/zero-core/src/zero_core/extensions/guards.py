@@ -1,17 +1,41 @@
-"""Checks during training: differing replicas, parameters without gradient, repeated backwards."""
+"""Checks during training: changed models, differing replicas, unused parameters, repeated rounds.
+
+[Note: what a model may not do after build()]
+The engine keeps the values of parameters in its own memory, and gradient hooks on the parameter
+objects. It does not track a parameter that is replaced, added, or tied to another name later, nor
+one whose memory is replaced (``module.double()``, ``param.data = ...``, ``param.set_()``). The next
+forward with gradients, or the next step, raises an error. Operations that keep objects and memory
+are allowed: ``requires_grad_``, ``module.to`` of the same device and dtype, in-place writes within
+`gathered`, wrappers around modules, modules without parameters, `torch.func.functional_call`.
+
+[Note: trainable and frozen]
+A parameter is *trainable* if it is in an optimizer group when the engine is built, and not of an
+integer dtype. It has a gradient, a master weight and optimizer state in the layout. Its
+``requires_grad`` may be switched off and on between steps, equally on all ranks. While it is off, a
+step does not change the parameter and its state, as torch's optimizers skip a parameter without
+``.grad``. The parameter keeps its memory and is still gathered with its unit. All other parameters
+are frozen permanently: they have only values, and unfreezing one is an error.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections import Counter, deque
+from itertools import chain
+from operator import is_
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from zero_core._torch import outside_graphs
 from zero_core.config import Config
 from zero_core.core.extension import Extension
 from zero_core.core.facts import Facts
 from zero_core.errors import ConfigError, RankMismatchError, UnusedParameterError
+from zero_core.layout.discovery import plain_name
 from zero_core.optim.train_state import TrainState
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.update import updates_in_backward
@@ -22,6 +46,114 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_NAMED = 4
 _NUM_COMPARED = 3
 """Number of previous micro-steps with which a micro-step is compared."""
+_ADVICE = (
+    "Write values within engine.gathered(modifier_rank=...); to change the model itself, end the "
+    "engine by engine.unwrap() and build another one"
+)
+
+
+class ModelGuard(Extension):
+    """Check that the model has the parameters that it had at build(), and see its new buffers."""
+
+    def __init__(self, state: ShardedState) -> None:
+        self._state = state
+        names = state.param_names
+        self._num_names = Counter(map(id, _named(state.module).values()))
+        self._name_of = {key: name for key, name in names.items() if self._num_names[key]}
+        trainable = set(map(id, state.trained_params))
+        self._frozen = [p for p in state.module.parameters() if id(p) not in trainable]
+
+        self._known: list[Tensor | None] = []  # the buffers that were described last
+        self._forms: list[tuple[torch.Size, torch.dtype] | None] | None = None  # their forms
+
+    def watch(self) -> RemovableHandle:
+        """Check the model before each forward with gradients, from now on."""
+        self._remember_places()
+
+        def hook(module: nn.Module, args: Any) -> None:
+            if torch.is_grad_enabled():
+                self._check(has_substitutes=True)
+
+        return self._state.module.register_forward_pre_hook(outside_graphs(hook), prepend=True)
+
+    def before_update(self, number: int) -> None:
+        self._check(has_substitutes=False)
+
+    def fill(self, facts: Facts) -> None:
+        buffers = [*chain.from_iterable(self._buffers)]
+        forms = [None if buffer is None else (buffer.shape, buffer.dtype) for buffer in buffers]
+        if forms != self._forms or not all(map(is_, buffers, self._known)):
+            self._known, self._forms = buffers, forms
+            self._state.common_buffers.describe()
+
+    def _check(self, *, has_substitutes: bool) -> None:
+        """Raise if a parameter of the model was added, replaced, removed, moved or unfrozen."""
+        # Runs at each forward, so the modules' dictionaries are compared in C.
+        if (
+            any(self._empty)
+            or sum(map(len, self._places)) != len(self._entries)
+            or not all(map(is_, chain.from_iterable(self._places), self._entries))
+        ):
+            self._check_names(has_substitutes=has_substitutes)
+        for values in self._state.params:
+            shown = values.shown
+            if (position := shown.misplaced()) is not None:
+                param = shown.params[position]
+                expected = f"{shown.dtype_of(position)} on {values.device}"
+                raise RuntimeError(
+                    f"parameter {self._state.param_names[id(param)]} was given other memory after "
+                    f"build() ({param.dtype} on {param.device}, {expected} expected), as by "
+                    "module.to(), module.double(), param.data = ... or param.set_(): the engine "
+                    f"would not follow it. Cast and move a model before build(). {_ADVICE}"
+                )
+            if (written := shown.written) is not None:
+                shown.written = None
+                raise RuntimeError(shown.refusal(written, is_write=True))
+        for param in self._frozen:
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"parameter {self._name_of[id(param)]} requires a gradient now, but was in no "
+                    "optimizer group when the engine was built: nothing would update it. Freeze it "
+                    "again; or build the engine while it requires a gradient (or with an optimizer "
+                    "over it), and freeze it after build() until it is to be trained"
+                )
+
+    def _remember_places(self) -> None:
+        modules = list(self._state.module.modules())
+        dicts: list[dict[str, Any]] = [m._parameters for m in modules]
+        dicts += [m._modules for m in modules]
+        self._empty = [d for d in dicts if not d]
+        self._places = [d.values() for d in dicts if d]  # views that reflect changes of the dicts
+        self._entries = list(chain.from_iterable(self._places))
+        self._buffers = [m._buffers.values() for m in modules]
+        self._forms = None  # the same buffers may have other names now
+
+    def _check_names(self, *, has_substitutes: bool) -> None:
+        named = _named(self._state.module)
+        known = set(self._name_of.values())
+        for name, param in named.items():
+            if id(param) not in self._name_of:
+                if has_substitutes and not isinstance(param, nn.Parameter):
+                    continue
+                what = "was replaced" if plain_name(name) in known else "was added to the model"
+                raise RuntimeError(
+                    f"parameter {name} {what} after build(): nothing would train or save it. "
+                    f"{_ADVICE}"
+                )
+        num_names = Counter(map(id, named.values()))
+        for key, name in self._name_of.items():
+            if num_names[key] > self._num_names[key]:
+                raise RuntimeError(
+                    f"parameter {name} was tied to a further place after build(), where it would "
+                    f"not be gathered. {_ADVICE}"
+                )
+            if not num_names[key] and not has_substitutes:
+                raise RuntimeError(
+                    f"parameter {name} was removed from the model after build(): nothing would "
+                    f"train it, and it would still be saved. {_ADVICE}"
+                )
+        if len(num_names) == len(self._name_of):
+            self._remember_places()  # only wrappers or modules without parameters changed
 
 
 class ReplicaCheck(Extension):
@@ -135,7 +267,7 @@ class RepeatedRounds(Extension):
         if not is_new:
             return
         train = self._train
-        place = train.accumulation.micro_steps, train.num_drops
+        place = train.micro_steps, train.num_drops
         if place[0] > self._place[0] and self._num_rounds:
             self._before.append(self._num_rounds)
             if not self._is_first_known and len(self._before) == _NUM_COMPARED:
@@ -168,3 +300,7 @@ class RepeatedRounds(Extension):
             self._is_told = True
             place = (self._rank, self._train.global_steps + 1)
             _log.warning("rank %d, step %d: " + text + ". This is said once", *place, number)
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False))

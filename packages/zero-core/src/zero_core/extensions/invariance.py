@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import is_in_backward, outside_graphs, seed_generators
-from zero_core.comm.communicator import Communicator, NamedReduction
+from zero_core.comm.communicator import Communicator, NamedWork
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.fused_sum import sum_dtype
 from zero_core.comm.groups import Ranks
@@ -60,7 +60,7 @@ class Invariance(Extension):
     @property
     def _place(self) -> tuple[int, int, int]:
         train = self._train
-        return train.global_steps, train.accumulation.count, train.num_drops
+        return train.global_steps, train.num_accumulated, train.num_drops
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not module.training or is_in_backward():
@@ -124,7 +124,7 @@ class SequentialGrads(FlatGrads):
             grad = grad.to(self.plan.communicated)
         super().add(position, grad)
 
-    def _start_reduction(self, target: Tensor, full: Tensor) -> NamedReduction:
+    def _start_reduction(self, target: Tensor, full: Tensor) -> NamedWork:
         if self.shard.is_empty and target.dtype is sum_dtype(full.dtype):
             return super()._start_reduction(target, full)
         if self.shard.is_empty:

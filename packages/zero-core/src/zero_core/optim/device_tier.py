@@ -329,8 +329,7 @@ class DeviceTier(FlatTier):
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
         for start, _, dtype in grads:
-            master = self._master_dtype(start)
-            if self._parts and dtype != master:
+            if self._parts and dtype != (master := self._master_dtype(start)):
                 self._buffer(master)
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
@@ -406,9 +405,8 @@ class DeviceTier(FlatTier):
             # Turns are not reusable if the optimizer creates states in this step.
             self._plan_key = key if has_states else None
         for turn in self._turns:
-            if self._watcher is not None:
-                for start, stop in turn.extents.values():
-                    self._watcher.before_change(start, stop)
+            for start, stop in turn.extents.values() if self._watcher is not None else ():
+                self._announce(start, stop)
             self._run(turn, grad_scale)
             if self._plan_key is None and len(self._turns) > 1:
                 release_free_pages()
@@ -565,9 +563,8 @@ class DeviceTier(FlatTier):
 
     def _probe(self) -> dict[torch.dtype, dict[str, torch.dtype]]:
         """Return names and dtypes of the possible states, by the dtype of the master weights."""
-        groups = self._optimizer.param_groups
         return {
-            dtype: probe_states(self._make, groups, self._device, dtype)
+            dtype: probe_states(self._make, self._optimizer.param_groups, self._device, dtype)
             for dtype in dict.fromkeys(master.dtype for _, master in self._masters.chunks)
         }
 

@@ -19,49 +19,6 @@ _log = logging.getLogger(__name__)
 _NUMBER = int | float
 
 
-class Accumulation:
-    """Counter of micro-steps (the forward and backward of one micro-batch) within a step."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps  # micro-steps per optimizer step
-        self.micro_steps = 0  # finished micro-steps of the whole training
-        self.count = 0  # finished micro-steps of the current step; 0 between two steps
-        self.override: bool | None = None  # whether this micro-step is the last one; None: by count
-
-    def check_ended(self, *, or_dropped: bool = False) -> None:
-        """Raise CheckpointError within an accumulation, unless its gradients will be dropped."""
-        if self.count and not or_dropped:
-            raise CheckpointError(
-                f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
-                f"{self.count} are done: save after a step"
-            )
-
-    def set_steps(self, steps: int) -> None:
-        if steps < 1:
-            raise ValueError(f"gradient_accumulation_steps = {steps}: expected 1 or more")
-        if self.count:
-            raise RuntimeError(f"{self.count} micro-steps of a step are done: set it after step()")
-        self.steps = steps
-
-    def is_boundary(self) -> bool:
-        """Whether the current micro-step is the last one of its step."""
-        return self.count + 1 >= self.steps if self.override is None else self.override
-
-    def enter_micro_step(self, number: int) -> None:
-        """Continue with micro-step ``number`` (from 0) of the current step."""
-        self.micro_steps += number - self.count
-        self.count = number
-
-    def end_micro_step(self) -> None:
-        self.count = 0 if self.is_boundary() else self.count + 1
-        self.micro_steps += 1
-
-    def forget(self) -> None:
-        """Uncount the micro-steps of the current step, because its gradients were dropped."""
-        self.micro_steps -= self.count
-        self.count = 0
-
-
 class LossScaler:
     """Loss scale of fp16, constant or dynamic (Micikevicius et al., arXiv 1710.03740, section 3.2).
 
@@ -125,7 +82,7 @@ class LossScaler:
 
 
 class TrainState:
-    """Counters, accumulation, loss scale, schedule and parameter groups of one training."""
+    """Counters of steps and micro-steps, loss scale, schedule and parameter groups."""
 
     def __init__(
         self,
@@ -139,7 +96,10 @@ class TrainState:
         self.global_steps = 0  # optimizer steps so far, including skipped ones
         self.skipped_steps = 0  # steps skipped because a gradient was not finite
         self.num_drops = 0  # number of times that gradients were dropped, with or without a step
-        self.accumulation = Accumulation(config.gradient_accumulation_steps)
+        self.accumulation_steps = config.gradient_accumulation_steps  # micro-steps per step
+        self.micro_steps = 0  # finished micro-steps of the whole training
+        self.num_accumulated = 0  # finished micro-steps of the current step; 0 between two steps
+        self.declared_boundary: bool | None = None  # `is_boundary` if the program sets it
         self._num_parts = 1  # divisor of losses, in addition to the number of micro-steps
         if config.world_size_invariant:
             step_size = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
@@ -151,9 +111,37 @@ class TrainState:
         self._steps_per_print = config.steps_per_print
         self._rank = rank
 
+    def is_boundary(self) -> bool:
+        """Whether the current micro-step is the last one of its step."""
+        if self.declared_boundary is not None:
+            return self.declared_boundary
+        return self.num_accumulated + 1 >= self.accumulation_steps
+
+    def set_accumulation_steps(self, steps: int) -> None:
+        if steps < 1:
+            raise ValueError(f"gradient_accumulation_steps = {steps}: expected 1 or more")
+        if self.num_accumulated:
+            raise RuntimeError(
+                f"{self.num_accumulated} micro-steps of a step are done: set it after step()"
+            )
+        self.accumulation_steps = steps
+
+    def check_ended(self, *, or_dropped: bool = False) -> None:
+        """Raise CheckpointError within an accumulation, unless its gradients will be dropped."""
+        if self.num_accumulated and not or_dropped:
+            raise CheckpointError(
+                f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
+                f"{self.num_accumulated} are done: save after a step"
+            )
+
+    def enter_micro_step(self, number: int) -> None:
+        """Continue with micro-step ``number`` (from 0) of the current step."""
+        self.micro_steps += number - self.num_accumulated
+        self.num_accumulated = number
+
     def scale(self, loss: Tensor, over: int | None) -> Tensor:
         """Return ``loss`` times the loss scale, divided by ``over`` or by the micro-steps."""
-        steps = self.accumulation.steps if over is None else over
+        steps = self.accumulation_steps if over is None else over
         if steps < 1:
             raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
         steps *= self._num_parts
@@ -167,7 +155,8 @@ class TrainState:
 
     def step_taken(self) -> None:
         """Update the loss scale and the schedule after a step that was not skipped."""
-        self.scaler.update(is_overflow=False)
+        if self.scaler.config.enabled:
+            self.scaler.update(is_overflow=False)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
@@ -191,14 +180,15 @@ class TrainState:
             _log.info(text, *counts, self.scaler.scale, self.grad_norm)
 
     def end_micro_step(self) -> None:
-        self.accumulation.end_micro_step()
+        self.num_accumulated = 0 if self.is_boundary() else self.num_accumulated + 1
+        self.micro_steps += 1
         self.scaler.is_applied = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters, loss scale, hyperparameters and schedule, for a checkpoint."""
         return {
             "global_steps": self.global_steps,
-            "micro_steps": self.accumulation.micro_steps,
+            "micro_steps": self.micro_steps,
             "skipped_steps": self.skipped_steps,
             "loss_scaler": self.scaler.state_dict(),
             "param_groups": self.hyperparameters(),
@@ -258,8 +248,8 @@ class TrainState:
         if "progress" not in without:
             self.global_steps = saved["global_steps"]
             # The number of micro-steps per step may have changed since the save.
-            self.accumulation.micro_steps = self.global_steps * self.accumulation.steps
-            self.accumulation.count = 0
+            self.micro_steps = self.global_steps * self.accumulation_steps
+            self.num_accumulated = 0
             self.skipped_steps = saved["skipped_steps"]
             self.scaler.load_state_dict(saved["loss_scaler"])
         groups = saved["param_groups"]
@@ -285,9 +275,9 @@ class TrainState:
         _log.warning(
             "rank %d: step %d starts again from its first micro-step, as the last backward did not "
             "end (%d micro-steps were done)",
-            *(self._rank, self.global_steps, self.accumulation.count),
+            *(self._rank, self.global_steps, self.num_accumulated),
         )
-        self.accumulation.forget()
+        self.enter_micro_step(0)
 
 
 def check_progress(saved: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Offloading of an engine's device memory, and checks of the engine and its model.
+"""Offloading of an engine's device memory, and refusal of calls that need it.
 
 [Note: emptied storages]
 Each long-lived buffer is one storage with many views. To offload a buffer, its bytes are copied to
@@ -10,43 +10,23 @@ Reading an emptied storage would crash. So parameters become placeholders, tempo
 every module of the model refuse a forward, and no backward may begin. At stages 0 to 2 offloading
 increments the version of the parameters. So torch refuses the backward of an earlier forward, even
 after reloading.
-
-[Note: what a model may not do after build()]
-The engine keeps the values of parameters in its own memory, and gradient hooks on the parameter
-objects. It does not track a parameter that is replaced, added, or tied to another name later, nor
-one whose memory is replaced (``module.double()``, ``param.data = ...``, ``param.set_()``). The next
-forward with gradients, or the next step, raises an error. Operations that keep objects and memory
-are allowed: ``requires_grad_``, ``module.to`` of the same device and dtype, in-place writes within
-`gathered`, wrappers around modules, modules without parameters, `torch.func.functional_call`.
-
-[Note: trainable and frozen]
-A parameter is *trainable* if it is in an optimizer group when the engine is built, and not of an
-integer dtype. It has a gradient, a master weight and optimizer state in the layout. Its
-``requires_grad`` may be switched off and on between steps, equally on all ranks. While it is off, a
-step does not change the parameter and its state, as torch's optimizers skip a parameter without
-``.grad``. The parameter keeps its memory and is still gathered with its unit. All other parameters
-are frozen permanently: they have only values, and unfreezing one is an error.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero_core._torch import outside_graphs, storage_of
+from zero_core._torch import storage_of
 from zero_core.core.extension import Extensions
 from zero_core.core.passes import Passes
 from zero_core.layout.arithmetic import Layout
-from zero_core.layout.discovery import plain_name
 from zero_core.object_methods import ObjectMethods
 from zero_core.protocols import DeviceMemory
 from zero_core.sharded.edits import Edits
@@ -55,10 +35,6 @@ from zero_core.sharded.sharded_state import ShardedState
 
 _log = logging.getLogger(__name__)
 _FLATTEN = nn.RNNBase.flatten_parameters.__name__
-_ADVICE = (
-    "Write values within engine.gathered(modifier_rank=...); to change the model itself, end the "
-    "engine by engine.unwrap() and build another one"
-)
 
 
 class StatePart(StrEnum):
@@ -117,7 +93,7 @@ class DeviceStates:
         edits: Edits,
         extensions: Extensions,
     ) -> None:
-        """Note the model's parameters. ``holders``: objects that may have further device memory."""
+        """``holders``: objects that may have further device memory."""
         self.edits = edits
         self._extensions = extensions
         self._memory = memory
@@ -126,13 +102,8 @@ class DeviceStates:
         self._holders = [holder for holder in holders if isinstance(holder, DeviceMemory)]
         self._away: dict[StatePart, list[_HostCopy]] = {}
         self._refusals: list[RemovableHandle] = []
-        self.ended_by = ""  # name of the call that ended the engine
-        names = state.param_names
-        self._num_names = Counter(map(id, _named(state.module).values()))
-        self._name_of = {key: name for key, name in names.items() if self._num_names[key]}
-        trainable = set(map(id, state.trained_params))
-        self._frozen = [p for p in state.module.parameters() if id(p) not in trainable]
-        self._remember_places()
+        self._ended_by = ""  # name of the call that ended the engine
+        self.refuses = False  # whether parts are offloaded or the engine has ended
 
     @property
     def offloaded(self) -> frozenset[StatePart]:
@@ -154,10 +125,10 @@ class DeviceStates:
 
         A call that needs all parts also waits for pending exchanges and calls `Edits.find`.
         """
-        if self.ended_by:
+        if self._ended_by:
             raise RuntimeError(
                 f"rank {self._state.control.rank}: {what} of an engine that has ended, by "
-                f"{self.ended_by}: its model may have other values and another engine since. Go "
+                f"{self._ended_by}: its model may have other values and another engine since. Go "
                 "on with the model as it is, or build another engine"
             )
         if self._away and needed & self._away.keys():
@@ -166,6 +137,11 @@ class DeviceStates:
             # On all ranks the exchanges of ``what`` must follow those of the last publication.
             self._passes.units.drain()
             self.edits.find()
+
+    def end(self, call: str) -> None:
+        """Refuse every later call, because ``call`` has ended the engine."""
+        self._ended_by = self._ended_by or call
+        self.refuses = True
 
     def check_states(self, what: str) -> None:
         """Call `check` before a read of master weights, and apply pending edits to them."""
@@ -180,82 +156,6 @@ class DeviceStates:
             f"rank {self._state.control.rank}: {what} while {away} are offloaded: call "
             "reload_states() first, on every rank, when the device has room for them"
         )
-
-    def watch_model(self) -> RemovableHandle:
-        """Register a hook that calls `check_model` before each forward with gradients."""
-
-        def hook(module: nn.Module, args: Any) -> None:
-            if torch.is_grad_enabled():
-                self.check_model(has_substitutes=True)
-
-        return self._state.module.register_forward_pre_hook(outside_graphs(hook), prepend=True)
-
-    def check_model(self, *, has_substitutes: bool = False) -> None:
-        """Raise if a parameter of the model was added, replaced, removed, moved or unfrozen."""
-        # Runs at each forward, so the modules' dictionaries are compared in C.
-        if (
-            any(self._empty)
-            or sum(map(len, self._places)) != len(self._entries)
-            or not all(map(is_, chain.from_iterable(self._places), self._entries))
-        ):
-            self._check_names(has_substitutes=has_substitutes)
-        for values in self._state.params:
-            shown = values.shown
-            if (position := shown.misplaced()) is not None:
-                param = shown.params[position]
-                expected = f"{shown.dtype_of(position)} on {values.device}"
-                raise RuntimeError(
-                    f"parameter {self._state.param_names[id(param)]} was given other memory after "
-                    f"build() ({param.dtype} on {param.device}, {expected} expected), as by "
-                    "module.to(), module.double(), param.data = ... or param.set_(): the engine "
-                    f"would not follow it. Cast and move a model before build(). {_ADVICE}"
-                )
-            if (written := shown.written) is not None:
-                shown.written = None
-                raise RuntimeError(shown.refusal(written, is_write=True))
-        for param in self._frozen:
-            if param.requires_grad:
-                raise RuntimeError(
-                    f"parameter {self._name_of[id(param)]} requires a gradient now, but was in no "
-                    "optimizer group when the engine was built: nothing would update it. Freeze it "
-                    "again; or build the engine while it requires a gradient (or with an optimizer "
-                    "over it), and freeze it after build() until it is to be trained"
-                )
-
-    def _remember_places(self) -> None:
-        modules = list(self._state.module.modules())
-        dicts: list[dict[str, Any]] = [m._parameters for m in modules]
-        dicts += [m._modules for m in modules]
-        self._empty = [d for d in dicts if not d]
-        self._places = [d.values() for d in dicts if d]  # views that reflect changes of the dicts
-        self._entries = list(chain.from_iterable(self._places))
-
-    def _check_names(self, *, has_substitutes: bool) -> None:
-        named = _named(self._state.module)
-        known = set(self._name_of.values())
-        for name, param in named.items():
-            if id(param) not in self._name_of:
-                if has_substitutes and not isinstance(param, nn.Parameter):
-                    continue
-                what = "was replaced" if plain_name(name) in known else "was added to the model"
-                raise RuntimeError(
-                    f"parameter {name} {what} after build(): nothing would train or save it. "
-                    f"{_ADVICE}"
-                )
-        num_names = Counter(map(id, named.values()))
-        for key, name in self._name_of.items():
-            if num_names[key] > self._num_names[key]:
-                raise RuntimeError(
-                    f"parameter {name} was tied to a further place after build(), where it would "
-                    f"not be gathered. {_ADVICE}"
-                )
-            if not num_names[key] and not has_substitutes:
-                raise RuntimeError(
-                    f"parameter {name} was removed from the model after build(): nothing would "
-                    f"train it, and it would still be saved. {_ADVICE}"
-                )
-        if len(num_names) == len(self._name_of):
-            self._remember_places()  # only wrappers or modules without parameters changed
 
     def _settle(self) -> None:
         """Release all units, and wait until the gradients' memory is unused."""
@@ -308,6 +208,7 @@ class DeviceStates:
         if StatePart.PARAMETERS in wanted:
             self._passes.units.vacate()
         self._away |= copies
+        self.refuses = True
         for copy in (copy for part in copies.values() for copy in part):
             copy.storage.resize_(0)
         if StatePart.BUFFERS in wanted:
@@ -340,6 +241,7 @@ class DeviceStates:
         if StatePart.BUFFERS in self._away and device.type != "cpu":
             self._memory.pools.reserve()
         self._away.clear()
+        self.refuses = bool(self._ended_by)
         self._memory.forget_views()
         for values in self._state.params:
             values.reoccupy()
@@ -378,7 +280,3 @@ def warn_frozen(layout: Layout, params: Sequence[Tensor]) -> None:
             sum(spec.numel for spec in found),
             found[0].name,
         )
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters(remove_duplicate=False))

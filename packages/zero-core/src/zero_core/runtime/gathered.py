@@ -402,7 +402,9 @@ class GatheredParams:
         """Gather the ``wanted`` parameters of ``unit``. Add those that are copied to ``copies``."""
         used = [running.unit for running in self._passes.forward.running]
         is_used = is_in_backward() or any(u is unit or (u.is_root and unit.is_tail) for u in used)
-        is_needed = self._units.has_full_params or (is_used and unit.is_current)
+        is_needed = self._units.has_full_params or (
+            is_used and all(flat.is_current for flat in unit.params)
+        )
         copied = [] if is_needed else [place for place in wanted if not place[0].is_kept]
         # Another context's copy is held again below, because that context may end first.
         missing = [(flat, n) for flat, n in copied if flat.shown.copy_of(n) is None]

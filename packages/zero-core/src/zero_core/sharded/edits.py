@@ -73,6 +73,7 @@ class Edits(Extension):
         self._state = state
         self._facts = facts
         self._kept = [flat for flat in state.params if flat.is_kept and flat.segment.is_trainable]
+        self.is_needed = bool(self._kept)  # sharded parameters are written within `gathered` only
         # By name of each parameter marked since the last step: a checksum if written, or None.
         self._marked: dict[str, int | None] = {}
         # By name of each parameter with writes to apply: this rank's piece, and all elements.
@@ -99,6 +100,9 @@ class Edits(Extension):
 
     def fill(self, facts: Facts) -> None:
         facts.put("written", sum(checksum is not None for checksum in self._marked.values()))
+
+    def before_update(self, number: int) -> None:
+        self.find()
 
     def before_early_update(self) -> None:
         self.find()

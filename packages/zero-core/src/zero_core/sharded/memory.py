@@ -17,7 +17,7 @@ from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
 from zero_core.core.access import ShownParams
 from zero_core.core.grads import Arithmetic, GradientBuffers
-from zero_core.core.params import DeviceShard, FlatParams, ShardSource
+from zero_core.core.params import FlatParams, Shard
 from zero_core.core.pool import (
     Allocate,
     Arena,
@@ -408,7 +408,7 @@ class Memory:
     ) -> FlatParams:
         index, span = segment.index, self.spans.get(segment.index)
         pool, staging = self._pools_of[index]
-        source: ShardSource
+        source: Shard
         if index in self._offloaded.indices:
             param_tier, stream = self._offloaded.tier, self._stream
             assert param_tier is not None
@@ -416,7 +416,7 @@ class Memory:
             assert staging is not None
             source = OffloadedShard(segment, param_tier, stream, staging, communicator, tier, span)
         else:
-            source = DeviceShard(index, self._shard(segment), communicator, tier, span)
+            source = Shard(segment, self._shard(segment), communicator, tier, span)
         params = [self._found.params[slot.param] for slot in segment.slots]
         here = set(map(id, params))
         shown = ShownParams(

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
-from zero_core.core.params import FlatParams, ShardSource
+from zero_core.core.params import FlatParams, Shard
 from zero_core.core.pool import BufferPool, CopyStream
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.protocols import ParamTier, StateTier, Work
@@ -71,7 +71,7 @@ class OffloadedSegments:
         return frozenset(segment.index for segment in self.segments)
 
 
-class OffloadedShard(ShardSource):
+class OffloadedShard(Shard):
     """This rank's shard of one segment, held by a `ParamTier`."""
 
     def __init__(
@@ -85,15 +85,16 @@ class OffloadedShard(ShardSource):
         span: tuple[int, int] | None,
     ) -> None:
         """``stream`` copies the shard into a buffer of ``staging``, which is then gathered."""
-        super().__init__(communicator, tier, span)
-        self._segment = segment
+        super().__init__(segment, None, communicator, tier, span)
         self._param_tier = param_tier
         self._stream = stream
         self._staging = staging
 
-    def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
+    def gather(
+        self, full: Tensor, *, version: int, backward: bool, is_beside: bool = False
+    ) -> Work:
         with self._stream:
-            self.wait_update()
+            self.wait_update(is_beside=is_beside)
             index = self._segment.index
             if self._segment.world_size == 1:
                 return self._param_tier.fetch(index, full)

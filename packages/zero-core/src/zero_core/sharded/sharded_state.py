@@ -18,6 +18,7 @@ broadcast.)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -53,24 +54,30 @@ class CommonBuffers:
     """The model's buffers on which all ranks agree, and their broadcast."""
 
     def __init__(self, model: nn.Module) -> None:
+        self.described: Mapping[str, str] = {}  # what the last `describe` returned
+        self.is_changed = False  # whether `describe` was called after the last `confirm`
+        self.handles: list[Any] = []  # handles of the hooks on a model with buffers
         self._model = model
         self._seen: list[_Buffer] = []
         self._agreed: list[_Buffer] = []  # empty until `confirm`
-        self.handles: list[Any] = []  # handles of the hooks that `attach` registers
+        self._control: ControlGroup | None = None  # while attached to a model on several ranks
+        self._is_due = True
 
     def describe(self) -> Mapping[str, str]:
         """Return dtype and shape of this rank's buffers, by name."""
-        self._seen, said = [], {}
+        self._seen, said = [], dict[str, str]()
         for name, module in self._model.named_modules():
             for key, b in module._buffers.items():
                 if b is not None:
                     self._seen.append(_Buffer(module, key, b.dtype, b.shape, b.device))
                     said[f"buffer {name}{'.' if name else ''}{key}"] = f"{b.dtype} {tuple(b.shape)}"
+        self.described, self.is_changed = said, True
         return said
 
     def confirm(self) -> None:
         """Use the list of the last `describe` call, which is equal on all ranks."""
-        self._agreed = self._seen
+        self._agreed, self.is_changed = self._seen, False
+        self._add_hooks()
 
     def by_dtype(self) -> Mapping[torch.dtype, list[tuple[Tensor, bool]]]:
         """Return pairs, by dtype: an agreed buffer and True, or zeros and False if it changed."""
@@ -84,33 +91,33 @@ class CommonBuffers:
         return found
 
     def attach(self, control: ControlGroup, backward: BackwardPass) -> None:
-        """Register hooks on the model, if there are several ranks."""
-        if control.world_size == 1:
-            return
-        self._control = control
-        self._is_due = True
+        """Broadcast the buffers from now on, if there are several ranks."""
+        if control.world_size > 1:
+            self._control = control
+            self._backward = weakref.ref(backward)  # which references this object
+            self._add_hooks()
 
-        def after(*hook_args: Any) -> None:
-            # Storing ``backward`` in this object would form a reference cycle.
-            self._post_forward(backward)
-
-        before = outside_graphs(self._pre_forward)
-        self.handles.append(self._model.register_forward_pre_hook(before, prepend=True))
-        self.handles.append(self._model.register_forward_hook(outside_graphs(after)))
+    def _add_hooks(self) -> None:
+        if self._agreed and self._control is not None and not self.handles:
+            before, after = outside_graphs(self._pre_forward), outside_graphs(self._post_forward)
+            self.handles.append(self._model.register_forward_pre_hook(before, prepend=True))
+            self.handles.append(self._model.register_forward_hook(after))
 
     def remove(self) -> None:
+        self._control = None
         while self.handles:
             self.handles.pop().remove()
 
-    def idle_forward(self, backward: BackwardPass) -> None:
+    def idle_forward(self) -> None:
         """Take part in the broadcast before the other ranks' next forward, without running one."""
         if self.handles:
             self._pre_forward()
-            self._post_forward(backward)
+            self._post_forward()
 
     def _pre_forward(self, *hook_args: Any) -> None:
         if is_in_backward() or not self._is_due:  # skip recomputed forwards
             return
+        assert self._control is not None, "the hooks are removed with it"
         for same in self.by_dtype().values():  # look up each time: a module may replace its buffers
             flat = torch.cat([buffer.detach().reshape(-1) for buffer, _ in same])
             self._control.broadcast(flat)
@@ -121,8 +128,9 @@ class CommonBuffers:
                 if is_here and self._control.rank != 0:
                     buffer.data.copy_(part.view_as(buffer))
 
-    def _post_forward(self, backward: BackwardPass) -> None:
-        if not is_in_backward():
+    def _post_forward(self, *hook_args: Any) -> None:
+        backward = self._backward()
+        if backward is not None and not is_in_backward():
             self._is_due = torch.is_grad_enabled() and backward.should_sync
 
 
@@ -258,7 +266,10 @@ class ShardedState:
         places = self.places_of[id(param)]
         for flat, _ in places:
             flat.refresh()
-        return all(flat.has_values_of(position) for flat, position in places)
+        return all(
+            flat.is_current or (flat.shown.copy_of(i) is not None and not flat.shown.is_shown)
+            for flat, i in places
+        )
 
     def own_part(self, param: nn.Parameter) -> Tensor:
         """Return this rank's elements of ``param``, 1-D: a view of its shard, for reading only.

@@ -10,7 +10,7 @@ Activation checkpointing restores the generator state at the start of a block to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -29,15 +29,13 @@ class ScaledLoss(Protocol):
 class MicroBatches:
     """Driver that runs forward and backward of one micro-batch after another."""
 
+    why_joint: ClassVar[str] = ""  # why a step's micro-batches cannot be computed one by one
     handles: Sequence[Any] = ()  # handles of hooks on modules
 
     def __init__(self, train: TrainState, state: ShardedState) -> None:
         self._train = train
         self._place = state.control.place
         self._device = state.device
-
-    def check_apart(self, call: str) -> None:
-        """Raise if ``call``, which runs a single micro-batch, is not possible with this driver."""
 
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
         """Run all micro-batches of a step. Return their losses, detached.
@@ -49,7 +47,7 @@ class MicroBatches:
         for number, batch in enumerate(batches):
             if number:
                 self._train.end_micro_step()
-            seed_generators(self._device, seed, self._train.accumulation.micro_steps)
+            seed_generators(self._device, seed, self._train.micro_steps)
             loss, scaled = loss_of(batch)
             with self._place.during("backward"):
                 scaled.backward()  # type: ignore[no-untyped-call]

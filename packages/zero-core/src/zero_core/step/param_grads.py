@@ -87,8 +87,8 @@ allow_foreach(TrainedParameter)
 
 
 @dataclass(slots=True)
-class _Complete:
-    """A segment whose gradient may be read, with the tensors that users read or set."""
+class _Given:
+    """A segment's complete gradient, with the tensors that users read or set."""
 
     grads: FlatGrads
     # By position in the segment. None: set to None by the user.
@@ -97,7 +97,14 @@ class _Complete:
 
 
 class ParamGrads:
-    """The gradient of a step by parameter, and the changes that user code makes to it."""
+    """The gradient of a step by parameter, and the changes that user code makes to it.
+
+    Attributes:
+        complete: complete gradients of the step, by segment. `StepGradient` adds and removes them.
+        given: tensors that user code has read or set, by segment, of the ``complete`` gradients.
+        is_used: whether user code has ever read or set a gradient. If not, no method has an effect.
+        set_params: parameters set after the facts were summed.
+    """
 
     def __init__(self, state: ShardedState, params_with_grad: set[int], why_none: str) -> None:
         """Create without effect on the parameters until `serve` is called.
@@ -113,10 +120,12 @@ class ParamGrads:
             for param in state.trained_params
             if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter
         ]
-        self._complete: dict[int, _Complete] = {}  # by segment index
-        self._given: dict[int, _Complete] = {}  # entries of ``_complete`` that were read or set
-        self.set_params: set[int] = set()  # parameters set after the facts were summed
-        self._assigned: dict[int, nn.Parameter] = {}  # by id: see `is_assigned`
+        self.complete: dict[int, FlatGrads] = {}
+        self.given: dict[int, _Given] = {}
+        self.is_used = False
+        self.set_params: set[int] = set()
+        # By id: parameters whose gradient user code assigned before the gradient was complete.
+        self._assigned: dict[int, nn.Parameter] = {}
         # Segments changed before the all-reduce of this step's facts, after this all-reduce, and
         # after the all-reduce of the previous step.
         self._changed: set[int] = set()
@@ -132,6 +141,7 @@ class ParamGrads:
 
     def remove(self) -> None:
         self.clear()
+        self.given.clear()
         for param in self._params:
             _serving.pop(id(param), None)
         access.use_class(self._params, nn.Parameter)
@@ -140,15 +150,16 @@ class ParamGrads:
         """Return the gradient of ``param``, the same tensor each time, or None if unavailable."""
         flat, position = self._state.places[id(param)]
         index = flat.segment.index
-        found = self._complete.get(index)
-        if found is None:
+        grads = self.complete.get(index)
+        if grads is None:
             return None
         if self._why_none:
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning("%s", self._why_none)
             return None
-        grads, given = found.grads, found.given
+        found = self.given.get(index) or _Given(grads)
+        given = found.given
         if position not in given:
             grad = _of_param(grads, position)
             if not grad.untyped_storage().nbytes():
@@ -159,7 +170,7 @@ class ParamGrads:
             is_read = grads.segment.world_size > 1 and not grads.plan.is_sum_in_full
             is_copy = self._state.tier.owns_grads or is_read
             given[position] = grad.to(param.dtype, copy=is_copy)
-            self._given[index] = found
+            self.given[index], self.is_used = found, True
             if given[position] is grad:
                 found.checksums[position] = _checksum(grad)
         return given[position]
@@ -168,18 +179,19 @@ class ParamGrads:
         """Set the step's gradient of ``param``. Return False if torch's attribute must hold it."""
         flat, position = self._state.places[id(param)]
         index = flat.segment.index
-        found = self._complete.get(index)
-        if found is None or get_grad(param) is not None:
+        grads = self.complete.get(index)
+        if grads is None or get_grad(param) is not None:
             if grad is not None:
-                self._assigned[id(param)] = param
+                self._assigned[id(param)], self.is_used = param, True
             return False
         if self._why_none:
             raise RuntimeError(self._why_none)
         set_grad(param, grad)  # torch checks shape, dtype and device
         set_grad(param, None)
+        found = self.given.get(index) or _Given(grads)
         found.given[position] = grad
-        self._given[index] = found
-        number = found.grads.param_numbers[position]
+        self.given[index], self.is_used = found, True
+        number = grads.param_numbers[position]
         self.set_params.add(number)
         if grad is None:
             self._with_grad.discard(number)
@@ -187,17 +199,7 @@ class ParamGrads:
             self._with_grad.add(number)
         return True
 
-    def open(self, grads: FlatGrads) -> None:
-        """Allow reads of a segment's gradient, which is complete."""
-        self._complete[grads.segment.index] = _Complete(grads)
-        self._given.pop(grads.segment.index, None)
-
-    def close(self) -> None:
-        self._complete.clear()
-        self._given.clear()
-
     def clear(self) -> None:
-        self.close()
         self.set_params.clear()
         self._changed.clear()
         self._changed_late.clear()
@@ -205,9 +207,18 @@ class ParamGrads:
             set_grad(param, None)
         self._assigned.clear()
 
-    def is_assigned(self, param: nn.Parameter) -> bool:
-        """Whether user code assigned a gradient to ``param`` before the gradient was complete."""
-        return id(param) in self._assigned
+    def drop_untaken(self) -> bool:
+        """Drop gradients that an interrupted backward left. Return whether there were any."""
+        left = [
+            param
+            for flat in self._state.params
+            if flat.segment.is_trainable
+            for param in flat.shown.read_params
+            if get_grad(param) is not None and id(param) not in self._assigned
+        ]
+        for param in left:
+            set_grad(param, None)
+        return bool(left)
 
     def take_assigned(self) -> None:
         """Use gradients that were assigned before the gradient was complete."""
@@ -227,7 +238,7 @@ class ParamGrads:
         with no entry. ``is_agreed``: the facts were summed before these changes.
         """
         found = {}
-        for index, one in self._given.items():
+        for index, one in self.given.items():
             own = {}
             for position, grad in one.given.items():
                 home = _of_param(one.grads, position)
@@ -247,18 +258,18 @@ class ParamGrads:
     @torch.no_grad()
     def take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> list[FlatGrads]:
         """Write ``changes`` into the gradients, after agreement. Return the changed gradients."""
-        for index, one in self._given.items():
+        for index, one in self.given.items():
             if index in changes or one.checksums:  # a change may leave the checksum equal
                 one.grads.change(_elements(one.grads, changes.get(index, {})))
         for index in changes:
-            one = self._complete[index]
+            one = self.given[index]
             one.checksums.update((p, _checksum(_of_param(one.grads, p))) for p in one.checksums)
-        return [self._complete[index].grads for index in sorted(changes)]
+        return [self.given[index].grads for index in sorted(changes)]
 
     @torch.no_grad()
     def keep_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> None:
         """Save ``changes`` so that the next reductions add to the changed gradients."""
-        for index, one in self._given.items():
+        for index, one in self.given.items():
             if index in changes or one.checksums:
                 one.grads.wait()
                 assert isinstance(one.grads.shard, SummedShard), "changes are made at stage 0"
@@ -278,7 +289,6 @@ class ParamGrads:
         self._changed_before = set()
 
     def decided(self) -> None:
-        self.close()
         self._changed_before, self._changed_late = self._changed_late, set()
 
 

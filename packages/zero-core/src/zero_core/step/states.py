@@ -32,7 +32,7 @@ from zero_core.layout.discovery import plain_name
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.runtime.device_states import DeviceStates
 from zero_core.sharded.sharded_state import MASTER, ShardedState
-from zero_core.step.gradient import StepGradient
+from zero_core.step.update import StepGradient
 
 GRAD = "grad"
 

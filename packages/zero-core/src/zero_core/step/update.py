@@ -1,4 +1,14 @@
-"""Policies for when the state tier updates: after the decision, ahead of it, or in backward.
+"""The gradient of one step, the decision on its update, and when the state tier updates.
+
+The passes add each segment's gradient when its reduction ends. `StepGradient` then stores the
+segment's statistics and offers the gradient to the state tier. `agree` sums the statistics over all
+ranks, `decide` decides whether to update, and `apply` runs the update, as an `UpdatePolicy` says.
+
+[Note: agreement by hash]
+Hyperparameters and other settings must be equal on all ranks. Each step sums a hash ``h`` of them,
+and ``h * h``, over the ``n`` ranks, within its one all-reduce. All ranks have the same ``h`` if and
+only if ``n * sum(h * h) == sum(h) ** 2``. Sums of 16-bit numbers and of their squares are exact in
+float64 for up to 2**21 ranks. The two products may be rounded, but equal products round equally.
 
 [Note: update ahead]
 If the host reads the step's facts before it enqueues the update, the device is idle meanwhile. So
@@ -23,20 +33,38 @@ must be enabled in the configuration.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Sequence
-from typing import ClassVar
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, NoReturn, cast
 
+import torch
 from torch import Tensor
 
+from zero_core._torch import find_trainable
+from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
-from zero_core.errors import ConfigError
+from zero_core.core.extension import Extensions
+from zero_core.core.facts import NUM_WORDS, Facts
+from zero_core.core.grads import Arithmetic, FlatGrads
+from zero_core.core.passes import BackwardPass
+from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.optim.device_tier import DeviceTier
-from zero_core.optim.train_state import TrainState
+from zero_core.optim.train_state import TrainState, describe_groups
 from zero_core.optim.whole_tier import WholeTier
-from zero_core.protocols import SpeculativeTier, StateTier
+from zero_core.protocols import AccumulatingTier, SpeculativeTier, StateTier
+from zero_core.sharded.sharded_state import ShardedState
+from zero_core.step.param_grads import SHARDED, UPDATED_IN_BACKWARD, ParamGrads
 
 _log = logging.getLogger(__name__)
+CLIP_EPSILON = 1e-6
+"""Epsilon that `torch.nn.utils.clip_grad_norm_` adds to the norm."""
+_CHANGED = "param.grad was changed to values that are not finite"
+_MAX_NAMED = 3
+_MAX_RANKS = 8
 
 
 def updates_in_backward(config: Config) -> bool:
@@ -219,3 +247,404 @@ def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: i
     if isinstance(tier, DeviceTier):
         return AheadPolicy(tier, train)
     return UpdatePolicy(tier, train)
+
+
+class StepGradient:
+    """Gradient of the current step, and sink of the passes (`zero_core.core.passes.GradientSink`).
+
+    The methods up to `clear` implement `GradientSink`, which documents them.
+    """
+
+    def __init__(
+        self,
+        state: ShardedState,
+        communicator: Communicator,
+        train: TrainState,
+        config: Config,
+        facts: Facts,
+        extensions: Extensions,
+        arithmetic: Arithmetic,
+    ) -> None:
+        self._extensions = extensions
+        self.params_with_grad: set[int] = set()  # on this rank, since the last step
+        self._decided: tuple[list[int], float] = [], 1.0  # active pieces, gradient scale
+        self._state = state
+        self._communicator = communicator
+        self._train = train
+        self._config = config
+        self._arithmetic = arithmetic
+        self._facts = facts
+        self._hashed: tuple[Sequence[Any], list[float]] = (), []  # settings and their hash
+        self._is_agreed = False  # whether the facts cover the current gradient
+        self._changed_square_sum: Tensor | None = None  # set if param.grad was changed
+        self._clipped = 1.0  # product of all clip factors of this step
+        # Numbers and tensors of trained parameters that this rank holds in full.
+        self._whole_params = [
+            (slot.param, param)
+            for flat in state.params
+            if flat.is_kept and flat.segment.is_trainable
+            for slot, param in zip(flat.segment.slots, flat.params, strict=True)
+        ]
+        self.grads: dict[int, FlatGrads] = {}  # by segment, complete after `agree`
+        # By segment: the norm, or a function returning the square sum if the tier accumulates
+        # gradients.
+        self._norms: dict[int, Tensor | Callable[[], Tensor]] = {}
+        self.policy = choose_policy(state.tier, train, config, rank=state.control.rank)
+        is_sharded = config.zero_optimization.stage > 0
+        why_none = SHARDED if is_sharded else UPDATED_IN_BACKWARD * self.policy.is_final
+        self.param_grads = ParamGrads(state, self.params_with_grad, why_none)
+
+    @property
+    def is_boundary(self) -> bool:
+        return self._train.is_boundary()
+
+    @property
+    def is_reduced(self) -> bool:
+        return len(self._norms) == len(self._state.starts)
+
+    @property
+    def scale_factor(self) -> float:
+        """Factor that unscales gradients and applies the clipping done so far."""
+        return self._clipped / self._train.scaler.scale
+
+    @cached_property
+    def _is_checked(self) -> bool:
+        """Whether a non-finite gradient skips the step."""
+        return self._config.check_grad_overflow or self._config.loss_scaling.enabled
+
+    def begin_backward(self, *, is_new_round: bool) -> None:
+        if self.param_grads.is_used:
+            changes = self.param_grads.note_changes(is_agreed=False)
+            if self._communicator.world_size > 1:  # other ranks may still read this rank's shards
+                self.param_grads.keep_changes(changes)
+            else:
+                self._take_changes(changes)
+        self._hide_param_grads()
+        self.reopen()
+        if self.policy.begins_early:
+            self.policy.check_unused("a further backward of the same step")
+            for before in self._extensions.before_early_update:
+                before()
+        scaler = self._train.scaler
+        if scaler.config.enabled and not scaler.is_applied:
+            raise RuntimeError(
+                "Loss scaling is required in fp16: call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
+        for follow in self._extensions.begin_backward:
+            follow(is_new=is_new_round)
+
+    def _hide_param_grads(self) -> None:
+        """Make ``param.grad`` None, until the gradient is complete again."""
+        self.param_grads.complete.clear()
+        self.param_grads.given.clear()
+
+    def reopen(self) -> None:
+        self._is_agreed = False
+        self._changed_square_sum = None
+
+    def add(self, grads: FlatGrads, *, is_last: bool) -> bool:
+        self._is_agreed = False
+        self._changed_square_sum = None
+        tier, index = self._state.tier, grads.segment.index
+        reduced, start = grads.result(), self._state.starts[index]
+        self.grads[index] = grads
+        self._norms.pop(index, None)
+        if is_last:
+            self.param_grads.complete[index] = grads
+            self.param_grads.given.pop(index, None)
+        if reduced.norm is not None:
+            self._norms[index] = reduced.norm
+            if self.policy.is_final:
+                grads.wait()
+            grads.shard.release(tier.offer_grad(start, reduced.shard))
+        else:  # one micro-step's gradient, which the tier accumulates
+            accumulating = cast(AccumulatingTier, tier)  # the gradient's plan requires it
+            grads.shard.release(accumulating.add_grad(start, reduced.shard, is_last=is_last))
+            if not is_last:
+                return False
+            self._norms[index] = accumulating.square_sum(start, start + reduced.shard.numel())
+        if not self.policy.begins_early:
+            return False
+        # Parameters without a gradient on this rank are updated by `step`, when it is known whether
+        # another rank has a gradient for them.
+        pieces, own = self._state.pieces, self._state.pieces_of.get(index, ())
+        active = [i for i in own if pieces[i].param in self.params_with_grad]
+        is_updated = self.policy.reduced(active, grad_scale=self.scale_factor)
+        grads.is_updated |= is_updated
+        return is_updated
+
+    def broken(self) -> None:
+        self._train.restart_step()
+        self.policy.check_unused("dropping gradients")
+
+    def drop_untaken(self) -> bool:
+        return self.param_grads.drop_untaken()
+
+    def agree(self, backward: BackwardPass) -> None:
+        is_changed, changes = self.param_grads.is_used, {}
+        if is_changed:
+            self.param_grads.take_assigned()
+            changes = self.param_grads.note_changes(is_agreed=self._is_agreed)
+        if not self._is_agreed:
+            # Wait before the facts are exchanged: afterwards no rank may still read another rank's
+            # gradient.
+            for grads in self.grads.values():
+                grads.wait()
+            square_sums = self._square_sums()
+            self._facts.begin()
+            self.fill(self._facts)
+            backward.fill(self._facts)
+            self._facts.start_sum(square_sums)
+            self._is_agreed = True
+        if is_changed and self._take_changes(changes):
+            square_sums = self._square_sums(is_covered=self._communicator.world_size > 1)
+            self._arithmetic.finish(square_sums)
+            self._changed_square_sum = square_sums[0]
+
+    def fill(self, facts: Facts) -> None:
+        for fill in self._extensions.fill:
+            fill(facts)
+        facts.put("with gradient", bool(self.params_with_grad))
+        facts.mark("used", self.params_with_grad)
+        changed: list[str] = []
+        if self.param_grads.is_used:
+            changed = self.param_grads.begin_agreement(self._communicator)
+        alike = (
+            describe_groups(self._train.hyperparameters()),
+            find_trainable(self._state.trained_params),
+            self._state.common_buffers.described,
+            self._train.accumulation_steps,
+            self._train.scaler.scale,
+            changed,
+        )
+        if alike != self._hashed[0]:  # comparing is faster than hashing
+            digest = hashlib.sha256(repr(alike).encode()).digest()
+            pairs = (digest[2 * i : 2 * i + 2] for i in range(NUM_WORDS))
+            self._hashed = alike, [float(int.from_bytes(pair, "big")) for pair in pairs]
+        facts.put_hash(self._hashed[1])
+
+    def _square_sums(self, *, is_covered: bool = False) -> Tensor:
+        """Add the squares of this rank's shards, or, if ``is_covered``, of all that it updates."""
+        norms, squares = [], []
+        # In layout order, because the order of reductions may differ between steps.
+        for index in sorted(self._norms):
+            grads, norm = self.grads[index], self._norms[index]
+            if is_covered:
+                values = grads.covered()
+                if grads.plan.offered is torch.float16:  # the cast may overflow
+                    values = values.to(torch.float16)
+                norm = self._arithmetic.measure(values, 2.0, grads.plan.normed)
+            if isinstance(norm, Tensor):
+                norms.append(norm)
+                continue
+            square, device = norm(), self._state.device
+            if square.device != device:  # `to` would wait for the device
+                square = torch.full((), square.item(), dtype=square.dtype, device=device)
+            squares.append(square.view(1))
+        return self._arithmetic.add_squares(norms, squares)
+
+    def _take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> bool:
+        """Apply user changes of ``param.grad`` to the step. Return whether there were any."""
+        changed, tier = self.param_grads.take_changes(changes), self._state.tier
+        for grads in changed:
+            index = grads.segment.index
+            if tier.owns_grads:
+                reduced = grads.changed_result()
+                grads.shard.release(tier.offer_grad(self._state.starts[index], reduced.shard))
+                assert reduced.norm is not None, "it is the whole gradient"
+                self._norms[index] = reduced.norm
+            else:  # the tier reads the changed memory directly
+                self._norms[index] = grads.norm()
+        return bool(changed)
+
+    def void_update(self) -> None:
+        self.policy.settle(is_void=True)
+
+    def clear(self) -> None:
+        if self.policy.ahead:  # the step was aborted after `update_ahead`
+            _, is_taken, _ = self._decide_by(self._square_sum)
+            self.policy.settle(is_void=self._facts.is_void or not is_taken)
+        self.reopen()
+        if self.param_grads.is_used:
+            self.param_grads.clear()
+        self._hide_param_grads()
+        self.params_with_grad.clear()
+        self._state.tier.discard_grads()
+        self._train.num_drops += 1
+        self._norms.clear()
+        self.policy.clear()
+        self._clipped = 1.0
+
+    def clip(self, max_norm: float, p: float) -> float:
+        """Clip the gradient after `agree`. Return its ``p``-norm before. All ranks must call it."""
+        if p == 2.0:
+            norm = math.sqrt(self._square_sum)
+        else:
+            grads = [grads for _, grads in sorted(self.grads.items())]
+            norms = [g.norm(p).to(self._state.device, torch.float64) for g in grads]
+            norm = self._arithmetic.over_ranks(norms, p, self._state.control)
+        norm *= self.scale_factor
+        self._clipped *= clip_factor(norm, max_norm)
+        return norm
+
+    def update_ahead(self) -> None:
+        """Enqueue the update before the host reads the facts, if the policy can."""
+        self._hide_param_grads()
+        if self._facts.is_known or not self.policy.can_step_ahead:
+            return
+        pieces = enumerate(self._state.pieces)
+        active = [i for i, piece in pieces if piece.param in self.params_with_grad]
+        if not active:
+            return
+        square_sum, is_void = self._changed_square_sum, self._facts.device_is_void
+        if square_sum is None:
+            square_sum = self._facts.device_square_sum
+        # The same operations as `_decide_by`, on float64 tensors, for bit-identical results. All
+        # operands are tensors because torch divides by a Python number via its reciprocal.
+        scale = torch.full_like(square_sum, self._train.scaler.scale)
+        norm = square_sum.sqrt() / scale
+        if self._is_checked:
+            is_void = is_void | ~torch.isfinite(norm)
+        found_inf = is_void.to(torch.float32)
+        max_norm = self._config.gradient_clipping
+        grad_scale: Tensor | float = 1.0
+        if max_norm > 0.0 or self._clipped != 1.0 or self._train.scaler.scale != 1.0:
+            factor = torch.full_like(norm, self._clipped)
+            if max_norm > 0.0:
+                clipped = norm * factor
+                limit = torch.full_like(norm, max_norm) / (clipped + CLIP_EPSILON)
+                factor = factor * torch.where(torch.isfinite(clipped), limit.clamp(max=1.0), 1.0)
+            grad_scale = torch.where(is_void, 1.0, factor / scale)
+        self.policy.step_ahead(active, grad_scale=grad_scale, found_inf=found_inf)
+
+    def _decide_by(self, square_sum: float) -> tuple[float, bool, float]:
+        """Return the unscaled norm before clipping, whether to update, and the gradient scale."""
+        scale = self._train.scaler.scale
+        norm = math.sqrt(square_sum) / scale
+        factor = self._clipped * clip_factor(norm * self._clipped, self._config.gradient_clipping)
+        return norm, math.isfinite(norm) or not self._is_checked, factor / scale
+
+    def decide(self) -> str:
+        """Decide whether to update, from the facts. Return why the step is skipped, or "".
+
+        Raises:
+            RankMismatchError: settings that must be equal differ between ranks. Nothing was
+                updated, except in backward.
+        """
+        if self._facts.is_void:
+            self.policy.settle(is_void=True)
+            if self._facts.is_any("damaged"):
+                has_updates = "updated in backward by damaged gradients: load a checkpoint"
+                outcome = has_updates if self.policy.is_final else "not updated"
+                self._communicator.refuse_damaged(outcome)
+            if not self._facts.is_hash_agreed:
+                self.reopen()  # ranks may correct the settings and call step() again
+                self.param_grads.forget_last_changes()
+                self._refuse_step()
+        if self._communicator.checks is not None:
+            self._communicator.checks.clear()
+        if self._state.common_buffers.is_changed:
+            self._state.common_buffers.confirm()
+        for follow in self._extensions.before_decision:
+            follow(self._train.global_steps + 1)
+        if self.param_grads.is_used:
+            self.param_grads.decided()
+        self._hide_param_grads()
+        used = self._facts.counts("used")
+        for param in self.param_grads.set_params:  # changed after the facts were summed
+            used[param] = float(param in self.params_with_grad)
+        norm, is_taken, grad_scale = self._decide_by(self._square_sum)
+        self.policy.settle(is_void=not is_taken)
+        why_skipped = _CHANGED
+        if self._is_checked and not math.isfinite(self._facts.square_sum):
+            # All ranks run this, even if a change of param.grad replaced the non-finite values.
+            self._communicator.forget_errors()  # drop the error feedback of quantization
+            why_skipped = _explain_nonfinite(self.grads, self._state)
+        active = [i for i, p in enumerate(self._state.pieces) if used[p.param] > 0]
+        self._decided = active, grad_scale
+        self._train.grad_norm = norm
+        return "" if is_taken else why_skipped
+
+    def _refuse_step(self) -> NoReturn:
+        """Raise RankMismatchError with the differences, on all ranks. All ranks must call it."""
+        state, train, control = self._state, self._train, self._state.control
+        facts = describe_groups(train.hyperparameters())
+        for param in state.trained_params:
+            name = state.param_names[id(param)]
+            facts[f"parameter {name}"] = "trainable" if param.requires_grad else "frozen"
+        facts |= state.common_buffers.described
+        facts["gradient_accumulation_steps"] = str(train.accumulation_steps)
+        facts["loss scale"] = str(train.scaler.scale)
+        facts["changes"] = ", ".join(self._hashed[0][-1]) or "none"
+        raise RankMismatchError(
+            f"rank {control.rank}, step {train.global_steps + 1}: not updated, as ranks differ in "
+            f"{control.differences(facts)}. "
+            "Every rank must set the same: a schedule that follows the loss needs the mean over "
+            "all ranks"
+        )
+
+    @property
+    def _square_sum(self) -> float:
+        if self._changed_square_sum is not None:
+            return self._changed_square_sum.item()
+        return self._facts.square_sum
+
+    def apply(self) -> None:
+        active, grad_scale = self._decided
+        self.policy.step(active, grad_scale=grad_scale)
+        if self._whole_params:
+            # Like an in-place optimizer update, this makes torch refuse a backward of an earlier
+            # forward.
+            used = self._facts.counts("used")
+            updated = [param for number, param in self._whole_params if used[number]]
+            torch.autograd.graph.increment_version(updated)
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return the clip factor: 1 if there is no limit, or if ``norm`` is not finite."""
+    if max_norm <= 0.0 or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, max_norm / (norm + CLIP_EPSILON))
+
+
+def _explain_nonfinite(grads_of: Mapping[int, FlatGrads], state: ShardedState) -> str:
+    """Name the parameters with a non-finite gradient, and the ranks that produced it.
+
+    Every rank must call it. A parameter is listed with all ranks that produced non-finite values
+    in its segment.
+    """
+    names, seen = [], []
+    for index, grads in grads_of.items():
+        ranks = grads.nonfinite_ranks()
+        if ranks is not None:
+            seen.append((index, ranks))
+        bad = torch.nonzero(~torch.isfinite(grads.values())).flatten()
+        if bad.numel():
+            at = bad.cpu() + grads.segment.shard_range(state.control.rank)[0]
+            names += [
+                (state.layout.params[slot.param].name, index)
+                for slot in grads.segment.slots
+                if bool(((at >= slot.start) & (at < slot.stop)).any())
+            ]
+    own = json.dumps({"names": names, "ranks": seen})
+    rows = [json.loads(row) for row in state.control.gather_bytes(own.encode())]
+    # One rank may know the ranks of a segment, and another rank the names of the parameters.
+    by_segment: dict[int, set[int]] = {}
+    for index, ranks in (pair for row in rows for pair in row["ranks"]):
+        by_segment.setdefault(index, set()).update(ranks)
+    by_name = {name: by_segment.get(index) for row in rows for name, index in row["names"]}
+    named = [_describe(name, ranks) for name, ranks in list(by_name.items())[:_MAX_NAMED]]
+    if len(by_name) > len(named):
+        named.append(f"and {len(by_name) - len(named)} more")
+    return "; ".join(named) or "no element by itself, their norm overflows"
+
+
+def _describe(name: str, ranks: set[int] | None) -> str:
+    if ranks is None:
+        return f"{name}: which rank's batch did it is not known"
+    if not ranks:
+        return f"{name}: each rank's part is finite, their sum is not"
+    batches = "batch of rank" if len(ranks) == 1 else "batches of ranks"
+    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
+    return f"{name}: {batches} {', '.join(map(str, sorted(ranks)[:_MAX_RANKS]))}{more}"

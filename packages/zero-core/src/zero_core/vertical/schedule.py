@@ -127,6 +127,11 @@ class MicroBatch:
 class VerticalSchedule(MicroBatches):
     """Driver that runs all micro-batches unit by unit. See [Note: the vertical schedule]."""
 
+    why_joint = (
+        "with accumulation_schedule = 'vertical' the micro-batches of a step are computed "
+        "together: call engine.train_batch(batches), or set it to 'horizontal'"
+    )
+
     def __init__(
         self,
         modules: Sequence[nn.Module],
@@ -219,14 +224,6 @@ class VerticalSchedule(MicroBatches):
         )
         self.handles.append(module.register_forward_hook(hooks[1]))
 
-    def check_apart(self, call: str) -> None:
-        """Raise for ``call``, which runs a single micro-batch, if a step has several."""
-        if self._train.accumulation.steps > 1:
-            raise AccumulationScheduleError(
-                f"{call}: with accumulation_schedule = 'vertical' the micro-batches of a step are "
-                "computed together: call engine.train_batch(batches), or set it to 'horizontal'"
-            )
-
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
         if len(batches) == 1:
             return super().run(batches, loss_of, seed=seed)
@@ -280,7 +277,7 @@ class VerticalSchedule(MicroBatches):
             finally:
                 self._running = self._turn = None
                 torch_state.exchange()
-                self._train.accumulation.enter_micro_step(0)
+                self._train.enter_micro_step(0)
                 self._passes.drive_by_hooks()
                 self._forward.abandon()  # the next forward drops this step's gradients
                 self._units.release_all()
@@ -308,10 +305,9 @@ class VerticalSchedule(MicroBatches):
 
     def _advance(self, one: MicroBatch, seed: int) -> None:
         """Run a micro-batch's forward up to its next block, or to the end."""
-        accumulation = self._train.accumulation
-        accumulation.enter_micro_step(one.number)
+        self._train.enter_micro_step(one.number)
         if one.states is None:
-            seed_generators(self._device, seed, accumulation.micro_steps)
+            seed_generators(self._device, seed, self._train.micro_steps)
         else:
             torch.set_rng_state(one.states[0])
             if self._device.type != "cpu":
@@ -367,7 +363,7 @@ class VerticalSchedule(MicroBatches):
 
     def _go_backward(self, one: MicroBatch, segment: int, unit: Unit | None) -> None:
         """Run backward through one segment. Start to reduce the gradient of ``unit`` if due."""
-        self._train.accumulation.enter_micro_step(one.number)
+        self._train.enter_micro_step(one.number)
         self._turn = one, unit
         for grads in () if unit is None else unit.grads:
             grads.begin_backward()
@@ -443,10 +439,8 @@ class VerticalSchedule(MicroBatches):
 class AutoSchedule(VerticalSchedule):
     """Vertical schedule until its first AccumulationScheduleError, then the horizontal one."""
 
+    why_joint = ""  # the horizontal schedule gives the same bits
     _is_vertical = True
-
-    def check_apart(self, call: str) -> None:
-        """Permit ``call``, because single micro-batches give bit-identical results."""
 
     def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
         if self._is_vertical:
