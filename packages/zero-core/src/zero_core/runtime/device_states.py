@@ -102,7 +102,7 @@ class DeviceStates:
         self._holders = [holder for holder in holders if isinstance(holder, DeviceMemory)]
         self._away: dict[StatePart, list[_HostCopy]] = {}
         self._refusals: list[RemovableHandle] = []
-        self._ended_by = ""  # name of the call that ended the engine
+        self.ended_by = ""  # name of the call that ended the engine
         self.refuses = False  # whether parts are offloaded or the engine has ended
 
     @property
@@ -125,10 +125,10 @@ class DeviceStates:
 
         A call that needs all parts also waits for pending exchanges and calls `Edits.find`.
         """
-        if self._ended_by:
+        if self.ended_by:
             raise RuntimeError(
                 f"rank {self._state.control.rank}: {what} of an engine that has ended, by "
-                f"{self._ended_by}: its model may have other values and another engine since. Go "
+                f"{self.ended_by}: its model may have other values and another engine since. Go "
                 "on with the model as it is, or build another engine"
             )
         if self._away and needed & self._away.keys():
@@ -140,7 +140,7 @@ class DeviceStates:
 
     def end(self, call: str) -> None:
         """Refuse every later call, because ``call`` has ended the engine."""
-        self._ended_by = self._ended_by or call
+        self.ended_by = self.ended_by or call
         self.refuses = True
 
     def check_states(self, what: str) -> None:
@@ -241,7 +241,7 @@ class DeviceStates:
         if StatePart.BUFFERS in self._away and device.type != "cpu":
             self._memory.pools.reserve()
         self._away.clear()
-        self.refuses = bool(self._ended_by)
+        self.refuses = bool(self.ended_by)
         self._memory.forget_views()
         for values in self._state.params:
             values.reoccupy()
