@@ -73,7 +73,8 @@ def create_collectives(
 
     Args:
         native: the transport collectives, which carry the bytes.
-        rank, world_size: this process's rank in the group of ``native``, and the group's size.
+        rank: this process's rank in the group of ``native``.
+        world_size: number of ranks in that group.
         config: the resolved ``zero_optimization`` block. `CommSettings` reads its keys.
         ranks_per_node: number of ranks on a node, which are consecutive. Divides ``world_size``.
         frozen: units whose weights are never trained.
