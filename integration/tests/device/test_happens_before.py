@@ -193,6 +193,10 @@ def _host_kernels() -> Iterator[None]:
                 *(accumulation, "add_up"),
                 lambda terms, out: access("fold", reads=terms, writes=[out]),
             ),
+            # `tolist` reads memory without an operator.
+            _noted(
+                Tensor, "tolist", lambda t: access("tolist", reads=[t] if t.is_pinned() else [])
+            ),
             _noted(Future, "result", after=received_result),
             _noted(Worker, "add", lambda worker, *_: _send(worker)),
             _noted(Worker, "run_next", _receive),
@@ -258,7 +262,11 @@ def _train(config: dict[str, Any], ranks: SimulatedRanks | None = None) -> None:
 
 
 def _train_on_ranks(config: dict[str, Any], per_node: int) -> None:
-    simulate_on_devices(partial(_train, config), 2, ranks_per_node=per_node)
+    def program(ranks: SimulatedRanks) -> None:
+        with _PinnedAccesses():  # a mode of one thread, and each rank has its own
+            _train(config, ranks)
+
+    simulate_on_devices(program, 2, ranks_per_node=per_node)
 
 
 def _offloaded_optimizer(ratio: float) -> None:
@@ -405,6 +413,14 @@ def _inputs_on_the_host() -> None:
         outs.clear()
 
 
+def _fetched_on_another_stream() -> None:
+    copies = HostInputs(torch.device("cuda:0")).copies
+    stored = copies.store(torch.ones(1024, device="cuda:0").square())
+    assert stored is not None
+    with torch.Stream("cuda:0"):
+        copies.take(stored).square()
+
+
 def _gradients_on_the_host() -> None:
     sums = PartialGrads(3, HostInputs(torch.device("cuda:0")).copies)
     for _ in range(2):
@@ -442,6 +458,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "one run, differences up": partial(_tier, 1.0, _SmallSteps(), 1),
     "device tier": _device_tier,
     "inputs on the host": _inputs_on_the_host,
+    "fetched on another stream": _fetched_on_another_stream,
     "gradients on the host": _gradients_on_the_host,
     "reused memory": _reused_memory,
     "offloaded states": _offloaded_states,

@@ -219,7 +219,9 @@ struct Call {
 
   bool is_written(size_t i) const {
     const auto* alias = schema.arguments()[i].alias_info();
-    return alias && alias->isWrite();
+    if (!alias) return false;
+    const auto& members = alias->containedTypes();  // of a list, as in the _foreach operators
+    return alias->isWrite() || (!members.empty() && members[0].isWrite());
   }
 
   // Returns the arguments for the CPU's kernel: twins of CUDA tensors, clones of host tensors. Adds
