@@ -1,9 +1,9 @@
 """State tier on the compute device: a torch optimizer over slices. `FlatTier` is its base.
 
 [Note: master weights here]
-An fp32 or float64 parameter shard is its own master weight and is updated in place. A 16-bit shard
-has a separate fp32 master weight, which is rounded into the shard after a step. A shard that is not
-on the device of the update has a separate master weight, whatever its dtype.
+A parameter shard of a dtype in ``own_masters`` (by default fp32 and float64) is its own master
+weight and is updated in place. Any other shard has a separate fp32 master weight, which is rounded
+into the shard after a step. A shard on another device than the update always has a separate one.
 
 [Note: states]
 Each piece of the local flat space (`zero_core.protocols`) is an ``nn.Parameter`` over its slice of
@@ -17,8 +17,8 @@ in its first step, and they are moved to the buffers.
 [Note: turns]
 A step updates the pieces in turns of at most `TURN_NUMEL` elements, which bounds the optimizer's
 temporary memory (``foreach`` allocates at least 4 bytes per element). Gradients narrower than the
-master weights are widened into one buffer shared by all turns. A piece larger than a turn is split
-into several parameters.
+master weights are widened into one buffer per dtype, shared by all turns. A piece larger than a
+turn is split into several parameters.
 
 [Note: ahead of the decision]
 Torch's fused kernels read ``found_inf`` on the device and change nothing if it is 1. A step can
@@ -50,20 +50,20 @@ from zero_core.layout.arithmetic import ALIGNMENT, round_up
 from zero_core.protocols import ChangeWatcher, ParamStore
 
 MASTER = "master_weight"
-_STORED_NUMEL = 1 << 18  # elements per write to a `ParamStore`, few enough for the CPU cache
+_STORED_NUMEL = 1 << 18  # elements per `ParamStore.write` from a CPU, to fit its cache
 TURN_NUMEL = 1 << 26
 """Maximum number of elements that are updated at once: 256 MiB of fp32."""
 
 
 class Chunked:
-    """Flat index space ``[0, numel)``, stored as consecutive 1-D tensors."""
+    """Ranges of a flat index space, stored as pairs of start and 1-D tensor, sorted by start."""
 
     def __init__(self, chunks: Sequence[tuple[int, Tensor]]) -> None:
         self.chunks = list(chunks)
         self.starts = [start for start, _ in chunks]
 
     def parts(self, start: int, stop: int) -> list[tuple[int, Tensor]]:
-        """Return (start, view) pairs that cover ``[start, stop)``."""
+        """Return (start, view) pairs that cover ``[start, stop)``, in order."""
         found: list[tuple[int, Tensor]] = []
         index = bisect_right(self.starts, start) - 1
         while start < stop:
@@ -90,7 +90,7 @@ class Chunked:
 
 
 class FlatTier:
-    """Base class of tiers with master weights of the local flat space on the updating device."""
+    """Base class of tiers that keep flat master weights on the device of the update."""
 
     owns_grads = False
 
@@ -102,7 +102,7 @@ class FlatTier:
         param_store: ParamStore | None,
         own_masters: Collection[torch.dtype],
     ) -> None:
-        """Create master weights. ``own_masters``: dtypes of shards that are their own masters."""
+        """Create master weights. See [Note: master weights here] for ``own_masters``."""
         self._device = device
         self._published = Chunked(params)
         self._store = param_store
@@ -118,7 +118,7 @@ class FlatTier:
         self._scaled: set[int] = set()  # starts of offered gradients that were scaled in place
         # Asynchronous copies of updated shards to the host, on a separate stream: {start: (stop,
         # event)}. A copy waits for the update, readers of the shard wait for its event, and the
-        # next update waits for all copies. A step does not block the host.
+        # next update waits for all copies.
         self._downloads: dict[int, tuple[int, torch.Event]] = {}
         self._download_stream: torch.Stream | None = None
 
@@ -133,7 +133,8 @@ class FlatTier:
     def _scale_offers(self, firsts: Iterable[int], factor: Tensor | float) -> list[int]:
         """Scale the offered gradients that contain the elements ``firsts``. Return their starts.
 
-        Each is scaled once, in place. Those that must be widened are scaled afterwards instead.
+        A gradient of the master weights' dtype is scaled in place, once. Others are scaled later,
+        after they are widened.
         """
         offered = sorted(self._grads)
         starts = sorted({offered[bisect_right(offered, first) - 1] for first in firsts})
@@ -184,7 +185,7 @@ class FlatTier:
 
     @torch.no_grad()
     def _publish(self, copies: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        """Round master weights into the parameter shards."""
+        """Write rounded master weights to the parameter shards, or to the `ParamStore`."""
         away = []
         for start, master, shard in copies:
             if shard.is_meta:
@@ -225,7 +226,9 @@ class _Turn:
 
     members: list[list[nn.Parameter]]  # parameters by group
     parts: list[_Part] = field(default_factory=list)  # sorted by start
-    extents: dict[int, list[int]] = field(default_factory=dict)  # [start, stop] by gradient start
+    extents: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # used [start, stop] of each gradient, by its start
     sizes: list[list[int]] = field(default_factory=list)  # lengths of parts and gaps, by extent
     places: list[int] = field(default_factory=list)  # each part's index in ``sizes``
 
@@ -246,7 +249,7 @@ class _Turn:
 
 
 class DeviceTier(FlatTier):
-    """State tier on the compute device. It can enqueue a step before the host has decided on it."""
+    """State tier on the compute device. See [Note: states] and [Note: ahead of the decision]."""
 
     turn_numel: ClassVar[int] = TURN_NUMEL
 
@@ -280,7 +283,7 @@ class DeviceTier(FlatTier):
                 ]
             )
             self._members[group] += [part.param for part in self._parts[-1]]
-        # The last step's turns and copies, reused while active pieces and gradients stay the same.
+        # The last step's turns and copies, reused for equal active pieces and gradient ranges.
         self._plan_key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]] | None = None
         self._turns: list[_Turn] = []
         self._plan_copies: list[tuple[int, Tensor, Tensor]] = []
@@ -308,7 +311,7 @@ class DeviceTier(FlatTier):
             self._give_state(part)
 
     def _give_state(self, part: _Part) -> bool:
-        """Set a part's states to zeros. Return False if the optimizer cannot start from zeros."""
+        """Give a part its initial states, whose buffers hold zeros. Return False if it has none."""
         initial = self._initial.get((part.param.dtype, part.group))
         if initial is None:
             return False
@@ -345,7 +348,7 @@ class DeviceTier(FlatTier):
 
     @property
     def can_step_ahead(self) -> bool:
-        """Whether the kernels read ``found_inf``, and a step runs entirely on the device."""
+        """Whether kernels read ``found_inf``, states start from zeros, and there is no store."""
         has_states = bool(self._initial) and None not in self._initial.values()
         return has_states and self._store is None and takes_found_inf(self._optimizer)
 
@@ -372,7 +375,7 @@ class DeviceTier(FlatTier):
         if is_void:
             for piece in self._ahead:
                 self._num_steps[piece] -= 1
-            self._scaled.clear()  # nothing was scaled: the factor was 1
+            self._scaled.clear()  # the factor was 1, so no gradient has changed
             # States that the void step created are uninitialized: drop them and unused buffers.
             for part, name in self._made:
                 part.states.pop(name).zero_()
@@ -431,7 +434,7 @@ class DeviceTier(FlatTier):
             # New states exist twice until they are moved to the flat buffers. Create the states of
             # one offered gradient at a time to limit the extra memory.
             is_full = not turns or not (has_state or offer in turns[-1].extents)
-            if not is_full:  # check that there is memory for this part's widened gradient
+            if not is_full:  # check that the part's gradient fits into the turn
                 extents = turns[-1].extents
                 sizes = {known: stop - start for known, (start, stop) in extents.items()}
                 sizes[offer] = part.stop - extents.get(offer, (part.start,))[0]
@@ -444,7 +447,7 @@ class DeviceTier(FlatTier):
         return turns, have_all
 
     def _buffer(self, dtype: torch.dtype) -> Tensor:
-        """Return the shared buffer for widened gradients."""
+        """Return the buffer for gradients widened to ``dtype``."""
         if dtype not in self._widened:
             sizes = [m.numel() for _, m in self._masters.chunks if m.dtype == dtype]
             numel = min(widened_numel(sizes), self.turn_numel)
@@ -564,7 +567,7 @@ class DeviceTier(FlatTier):
                     )
 
     def _probe(self) -> dict[torch.dtype, dict[str, torch.dtype]]:
-        """Return names and dtypes of the possible states, by the dtype of the master weights."""
+        """Return names and dtypes of elementwise states, by the dtype of the master weights."""
         groups = self._optimizer.param_groups
         return {
             dtype: probe_states(self._make, groups, self._device, dtype)
@@ -645,7 +648,7 @@ def _probe(
     grad: Tensor,
     state: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Run a first step on a copy of ``values``. Return the new values and the optimizer state."""
+    """Run one step on a copy of ``values``, from ``state`` if given. Return both afterwards."""
     probe = nn.Parameter(values.clone())
     probe.grad = grad.clone()
     optimizer = make([{**group, "params": [probe]}])

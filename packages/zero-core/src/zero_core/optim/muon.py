@@ -94,7 +94,7 @@ class Muon(BaseOptimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Orthogonalize ``matrix`` [rows, columns] in bf16, as `torch.optim.Muon` does."""
+    """Return ``matrix`` [rows, columns] orthogonalized as by `torch.optim.Muon`, in bf16."""
     rows, columns = matrix.shape
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.bfloat16()
@@ -118,9 +118,10 @@ def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def split_groups(params: Sequence[Any], options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Split each parameter group by the attribute ``use_muon`` of its parameters.
+    """Split parameters and parameter groups by the parameters' attribute ``use_muon``.
 
-    ``options`` are ``optimizer.params``. ``muon_lr`` and ``adam_lr`` take precedence over ``lr``.
+    ``options``: the configuration's ``optimizer.params``, for settings that a group lacks. There,
+    ``muon_lr`` and ``adam_lr`` take precedence over ``lr``.
     """
     groups = [g for g in params if isinstance(g, dict)]
     loose = [p for p in params if not isinstance(p, dict)]

@@ -24,7 +24,7 @@ class Accumulation:
 
     def __init__(self, steps: int) -> None:
         self.steps = steps  # micro-steps per optimizer step
-        self.micro_steps = 0  # finished micro-steps of the whole training
+        self.micro_steps = 0  # finished micro-steps so far, without those dropped by `forget`
         self.count = 0  # finished micro-steps of the current step; 0 between two steps
         self.override: bool | None = None  # whether this micro-step is the last one; None: by count
 
@@ -66,8 +66,9 @@ class LossScaler:
     """Loss scale of fp16, constant or dynamic (Micikevicius et al., arXiv 1710.03740, section 3.2).
 
     A dynamic scale doubles after ``loss_scale_window`` consecutive steps without overflow, as in
-    torch's GradScaler. The first ``hysteresis - 1`` overflows do not change the scale. Each further
-    one halves it, down to ``min_loss_scale``. Without fp16 the scale is 1.
+    torch's GradScaler. After each growth (with ``consecutive_hysteresis``, after each step without
+    overflow) the first ``hysteresis - 1`` overflows do not change the scale. Further ones halve it,
+    down to ``min_loss_scale``. Without fp16 the scale is 1.
     """
 
     def __init__(self, config: Fp16Config) -> None:
@@ -82,7 +83,7 @@ class LossScaler:
         self.is_applied = False  # whether a loss of the current micro-step has been scaled
         self.hysteresis_left = config.hysteresis  # at 1, an overflow halves the scale
         self.steps_since_overflow = 0
-        self.growth_delay = 0  # steps before the first window starts: 1 in the DeepSpeed adapter
+        self.growth_delay = 0  # steps that do not count, at first and after an overflow
 
     def update(self, *, is_overflow: bool) -> None:
         """Adapt the scale after a step. ``is_overflow``: the step was skipped."""
@@ -117,7 +118,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`. A constant scale keeps the configured value."""
+        """Restore a result of `state_dict`. A constant scale keeps the configured value."""
         if self.is_dynamic and state:
             self.scale = float(state["scale"])
             self.hysteresis_left = int(state["hysteresis_left"])
@@ -135,7 +136,7 @@ class TrainState:
         *,
         rank: int,
     ) -> None:
-        """Start at step 0. ``param_groups`` are the optimizer's and are changed in place."""
+        """Start at step 0. ``param_groups``: the optimizer's. Loads change them in place."""
         self.global_steps = 0  # optimizer steps so far, including skipped ones
         self.skipped_steps = 0  # steps skipped because a gradient was not finite
         self.num_drops = 0  # number of times that gradients were dropped, with or without a step
@@ -152,7 +153,7 @@ class TrainState:
         self._rank = rank
 
     def scale(self, loss: Tensor, over: int | None) -> Tensor:
-        """Return ``loss`` times the loss scale, divided by ``over`` or by the micro-steps."""
+        """Return ``loss`` times loss scale, for a mean over ``over`` losses (None: micro-steps)."""
         steps = self.accumulation.steps if over is None else over
         if steps < 1:
             raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
@@ -180,7 +181,7 @@ class TrainState:
         _log.warning(text, self.global_steps, where, before, self.scaler.scale)
 
     def end_step(self) -> None:
-        """Count a step and its last micro-step. Log progress every ``steps_per_print`` steps."""
+        """Count a step and its last micro-step. Rank 0 logs every ``steps_per_print`` steps."""
         self.global_steps += 1
         self.end_micro_step()
         every = self._steps_per_print
@@ -206,7 +207,7 @@ class TrainState:
         }
 
     def check(self, saved: Mapping[str, Any], without: Collection[str] = ()) -> None:
-        """Raise if ``saved``, a valid result of `state_dict`, does not fit this training."""
+        """Raise or warn if ``saved``, a result of `state_dict`, does not fit this training."""
         groups, state = saved["param_groups"], saved["lr_scheduler"]
         counts = len(groups), len(self._param_groups)
         if "optimizer" not in without and counts[0] != counts[1] and self._rank == 0:
@@ -254,7 +255,7 @@ class TrainState:
             ) from error
 
     def load_state_dict(self, saved: Mapping[str, Any], without: Collection[str] = ()) -> None:
-        """Restore `state_dict`. `Engine.load_checkpoint` explains ``without``."""
+        """Restore a result of `state_dict`. `Engine.load_checkpoint` explains ``without``."""
         if "progress" not in without:
             self.global_steps = saved["global_steps"]
             # The number of micro-steps per step may have changed since the save.
@@ -320,8 +321,9 @@ def check_progress(saved: Mapping[str, Any]) -> None:
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Describe the settings of parameter groups, for a comparison between ranks.
 
-    A device tensor is described by its device type only, to avoid a synchronization. Other objects
-    than numbers, strings, tensors and lists are omitted: their text may differ between ranks.
+    A device tensor is described by its device type only, to avoid a synchronization. Values other
+    than numbers, strings, None, tensors, lists and tuples are omitted, because their text may
+    differ between ranks.
     """
     return {
         f"optimizer group {index}, {key!r}": described
@@ -347,7 +349,7 @@ _FINITE = frozenset({"lr", "betas", "eps", "weight_decay", "momentum"})
 
 
 def is_finite_setting(key: str, value: object) -> bool:
-    """Whether ``value`` has no NaN, and no infinity if `_FINITE` contains ``key``."""
+    """Whether ``value`` has no NaN, and no infinity if `_FINITE` has ``key``, or is on a device."""
     if isinstance(value, Tensor):
         value = value.reshape(-1).tolist() if value.is_cpu else []  # avoid a device sync
     numbers = value if isinstance(value, tuple | list) else (value,)
@@ -356,7 +358,7 @@ def is_finite_setting(key: str, value: object) -> bool:
 
 
 def _is_setting(own: object, saved: object) -> bool:
-    """Whether ``saved`` can replace the setting ``own``. None fits only None, bool and str."""
+    """Whether ``saved`` can replace the setting ``own``. None replaces only None, bool and str."""
     is_switch = own is None or isinstance(own, bool | str)
     if saved is None:
         return is_switch
@@ -370,7 +372,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_like(own: object, saved: object) -> bool:
-    """Whether ``saved`` has the same kind of type as ``own``. None matches anything."""
+    """Whether ``saved`` and ``own`` have similar types, and tensors equal sizes, or one is None."""
     if own is None or saved is None:
         return True
     if isinstance(own, Tensor) or isinstance(saved, Tensor):

@@ -8,7 +8,7 @@ resized and is not offloaded.
 
 Reading an emptied storage would crash. So parameters become placeholders, temporary hooks make
 every module of the model refuse a forward, and no backward may begin. At stages 0 to 2 offloading
-increments the version of the parameters. So torch refuses the backward of an earlier forward, even
+parameters increments their versions. So torch refuses the backward of an earlier forward, even
 after reloading.
 
 [Note: what a model may not do after build()]
@@ -136,7 +136,7 @@ class DeviceStates:
 
     @property
     def offloaded(self) -> frozenset[StatePart]:
-        """Parts that are on the host."""
+        """Parts whose device memory is freed."""
         return frozenset(self._away)
 
     def before_write(self) -> None:
@@ -145,7 +145,7 @@ class DeviceStates:
             follow()
 
     def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
-        """Raise as `check_here`, or if an interrupted call left values half-updated."""
+        """Raise like `check_here`, or if an interrupted call left values half-updated."""
         self._state.control.place.check_finished(what)
         self.check_here(what, needed)
 
@@ -191,7 +191,10 @@ class DeviceStates:
         return self._state.module.register_forward_pre_hook(outside_graphs(hook), prepend=True)
 
     def check_model(self, *, has_substitutes: bool = False) -> None:
-        """Raise if a parameter of the model was added, replaced, removed, moved or unfrozen."""
+        """Raise if a parameter was added, replaced, removed, tied, moved, unfrozen or written.
+
+        ``has_substitutes``: whether a tensor may stand in for a parameter, as in `functional_call`.
+        """
         # Runs at each forward, so the modules' dictionaries are compared in C.
         if (
             any(self._empty)
@@ -354,15 +357,15 @@ class DeviceStates:
 def fix_memory(model: nn.Module) -> ObjectMethods:
     """Stop recurrent modules from moving their weights to cuDNN's memory, until `remove`.
 
-    On a GPU ``nn.RNNBase.flatten_parameters`` moves the weights into a new buffer, often in each
-    forward. For weights in other memory cuDNN makes a copy at each call, and torch logs a warning.
+    On a GPU ``nn.RNNBase.flatten_parameters``, which many models call in each forward, moves the
+    weights into a new buffer. Without it cuDNN copies them at each call, and torch logs a warning.
     """
     modules = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     return ObjectMethods(_FLATTEN, [(module, lambda: None) for module in modules])
 
 
 def warn_frozen(layout: Layout, params: Sequence[Tensor]) -> None:
-    """Warn about memory reserved for parameters that are currently frozen."""
+    """Warn about memory for trainable parameters that require no gradient now."""
     found = [
         spec
         for spec, param in zip(layout.params, params, strict=True)
