@@ -133,8 +133,8 @@ class Ownership:
                 stack.callback(self.hooks.pop(0).remove)
 
     def dropped(self) -> None:
-        """Call `close` after the engine was garbage-collected, if this thread has built it."""
-        # On another thread close() could deadlock, so it is left to `check_is_free`.
+        """Call `close` after the engine was garbage-collected, except at exit."""
+        # On another thread than the builder's, close() could deadlock. `check_is_free` calls it.
         if self._thread == threading.get_ident() and not sys.is_finalizing():
             try:
                 self.close()
@@ -153,7 +153,7 @@ class Ownership:
                 for left in self._local_shards():
                     left.param.data = left.spec.to_values(left.values)
                 return
-            except Exception:  # for example if a file has been deleted
+            except Exception:  # for example, if a file of offloaded parameters was deleted
                 _log.warning("an engine ended, and its values cannot be read", exc_info=True)
         for values in self.state.params:
             values.abandon()
@@ -225,7 +225,10 @@ def owner_of(param: nn.Parameter) -> object | None:
 
 
 def check_is_free(model: nn.Module) -> None:
-    """Raise ConfigError if an engine owns a parameter. Closes garbage-collected engines first."""
+    """Raise ConfigError if an engine owns a parameter of ``model``.
+
+    First remove what garbage-collected engines have left in it.
+    """
     for name, param in model.named_parameters():
         for one in filter(None, [ref() for ref in _alive]):
             is_freed = one.owner is not None and one.owner() is None

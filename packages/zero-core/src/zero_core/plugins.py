@@ -120,7 +120,7 @@ def make_collectives(
     layout: Layout,
     per_node: int,
 ) -> Collectives:
-    """Return the caller's collectives, those of the configuration, or else ``transport``."""
+    """Return ``given``, or make collectives by it or the configuration. Default: ``transport``."""
     if isinstance(given, Collectives):
         return given
     zero = config.zero_optimization

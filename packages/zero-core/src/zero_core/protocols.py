@@ -184,7 +184,7 @@ class MessageChecks(Protocol):
     """Checks of messages that were decoded before the host knows whether they are sound."""
 
     def num_damaged(self) -> Tensor | None:
-        """Return the number of damaged messages since `clear`, 0-dim. None without messages."""
+        """Return the number of damaged messages since the last `clear`, 0-dim, or None."""
 
     def take(self) -> Sequence[tuple[int, str]]:
         """Return unit and description of each counted damaged message. Calls `clear`. May wait."""
@@ -302,7 +302,7 @@ class TransportCollectives(InPlaceCollectives, PreparedCollectives, Protocol):
 
         There are two queues, for gathers and for reductions. A job waits for the collectives that
         it starts, so a second hop starts when the first has arrived. On hosts a queue is a thread,
-        which has the caller's inference mode and no grad mode. On an accelerator a queue is a
+        with the caller's inference mode and with autograd off. On an accelerator a queue is a
         stream: the job runs on the host at once, and its kernels are ordered after the caller's
         current stream. Memory that the job allocates is reused in the order of the queue's stream,
         so a reader on another stream must keep that memory alive. ``wait`` of the result returns
@@ -390,7 +390,7 @@ class StateTier(Protocol):
         """Return names of elementwise states: ``master_weight`` first, then e.g. ``exp_avg``."""
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a CPU copy of ``[start, stop)`` of a state: 1-D, zeros before the first update."""
+        """Return a CPU copy of ``[start, stop)`` of a state: 1-D, in its dtype."""
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite one state over ``[start, start + values.numel())``.
@@ -689,7 +689,7 @@ class ParamTier(Protocol):
     def home(self, segment: int) -> Tensor | None:
         """Return the shard, 1-D, on the CPU, if the caller may use it in place, else None.
 
-        `write` changes it.
+        A `write` changes the returned tensor.
         """
 
     def report(self) -> Mapping[str, int]:

@@ -41,7 +41,7 @@ class RunRecord:
     first_step: _Count  # number of steps before the start, skipped ones included
     num_parameters: _Count  # elements of all parameters
     num_trainable: _Count  # elements of trainable parameters
-    units: Sequence[str]  # names of the units, in forward order
+    units: Sequence[str]  # names of the units, by index
     shares: Mapping[str, _Count]  # this rank's elements by updater ("device", "host"), padded
     config: Mapping[str, Any]  # the resolved configuration
     environment: Mapping[str, Any]  # versions, device, cores, threads and memory
@@ -95,7 +95,7 @@ class DetailRecord:
     started_at: _Time  # when it began, in seconds since the epoch
     # spans: lane, name, start, stop, and whether the rank waited
     spans: Sequence[tuple[str, str, _Seconds, _Seconds, bool]]
-    # memory: time, bytes and activity at each change of the activity and at the step's ends
+    # memory: time, bytes and activity at each change of the activity, at begin and end
     memory: Sequence[tuple[_Seconds, _Count, str]]
     kinds: Mapping[str, _Count] = field(default_factory=dict)  # long-lived bytes, by kind
     # bytes of host memory that the state tier holds, by kind
@@ -121,7 +121,7 @@ _MOST = {
     "detail": 4,
     "run": 1000,
     "event": 1000,
-}  # kept by `_thin`, except taken steps
+}  # limits of `_thin`, not for taken steps
 _FORMS: Mapping[str, TypeAdapter[Any]] = {
     cls.kind: TypeAdapter(cls) for cls in (RunRecord, StepRecord, DetailRecord, EventRecord)
 }

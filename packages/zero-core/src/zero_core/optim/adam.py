@@ -56,8 +56,8 @@ class Adam(BaseOptimizer):
     ``step`` (0-d, fp32), and ``exp_avg`` and ``exp_avg_sq`` with the parameter's shape and dtype.
 
     Arguments have the same meaning as in torch. ``decoupled_weight_decay`` selects AdamW. With bias
-    correction, ``fused`` selects torch's fused kernel. It also puts ``step`` on the parameter's
-    device rather than on the CPU.
+    correction, ``fused`` selects torch's fused kernel. With ``fused``, ``step`` is on the
+    parameter's device, otherwise on the CPU.
     """
 
     is_elementwise: ClassVar[bool] = True  # an element's update depends on that element alone

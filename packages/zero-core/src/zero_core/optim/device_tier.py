@@ -348,7 +348,7 @@ class DeviceTier(FlatTier):
 
     @property
     def can_step_ahead(self) -> bool:
-        """Whether kernels read ``found_inf``, states start from zeros, and there is no store."""
+        """Whether kernels read ``found_inf``, states start from zeros, and no store is written."""
         has_states = bool(self._initial) and None not in self._initial.values()
         return has_states and self._store is None and takes_found_inf(self._optimizer)
 

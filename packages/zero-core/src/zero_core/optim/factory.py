@@ -41,7 +41,7 @@ _ELEMENTWISE = set(_BY_NAME.values()) - {torch.optim.Adafactor}
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with fused kernels for CPUs and accelerators. The update of a slice whose ends are
-multiples of `zero_core.layout.arithmetic.ALIGNMENT` has the same bits as within the whole tensor."""
+multiples of `zero_core.layout.arithmetic.ALIGNMENT` has the same bits as in the whole tensor."""
 _OWN_KERNEL = {"fused", "foreach", "capturable", "differentiable"}
 
 _KERNEL_CLASSES = (*_FUSED, torch.optim.Adagrad, Lion)
@@ -61,14 +61,14 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 
 
 def elementwise_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    """Return the indices of the groups for which ``is_elementwise_group`` is true."""
+    """Return indices of the groups for which the method ``is_elementwise_group`` returns True."""
     # foreign: the user's object, which may lack the method
     declares = getattr(optimizer, "is_elementwise_group", lambda group: False)
     return frozenset(n for n, group in enumerate(optimizer.param_groups) if declares(group))
 
 
 def check_served(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError if ``step`` requires a closure or takes sparse gradients."""
+    """Raise ConfigError for `torch.optim.SparseAdam`, or if ``step`` requires a closure."""
     name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -109,7 +109,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Set ``use_muon`` on each parameter that lacks it, as DeepSpeed does.
 
-    ``use_muon`` is true for matrices without "embed" or "lm_head" in their name.
+    ``use_muon`` is true for matrices without "embed" or "lm_head", in any case, in their name.
     """
     for name, param in named:
         if not hasattr(param, "use_muon"):  # foreign: DeepSpeed's attribute on a torch parameter
@@ -120,8 +120,8 @@ def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 def split_groups(params: Sequence[Any], options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split parameters and parameter groups by the parameters' attribute ``use_muon``.
 
-    ``options``: the configuration's ``optimizer.params``, for settings that a group lacks. There,
-    ``muon_lr`` and ``adam_lr`` take precedence over ``lr``.
+    ``options``: the configuration's ``optimizer.params``, for settings that a group lacks. Its
+    ``muon_lr`` and ``adam_lr`` take precedence over its ``lr``.
     """
     groups = [g for g in params if isinstance(g, dict)]
     loose = [p for p in params if not isinstance(p, dict)]

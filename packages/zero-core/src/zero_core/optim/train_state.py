@@ -66,9 +66,9 @@ class LossScaler:
     """Loss scale of fp16, constant or dynamic (Micikevicius et al., arXiv 1710.03740, section 3.2).
 
     A dynamic scale doubles after ``loss_scale_window`` consecutive steps without overflow, as in
-    torch's GradScaler. After each growth (with ``consecutive_hysteresis``, after each step without
-    overflow) the first ``hysteresis - 1`` overflows do not change the scale. Further ones halve it,
-    down to ``min_loss_scale``. Without fp16 the scale is 1.
+    torch's GradScaler. The first ``hysteresis - 1`` overflows, counted from the last growth (with
+    ``consecutive_hysteresis``: from the last step without overflow), do not change the scale.
+    Further ones halve it, down to ``min_loss_scale``. Without fp16 the scale is 1.
     """
 
     def __init__(self, config: Fp16Config) -> None:
@@ -83,7 +83,7 @@ class LossScaler:
         self.is_applied = False  # whether a loss of the current micro-step has been scaled
         self.hysteresis_left = config.hysteresis  # at 1, an overflow halves the scale
         self.steps_since_overflow = 0
-        self.growth_delay = 0  # steps that do not count, at first and after an overflow
+        self.growth_delay = 0  # steps before a window starts, at first and after an overflow
 
     def update(self, *, is_overflow: bool) -> None:
         """Adapt the scale after a step. ``is_overflow``: the step was skipped."""
@@ -139,7 +139,7 @@ class TrainState:
         """Start at step 0. ``param_groups``: the optimizer's. Loads change them in place."""
         self.global_steps = 0  # optimizer steps so far, including skipped ones
         self.skipped_steps = 0  # steps skipped because a gradient was not finite
-        self.num_drops = 0  # number of times that gradients were dropped, with or without a step
+        self.num_drops = 0  # number of times that gradients were dropped, as after each step
         self.accumulation = Accumulation(config.gradient_accumulation_steps)
         self._num_parts = 1  # divisor of losses, in addition to the number of micro-steps
         if config.world_size_invariant:
@@ -147,13 +147,13 @@ class TrainState:
             self._num_parts = config.train_batch_size // step_size
         self.scaler = LossScaler(config.loss_scaling)
         self.lr_scheduler = lr_scheduler  # advanced at each optimizer step that is not skipped
-        self.grad_norm: float | None = None  # of the last step, without loss scale, before clipping
+        self.grad_norm: float | None = None  # 2-norm of the last step, unscaled, before clipping
         self._param_groups = param_groups
         self._steps_per_print = config.steps_per_print
         self._rank = rank
 
     def scale(self, loss: Tensor, over: int | None) -> Tensor:
-        """Return ``loss`` times loss scale, for a mean over ``over`` losses (None: micro-steps)."""
+        """Return the scaled ``loss``, divided by ``over`` (None: micro-steps) and `_num_parts`."""
         steps = self.accumulation.steps if over is None else over
         if steps < 1:
             raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")

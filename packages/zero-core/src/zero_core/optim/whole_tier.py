@@ -86,7 +86,7 @@ class WholeTier(FlatTier):
     """State tier of any torch optimizer that updates each parameter separately.
 
     See [Note: whole parameters]. Parameters are numbered as in the layout. Except for master
-    weights, `read_state` and `write_state` serve sliced parameters only. Others read as zeros.
+    weights, `write_state` serves sliced parameters only, and others' states read as zeros.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class WholeTier(FlatTier):
     ) -> None:
         """Run `StateTier.step`. Every rank must call it. ``groups`` is unused.
 
-        If the optimizer raises on some ranks only, the other ranks wait until the timeout.
+        If the optimizer raises on some ranks only, the other ranks may wait until the timeout.
         """
         self._wait_for_downloads()
         self._scale_offers([self._pieces[index].start for index in active], grad_scale)
@@ -437,7 +437,7 @@ class _Exchange:
     def to_owners(
         self, parts: Mapping[int, tuple[Tensor, Tensor]], factor: float
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Send ``parts`` (values, gradient) to the owners. Return owned parameters, whole."""
+        """Send ``parts`` (values, gradient) to owners. Return those of owned parameters, whole."""
         held = [parcel for parcel in self._held if parcel[1] in parts]
         missing = [parcel for parcel in self._missing if parcel[1] in parts]
         sizes = [2 * share.numel for _, _, share in held]
@@ -499,7 +499,7 @@ def _put(part: tuple[Tensor, Tensor], into: Sequence[Tensor], factor: float) -> 
 def _lending(
     params: Sequence[Tensor], lent: Mapping[Tensor, tuple[Tensor, Tensor]]
 ) -> Iterator[None]:
-    """Give ``params`` the values and gradients in ``lent``, others no gradient. Restore at exit."""
+    """Set values and gradients of the parameters in ``lent``, no other gradients. Undo at exit."""
     with access.opened(param for param in params if isinstance(param, nn.Parameter)):
         before = [(param, param.data, get_grad(param)) for param in params]
         try:

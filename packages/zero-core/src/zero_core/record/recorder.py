@@ -204,7 +204,7 @@ class Recorder(Extension):
             self._begin(now, end if self._is_host else None)
 
     def _begin(self, now: float, end: Mark | None) -> None:
-        """Begin a step at ``now``. ``end``: the mark of this time, or None."""
+        """Begin a step at ``now``. ``end``: the previous step's last mark, on a CPU."""
         number = self._subject.train.global_steps + 1
         is_detailed = self._num_steps + 1 in _FIRST_DETAILS or number % self._detail_every == 0
         self._step = _Step(now, time.time() + now - time.perf_counter(), is_detailed)

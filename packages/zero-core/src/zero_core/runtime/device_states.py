@@ -91,7 +91,7 @@ class _HostCopy:
             self._host = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=pin_memory)
             held = self._bytes()
             self._host.copy_(held, non_blocking=pin_memory)
-            if held.device.type != "cpu":  # record_stream delays reuse of the memory
+            if held.device.type != "cpu":  # delays reuse of the memory until the copy is done
                 held.record_stream(torch.accelerator.current_stream(held.device))
 
     def restore(self) -> None:
@@ -191,7 +191,7 @@ class DeviceStates:
         return self._state.module.register_forward_pre_hook(outside_graphs(hook), prepend=True)
 
     def check_model(self, *, has_substitutes: bool = False) -> None:
-        """Raise if a parameter was added, replaced, removed, tied, moved, unfrozen or written.
+        """Raise if a parameter was added, replaced, removed, tied, moved or unfrozen.
 
         ``has_substitutes``: whether a tensor may stand in for a parameter, as in `functional_call`.
         """

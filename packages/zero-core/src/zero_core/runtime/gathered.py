@@ -94,7 +94,7 @@ class GatheredCalls:
         return self._gathering.is_open
 
     def publish(self) -> None:
-        """Wait for the exchange of the last step's values, at stages 0 to 2.
+        """Wait until this rank has the last step's values, at stages 0 to 2.
 
         A step only launches the exchange of values. Without `publish` the next forward, or the
         first read of a parameter, waits for the exchange. At stage 3 values stay sharded (see
