@@ -83,7 +83,6 @@ class Ownership:
             self.hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
 
     def allow_empty_entries(self, advice: str) -> None:
-        """Implement `ShardedModel.allow_empty_entries`."""
         self._advice = advice
         if self._allows_empty:
             return
@@ -178,7 +177,6 @@ class Ownership:
                 yield LeftShard(param, params[slot.param], control, spans, values)
 
     def leave_shards(self) -> Iterator[LeftShard]:
-        """Implement `zero_core.Engine.leave_shards`."""
         self._end()
         is_whole = not self._has_stale_values() and all(p.is_kept for p in self.state.params)
         return iter(()) if is_whole else self._local_shards()

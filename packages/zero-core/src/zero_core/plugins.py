@@ -1,8 +1,7 @@
 """Plug-ins: collectives, state tier and parameter tier, chosen by the caller or the configuration.
 
 An argument of ``build`` overrides an entry point that the configuration asks for. Without either,
-the engine uses its own collectives and state tier, and no parameter tier. Only requested entry
-points are loaded.
+the engine uses its own collectives and state tier, and no parameter tier.
 """
 
 from __future__ import annotations

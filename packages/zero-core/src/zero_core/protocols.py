@@ -562,10 +562,9 @@ class DeviceMemory(Protocol):
     def device_tensors(self) -> Mapping[str, Sequence[Tensor]]:
         """Return all long-lived tensors on the device, by the name of a `StatePart`.
 
-        Called outside of forward and backward, while no exchange or update is pending. To offload a
-        part, the engine copies the tensors' bytes to the host if they are still needed ("buffers"
-        are not), and resizes the storages to zero. A reload resizes them back: tensors stay the
-        same objects, at new addresses.
+        Called outside of forward and backward, while no exchange or update is pending. The engine
+        copies the bytes that are still needed (not "buffers") to the host, and resizes storages to
+        zero. A reload resizes them back: tensors stay the same objects, at new addresses.
         """
 
 
@@ -618,8 +617,7 @@ class StateTierFactory(Protocol):
 class UploadCodec(Protocol):
     """Lossless codec of parameter differences, for uploads from host memory to a device.
 
-    An entry point of ``zero_core.upload_codecs`` is a function without arguments that returns a
-    codec. Tensors are 1-D and contiguous.
+    An entry point of ``zero_core.upload_codecs`` returns a codec. Tensors are 1-D and contiguous.
     """
 
     def max_nbytes(self, numel: int, itemsize: int) -> int:
@@ -655,8 +653,7 @@ class DeviceTierFactory(Protocol):
     ) -> StateTier:
         """Make a tier. ``pieces`` and ``params`` use offsets in ``[0, numel)``.
 
-        Shards of the dtypes ``own_masters`` (by default `zero_core.config.WIDE_DTYPES`) are their
-        own master weights.
+        ``own_masters``: dtypes of shards that are updated in place, by default fp32 and float64.
         """
 
 

@@ -116,12 +116,7 @@ class EventRecord:
 
 
 Record = RunRecord | StepRecord | DetailRecord | EventRecord
-_MOST = {
-    "step": 1000,
-    "detail": 4,
-    "run": 1000,
-    "event": 1000,
-}  # limits of `_thin`, not for taken steps
+_MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}  # limits, except for taken steps
 _FORMS: Mapping[str, TypeAdapter[Any]] = {
     cls.kind: TypeAdapter(cls) for cls in (RunRecord, StepRecord, DetailRecord, EventRecord)
 }

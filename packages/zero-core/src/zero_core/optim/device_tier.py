@@ -133,8 +133,7 @@ class FlatTier:
     def _scale_offers(self, firsts: Iterable[int], factor: Tensor | float) -> list[int]:
         """Scale the offered gradients that contain the elements ``firsts``. Return their starts.
 
-        A gradient of the master weights' dtype is scaled in place, once. Others are scaled later,
-        after they are widened.
+        Gradients of the master weights' dtype are scaled in place, once. Others stay unscaled.
         """
         offered = sorted(self._grads)
         starts = sorted({offered[bisect_right(offered, first) - 1] for first in firsts})
@@ -226,9 +225,7 @@ class _Turn:
 
     members: list[list[nn.Parameter]]  # parameters by group
     parts: list[_Part] = field(default_factory=list)  # sorted by start
-    extents: dict[int, list[int]] = field(
-        default_factory=dict
-    )  # used [start, stop] of each gradient, by its start
+    extents: dict[int, list[int]] = field(default_factory=dict)  # used range, by gradient's start
     sizes: list[list[int]] = field(default_factory=list)  # lengths of parts and gaps, by extent
     places: list[int] = field(default_factory=list)  # each part's index in ``sizes``
 

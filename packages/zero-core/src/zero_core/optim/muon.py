@@ -120,8 +120,7 @@ def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 def split_groups(params: Sequence[Any], options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split parameters and parameter groups by the parameters' attribute ``use_muon``.
 
-    ``options``: the configuration's ``optimizer.params``, for settings that a group lacks. Its
-    ``muon_lr`` and ``adam_lr`` take precedence over its ``lr``.
+    ``options``: settings that a group may lack. Its ``muon_lr`` and ``adam_lr`` override ``lr``.
     """
     groups = [g for g in params if isinstance(g, dict)]
     loose = [p for p in params if not isinstance(p, dict)]

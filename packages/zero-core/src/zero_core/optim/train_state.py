@@ -264,7 +264,6 @@ class TrainState:
             self.skipped_steps = saved["skipped_steps"]
             self.scaler.load_state_dict(saved["loss_scaler"])
         groups = saved["param_groups"]
-        # If the numbers of groups differ, `check` has logged a warning.
         if "optimizer" not in without and len(groups) == len(self._param_groups):
             for group, values in zip(self._param_groups, groups, strict=True):
                 for key, value in values.items():
@@ -321,9 +320,8 @@ def check_progress(saved: Mapping[str, Any]) -> None:
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Describe the settings of parameter groups, for a comparison between ranks.
 
-    A device tensor is described by its device type only, to avoid a synchronization. Values other
-    than numbers, strings, None, tensors, lists and tuples are omitted, because their text may
-    differ between ranks.
+    A device tensor is described by its device type only, to avoid a synchronization. Values that
+    `_describe` does not know are omitted, because their text may differ between ranks.
     """
     return {
         f"optimizer group {index}, {key!r}": described

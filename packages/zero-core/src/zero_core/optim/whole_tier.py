@@ -13,8 +13,7 @@ owner: each rank updates its slice and keeps the slice's state.
 The tier runs the given or configured optimizer on the model's own parameters. During its step, an
 owned parameter with a gradient temporarily has its whole master weight and gradient, and a sliced
 one has the rank's 1-D slice of them. All other parameters have no gradient, so optimizers skip
-them. For owned parameters, the optimizer sees the same shapes, groups and states as without an
-engine.
+them. Owned parameters have the same shapes, groups and states as without an engine.
 
 [Note: rounds]
 Divided parameters are exchanged in rounds of consecutive segments of one dtype. To bound the bytes
@@ -306,9 +305,10 @@ class WholeTier(FlatTier):
             self.write_whole_state(param, copy.deepcopy(self._initial[param]))
 
     def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
-        """Replace a parameter's state. Moves its tensors to the device where kernels read them."""
+        """Replace a parameter's state. Tensors of its shape get its strides."""
         owner, spec = self._model_params[param], self._layout.params[param]
         (group,) = [g for g in self._optimizer.param_groups if any(p is owner for p in g["params"])]
+        # Fused and capturable kernels read the step count on the device.
         is_on_device = bool(group.get("fused") or group.get("capturable"))
         moved = {}
         for name, value in state.items():
@@ -323,9 +323,8 @@ class WholeTier(FlatTier):
 def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whole, ...]:
     """Assign each trainable parameter to a rank, for stages 1 to 3.
 
-    The owner holds a part of the parameter. Divided parameters, the largest first, are assigned to
-    the one of their ranks that owns the fewest elements so far. ``sliced`` and empty parameters
-    have no owner.
+    Owners hold a part of the parameter. Divided parameters, the largest first, are assigned to the
+    one of their ranks that owns the fewest elements. ``sliced`` and empty ones have no owner.
     """
     load = [0] * layout.world_size
     found: list[Whole] = []

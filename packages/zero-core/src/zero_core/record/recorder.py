@@ -42,7 +42,7 @@ from zero_core.watch.place import OUTSIDE, UPDATE, Mark, MemoryMeter, StepClock
 _log = logging.getLogger(__name__)
 
 REPORTS = "zero_core.reports"  # group of the entry point that renders a folder's records
-_FIRST_DETAILS = (1, 3)  # counted from the start of recording, besides each ``detail_every``-th
+_FIRST_DETAILS = (1, 3)  # steps of a recording in detail, besides each ``detail_every``-th
 _MAX_ERROR = 500  # maximum number of characters of a recorded error
 _MAX_SPANS = 4000  # maximum number of spans and of memory values per step
 _STATE_KINDS = {  # names in a memory plan, by the names of `DeviceMemory.device_tensors`

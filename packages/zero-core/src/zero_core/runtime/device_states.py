@@ -191,10 +191,7 @@ class DeviceStates:
         return self._state.module.register_forward_pre_hook(outside_graphs(hook), prepend=True)
 
     def check_model(self, *, has_substitutes: bool = False) -> None:
-        """Raise if a parameter was added, replaced, removed, tied, moved or unfrozen.
-
-        ``has_substitutes``: whether a tensor may stand in for a parameter, as in `functional_call`.
-        """
+        """Raise if the model was changed as [Note: what a model may not do after build()] says."""
         # Runs at each forward, so the modules' dictionaries are compared in C.
         if (
             any(self._empty)

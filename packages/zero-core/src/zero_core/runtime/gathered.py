@@ -78,8 +78,7 @@ class GatheredCalls:
         quantized ones.
 
         Raises:
-            ValueError: there is no such rank, one of ``params`` is not this engine's, or the
-                modifier changed a shape.
+            ValueError: no such rank, a parameter of another model, or a shape that was changed.
             RankMismatchError: ranks passed ``modifier_rank`` with different parameters or ranks.
             RuntimeError: ``modifier_rank`` was passed within a forward or backward, or parameters
                 were changed at stage 3 without ``modifier_rank``.
