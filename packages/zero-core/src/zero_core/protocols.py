@@ -177,7 +177,7 @@ class PreparedCollectives(Collectives, Protocol):
     """Collectives that allocate buffers or compile kernels before the first step."""
 
     def prepare(self, gathered: Gathered, reduced: Reduced, device: torch.device) -> None:
-        """Prepare the exchanges of these segments and gradients. `build` calls it on all ranks."""
+        """Prepare gathers and reductions of the given sizes. `build` calls it on all ranks."""
 
 
 class MessageChecks(Protocol):
@@ -356,10 +356,10 @@ class StateTier(Protocol):
 
         Called when a segment's gradient is reduced, or changed by the program. ``grad`` belongs to
         the engine: 1-D, contiguous, floating point, on the engine's device. Without ``owns_grads``,
-        only ``step`` may read or overwrite ``grad``, which stays valid until a ``step`` that uses
-        it or ``discard_grads`` has returned. With ``owns_grads``, the tier may read ``grad`` until
-        the engine has called the returned function, which waits for the copy. If the tier returns
-        None, it has read ``grad``. If a range is offered again, the last offer counts.
+        the tier keeps ``grad``, which ``step`` may overwrite. ``grad`` then stays valid until a
+        ``step`` that uses it or ``discard_grads`` has returned. With ``owns_grads``, the engine
+        calls the returned function before it overwrites ``grad``, to wait for the tier's copy. If
+        the tier returns None, it has read ``grad``. The last offer of a range counts.
         """
 
     def read_grad(self, start: int, stop: int) -> Tensor:

@@ -19,7 +19,7 @@ from zero_core.optim.muon import Muon, split_groups
 _log = logging.getLogger(__name__)
 
 _BY_PARAMETER = ("torch.", "torchao.", "bitsandbytes.", "transformers.", "zero_core.")
-"""Prefixes of Python modules whose optimizers are taken to update parameters independently."""
+"""Prefixes of Python modules whose optimizers are assumed to update parameters independently."""
 
 _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,

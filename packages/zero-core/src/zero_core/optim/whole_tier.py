@@ -305,7 +305,7 @@ class WholeTier(FlatTier):
             self.write_whole_state(param, copy.deepcopy(self._initial[param]))
 
     def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
-        """Replace a parameter's state. Tensors of its shape get its strides."""
+        """Replace a parameter's state. Tensors of the parameter's shape get its strides, too."""
         owner, spec = self._model_params[param], self._layout.params[param]
         (group,) = [g for g in self._optimizer.param_groups if any(p is owner for p in g["params"])]
         # Fused and capturable kernels read the step count on the device.

@@ -355,7 +355,7 @@ def fix_memory(model: nn.Module) -> ObjectMethods:
     """Stop recurrent modules from moving their weights to cuDNN's memory, until `remove`.
 
     On a GPU ``nn.RNNBase.flatten_parameters``, which many models call in each forward, moves the
-    weights into a new buffer. Without it cuDNN copies them at each call, and torch logs a warning.
+    weights into a new buffer. Otherwise cuDNN copies them at each call, and torch logs a warning.
     """
     modules = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     return ObjectMethods(_FLATTEN, [(module, lambda: None) for module in modules])
