@@ -1,13 +1,13 @@
 """Ownership of a model's parameters by an engine, from ``build`` until the engine ends.
 
-A rank may close its engine because of a failure, so closing needs no collective. On a device it
-waits up to 10 seconds for the other ranks to close, unless one has failed. After `Ownership.close`,
-parameters that other ranks hold a part of have no value: a mix of current and stale values would
-look like a valid model.
+A rank may close its engine because of a failure, so closing needs no collective. On an accelerator
+it waits up to 10 seconds for the other ranks to close, unless one has failed. After
+`Ownership.close`, a parameter whose whole current value is not on this rank has no value, because a
+mix of current and stale values would look like a valid model.
 
 [Note: copies of a model]
-`copy.deepcopy` of a module copies the engine's hooks, too. A copy with these hooks would gather
-parameters for the engine, so the hooks are removed while `copy.deepcopy` runs.
+`copy.deepcopy` of a module copies its hooks, too. A copy with the engine's hooks would gather
+parameters for the engine, so these hooks are removed while `copy.deepcopy` runs.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class LeftShard(NamedTuple):
 
     param: Tensor  # the parameter, or a component of a quantized one
     spec: ParamSpec  # ``spec.to_values`` restores the value from all elements
-    control: ControlGroup  # group of the ranks that share the parameter
-    spans: list[tuple[int, int]]  # elements of each rank, [start, stop), disjoint
-    values: Tensor  # this rank's elements, in the engine's memory: bytes if ``spec.is_opaque``
+    control: ControlGroup  # group of all ranks of the engine
+    spans: list[tuple[int, int]]  # range [start, stop) of each rank's elements, by rank
+    values: Tensor  # this rank's elements, 1-D: bytes if ``spec.is_opaque``
 
 
 class Removable(Protocol):
-    """Handle of a hook."""
+    """Handle of a hook, or another object that is removed when an engine ends."""
 
     def remove(self) -> None: ...
 
@@ -59,16 +59,16 @@ class Ownership:
     def __init__(self, state: ShardedState) -> None:
         self.owner: weakref.ref[object] | None = None  # the engine, set by `begin`
         self._thread = threading.get_ident()
-        self._allows_empty = False  # whether `allow_empty_entries` was called
+        self._allows_empty = False
         self._advice = ""  # argument of `allow_empty_entries`
         self.state = state
         self.is_ended = False  # if True, another engine may own the model
-        self.hooks: list[Removable] = []  # removed at the end, in reverse order of registration
+        self.hooks: list[Removable] = []  # removed in reverse order when the engine ends
         _alive[:] = [ref for ref in _alive if ref() is not None]
         _alive.append(weakref.ref(self))
 
     def begin(self, owner: object) -> None:
-        """Own the parameters for ``owner``. Keeps a weak reference."""
+        """Set the owner, weakly referenced. ``state_dict`` then raises if values are absent."""
         self.owner = weakref.ref(owner)
 
         def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -83,15 +83,14 @@ class Ownership:
             self.hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
 
     def allow_empty_entries(self, advice: str) -> None:
-        """Make ``state_dict`` return empty tensors: see `ShardedModel.allow_empty_entries`."""
         self._advice = advice
         if self._allows_empty:
             return
         modules = list(self.state.module.modules())
-        has_warned = self.state.control.rank != 0  # only rank 0 warns, because it writes files
+        has_warned = self.state.control.rank != 0  # only rank 0 warns
 
         def save(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            # Entries whose value is not on this rank are replaced by `empty` below.
+            # `empty` replaces the entries whose value is not on this rank.
             with access.opened(module._parameters.values()):
                 type(module)._save_to_state_dict(module, *args, **kwargs)
 
@@ -126,15 +125,15 @@ class Ownership:
         return None if self.is_ended else self.state.param_names.get(id(param))
 
     def undo(self) -> None:
-        """Remove all hooks from the model, after a failed build or at the end."""
+        """Remove all hooks from the model, which another engine may then own."""
         self.is_ended = True
-        with ExitStack() as stack:  # later callbacks run even if one raises
+        with ExitStack() as stack:  # removes the other hooks even if one raises
             while self.hooks:
                 stack.callback(self.hooks.pop(0).remove)
 
     def dropped(self) -> None:
-        """Release the parameters after the owning engine was freed without `close`."""
-        # A finalizer on another thread could deadlock in close(). `check_is_free` calls it later.
+        """Call `close` after the engine was garbage-collected, except at exit."""
+        # On another thread than the builder's, close() could deadlock. `check_is_free` calls it.
         if self._thread == threading.get_ident() and not sys.is_finalizing():
             try:
                 self.close()
@@ -142,7 +141,7 @@ class Ownership:
                 _log.warning("an engine was dropped whose step had failed", exc_info=True)
 
     def close(self) -> None:
-        """Release the parameters on this rank alone. Parameters with stale parts get no value."""
+        """End the ownership on this rank. Reads of values absent on this rank then raise."""
         if self.is_ended:
             return
         self._end()
@@ -153,7 +152,7 @@ class Ownership:
                 for left in self._local_shards():
                     left.param.data = left.spec.to_values(left.values)
                 return
-            except Exception:  # for example if a file has been deleted
+            except Exception:  # for example, if a file of offloaded parameters was deleted
                 _log.warning("an engine ended, and its values cannot be read", exc_info=True)
         for values in self.state.params:
             values.abandon()
@@ -163,7 +162,7 @@ class Ownership:
 
     @torch.no_grad()
     def _local_shards(self) -> Iterator[LeftShard]:
-        """Yield this rank's part of each parameter. The caller may replace the parameter's data."""
+        """Yield this rank's elements of each parameter, whose ``data`` may then be replaced."""
         control, params = self.state.control, self.state.layout.params
         for flat in self.state.params:
             flat.source.wait_update()
@@ -178,13 +177,12 @@ class Ownership:
                 yield LeftShard(param, params[slot.param], control, spans, values)
 
     def leave_shards(self) -> Iterator[LeftShard]:
-        """Release the parameters on this rank alone. See `zero_core.Engine.leave_shards`."""
         self._end()
         is_whole = not self._has_stale_values() and all(p.is_kept for p in self.state.params)
         return iter(()) if is_whole else self._local_shards()
 
     def _has_stale_values(self) -> bool:
-        """Whether values are missing on this rank, or their exchange has failed."""
+        """Whether a current value is missing on this rank, after a wait for pending exchanges."""
         try:
             self.state.refresh()
             return not all(values.is_current for values in self.state.params)
@@ -193,7 +191,7 @@ class Ownership:
             return True
 
     def leave_values(self, full: Mapping[str, Tensor]) -> None:
-        """Release the parameters with the values ``full``, by name. Move buffers to the CPU."""
+        """End the ownership, and set parameters to ``full``, by name. Move buffers to the CPU."""
         self._end()
         names = self.state.param_names
         for flat in self.state.params:
@@ -212,7 +210,7 @@ class Ownership:
             self.undo()
 
 
-_alive: list[weakref.ref[Ownership]] = []  # in order of creation
+_alive: list[weakref.ref[Ownership]] = []  # oldest first
 
 
 def owner_of(param: nn.Parameter) -> object | None:
@@ -225,12 +223,15 @@ def owner_of(param: nn.Parameter) -> object | None:
 
 
 def check_is_free(model: nn.Module) -> None:
-    """Raise ConfigError if an engine owns ``model``. An engine that was freed is closed here."""
+    """Raise ConfigError if an engine owns a parameter of ``model``.
+
+    First remove what garbage-collected engines have left in it.
+    """
     for name, param in model.named_parameters():
         for one in filter(None, [ref() for ref in _alive]):
             is_freed = one.owner is not None and one.owner() is None
             if is_freed and one.name_of(param) is not None:
-                one.close()  # removes the freed engine's hooks from the model
+                one.close()
         if owner_of(param) is not None:
             raise ConfigError(
                 f"build(): {name} belongs to an engine already. Go on with that one, which "
@@ -249,10 +250,9 @@ def _refuse_left_over(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 class EngineParameter(nn.Parameter):
-    """Base class of parameters while an engine owns them."""
+    """Parameter of an engine, of which a deep copy is a plain ``nn.Parameter``."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a plain ``nn.Parameter`` that no engine owns."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         found: nn.Parameter = memo[id(self)]
@@ -260,9 +260,9 @@ class EngineParameter(nn.Parameter):
 
 
 class ModelCopies:
-    """Makes `copy.deepcopy` of a module return a plain copy: see [Note: copies of a model]."""
+    """Makes `copy.deepcopy` leave out an engine's hooks. See [Note: copies of a model]."""
 
-    engine: object = None  # keeps the engine alive with the model; copies do not have it
+    engine: object = None  # keeps the engine alive as long as its model, if set
 
     def __init__(self, state: ShardedState, *handles: Sequence[Any]) -> None:
         self._state = state
@@ -301,7 +301,7 @@ class ModelCopies:
             for table, items in before:
                 table.clear()
                 table.update(item for item in items if item[0] not in numbers)
-            for method in reversed(methods):  # restore the latest replacement first
+            for method in reversed(methods):  # `ObjectMethods.remove` needs this order
                 method.remove()
             return copy.deepcopy(module, memo)
         finally:

@@ -32,14 +32,14 @@ class ObjectMethods:
 
 
 class SuspendableHooks:
-    """Forward pre-hooks that run before all others.
+    """Forward pre-hooks that run before those registered earlier.
 
-    While they are suspended, calls of the module take less time.
+    While they are suspended, calls of the modules take less time.
     """
 
     def __init__(self) -> None:
         self._hooks: list[tuple[nn.Module, Any]] = []
-        self.handles: list[RemovableHandle] = []  # handles of the registered hooks
+        self.handles: list[RemovableHandle] = []  # empty while suspended
 
     def add(self, module: nn.Module, hook: Any) -> None:
         self._hooks.append((module, hook))

@@ -8,7 +8,7 @@ from typing import Any
 from zero_core.errors import MissingPartError
 
 FOUND: dict[tuple[str, str], EntryPoint] = {}
-"""Entry points found so far, by group and name. A search reads all packages' metadata."""
+"""Entry points that `load_part` has found, because a search reads all packages' metadata."""
 
 
 def missing_part(asked_by: str, distribution: str) -> MissingPartError:
@@ -19,7 +19,7 @@ def missing_part(asked_by: str, distribution: str) -> MissingPartError:
 
 
 def install_command(distribution: str, *flags: str) -> str:
-    """Return the command that installs a package of this repository."""
+    """Return the pip command that installs ``distribution``."""
     return " ".join(("pip install", *flags, distribution))
 
 

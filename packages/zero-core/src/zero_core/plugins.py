@@ -1,7 +1,7 @@
 """Plug-ins: collectives, state tier and parameter tier, chosen by the caller or the configuration.
 
 An argument of ``build`` overrides an entry point that the configuration asks for. Without either,
-the engine's own implementation is used. Only requested entry points are loaded.
+the engine uses its own collectives and state tier, and no parameter tier.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> 
     """Check a configuration without a model and without ranks.
 
     In addition to `load_config`, it makes the optimizer and the schedule over two elements, and
-    checks that the requested packages and folders exist on this machine.
+    checks that required packages are installed and that ``nvme_path`` is a writable folder.
 
     Args:
         source: the configuration as a mapping, or the path of its JSON file.
         world_size: number of data-parallel ranks.
 
     Raises:
-        ConfigError: with the path of the key, what was found, and what to do.
+        ConfigError: a setting is wrong. The message names the key, what was found and what to do.
         MissingPartError: a package is not installed.
     """
     config = load_config(source, world_size=world_size)
@@ -119,7 +119,7 @@ def make_collectives(
     layout: Layout,
     per_node: int,
 ) -> Collectives:
-    """Return the caller's collectives, or those that the configuration asks for."""
+    """Return ``given``, or make collectives by it or the configuration. Default: ``transport``."""
     if isinstance(given, Collectives):
         return given
     zero = config.zero_optimization
@@ -149,7 +149,7 @@ def make_state_tier(
     control: ControlGroup,
     meter: Meter,
 ) -> StateTier:
-    """Make the state tier over ``memory``, by the caller's factory or as the configuration asks."""
+    """Make the state tier over ``memory``, by ``factory`` or as the configuration asks."""
     zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
     layout, is_sharded = drawn.layout, memory.has_sharded_state
     if not drawn.updates_slices:
@@ -229,7 +229,7 @@ def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) 
 def make_param_tier(
     factory: ParamTierFactory | None, layout: Layout, config: Config, device: torch.device
 ) -> OffloadedSegments | None:
-    """Make the tier for parameter shards off the device, or return None if none is requested."""
+    """Make the tier for offloaded parameter shards, or return None if no segment is offloaded."""
     zero, kind = config.zero_optimization, config.zero_optimization.offload_param.device
     if factory is None and kind == "none":
         return None

@@ -1,7 +1,7 @@
 """Protocols of the parts that an engine is composed of.
 
-Signatures use only builtins and torch types, so a class can satisfy a protocol without importing
-this package. Other packages declare their classes by entry points:
+A protocol describes only names and signatures, so a class can satisfy it without importing this
+package. Other packages declare their classes and functions by entry points, for example:
 
 =========================  =====================  =========================================
 entry-point group          object                 asked for by the config key
@@ -36,7 +36,7 @@ from torch import Tensor
 Gathered = Sequence[tuple[int, int, torch.dtype]]  # segment, elements of a shard, dtype
 Reduced = Sequence[tuple[int, torch.dtype, torch.dtype]]  # elements, dtype, dtype of the sum
 EXACT_GRADIENTS, EXACT_PARAMETERS = -1, -2
-"""Values of ``version`` in `Collectives.all_gather` that require exact values."""
+"""Negative values of ``version`` in `Collectives.all_gather`, which require exact values."""
 
 
 @runtime_checkable
@@ -49,19 +49,19 @@ class Work(Protocol):
 
 @runtime_checkable
 class Reduction(Work, Protocol):
-    """A reduction that exposes each rank's part, to find ranks with non-finite values."""
+    """A reduction that exposes each rank's slice, to find ranks with non-finite values."""
 
     @property
     def contributions(self) -> Sequence[Tensor]:
-        """Each rank's part, in rank order, readable after ``wait``. Empty if unknown."""
+        """Each rank's slice, in rank order, readable after ``wait``. Empty if unknown."""
 
 
 @runtime_checkable
 class StatisticsReduction(Work, Protocol):
     """A reduction that also computes statistics of its sum.
 
-    The statistics are on the sum's device, readable after ``wait``. The engine does
-    not compute them again.
+    The statistics are on the sum's device, readable after ``wait``. The engine does not compute
+    them itself.
     """
 
     @property
@@ -70,21 +70,22 @@ class StatisticsReduction(Work, Protocol):
 
     @property
     def nonfinite(self) -> Tensor:
-        """Whether each rank's part has NaN or Inf: bool, [world_size].
+        """Whether the input of each rank has NaN or Inf: bool, [world_size].
 
-        Covers only the parts that this rank reads. Each rank's part is read by at least one rank.
+        Covers only the slices that this rank reads. Each slice is read by at least one rank.
         """
 
 
 @runtime_checkable
 class InPlaceReduction(Reduction, Protocol):
-    """A reduction whose input other ranks read directly, in shared memory."""
+    """A reduction whose input other ranks may read directly, in shared memory."""
 
     def acknowledge(self) -> Work:
-        """Report to the other ranks that this rank has read their parts.
+        """Report to the other ranks that this rank has read their slices.
 
-        The engine calls it once, after ``wait`` and its last read of ``contributions``. Until the
-        returned `Work` has been waited for, other ranks may still read this reduction's input.
+        The engine calls it once, after ``wait`` and its last read of ``contributions``, unless this
+        is a `StatisticsReduction`. Until the returned `Work` has been waited for, other ranks may
+        still read this reduction's input.
         """
 
 
@@ -92,12 +93,12 @@ class InPlaceReduction(Reduction, Protocol):
 class Collectives(Protocol):
     """All-gathers of shards into units, and reduce-scatters of unit gradients into shards.
 
-    Every rank of the group calls the same methods in the same order. Buffers are 1-D, contiguous
-    and owned by the caller, who reads or reuses them only after ``wait``. The caller changes a
-    ``shard`` only after all ranks have waited for its gather, so a rank may read another rank's
-    shard in place. ``unit`` is the index of a segment (a unit has one per dtype and
-    trainability): a stable key for private buffers. `StatefulCollectives` and `InPlaceCollectives`
-    declare further abilities.
+    Every rank of the group makes the same gathers in the same order, and the same reductions.
+    Buffers are 1-D, contiguous and owned by the caller, who reads or reuses them only after
+    ``wait``. The caller changes a ``shard`` only after all ranks have waited for its gather, so a
+    rank may read another rank's shard in place. ``unit`` is the index of a segment (a unit has one
+    per dtype and trainability): a stable key for private buffers. Subclasses of this protocol
+    declare optional methods.
     """
 
     def all_gather(
@@ -119,7 +120,7 @@ class Collectives(Protocol):
         """Start to sum this rank's slice of every rank's ``full`` into ``out``.
 
         The sum is taken in fp32 (float64 for float64 input) in a fixed order: over ranks, or within
-        each node first and then over nodes. Gradients are already divided by the world size. The
+        each node first and then over nodes. For an average, the caller has divided ``full``. The
         result may be a `Reduction`, an `InPlaceReduction` or a `StatisticsReduction`.
 
         Args:
@@ -135,7 +136,7 @@ class AddingCollectives(Collectives, Protocol):
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to add this rank's slice of every rank's ``full`` to ``out``, in rank order.
 
-        Arguments as in `reduce_scatter`. Computes ``((out + slice 0) + slice 1) + ...``, each term
+        Arguments as in `reduce_scatter`. Computes ``((out + slice 0) + slice 1) + ...``, each sum
         rounded to the dtype of ``out``. A `StatisticsReduction` has the statistics of ``out``.
         """
 
@@ -146,7 +147,7 @@ class StatefulCollectives(Collectives, Protocol):
 
     @property
     def private_nbytes(self) -> Mapping[str, int]:
-        """Bytes held on this rank, by kind, as `Engine.memory_report` shows them."""
+        """Bytes held on this rank, by kind, for `Engine.memory_report`."""
 
     def forget_values(self) -> None:
         """Drop all stored weights and gradients, so that the next gathers start from exact values.
@@ -165,9 +166,9 @@ class InPlaceCollectives(Collectives, Protocol):
 
     @property
     def reduces_in_place(self) -> bool:
-        """Whether ``reduce_scatter`` returns an `InPlaceReduction` for shared memory.
+        """Whether each ``reduce_scatter`` returns an `InPlaceReduction`.
 
-        If true, the engine shares its gradient buffers with the ranks of the node.
+        If true, CPU ranks of a node share the engine's gradient buffers, if they can share memory.
         """
 
 
@@ -176,17 +177,17 @@ class PreparedCollectives(Collectives, Protocol):
     """Collectives that allocate buffers or compile kernels before the first step."""
 
     def prepare(self, gathered: Gathered, reduced: Reduced, device: torch.device) -> None:
-        """Prepare the exchanges of these segments and gradients. `build` calls it on all ranks."""
+        """Prepare gathers and reductions of the given sizes. `build` calls it on all ranks."""
 
 
 class MessageChecks(Protocol):
     """Checks of messages that were decoded before the host knows whether they are sound."""
 
     def num_damaged(self) -> Tensor | None:
-        """Count the damaged messages since the last `clear`. None if there were no messages."""
+        """Return the number of damaged messages since the last `clear`, 0-dim, or None."""
 
     def take(self) -> Sequence[tuple[int, str]]:
-        """Return unit and description of each counted damaged message, then `clear`. May wait."""
+        """Return unit and description of each counted damaged message. Calls `clear`. May wait."""
 
     def clear(self) -> None:
         """Forget the messages that `num_damaged` has counted."""
@@ -198,7 +199,7 @@ class CheckedCollectives(Collectives, Protocol):
 
     @property
     def checks(self) -> MessageChecks | None:
-        """Checks of all messages received on an accelerator."""
+        """Checks of all messages received on an accelerator, or None if messages have no checks."""
 
 
 @runtime_checkable
@@ -210,7 +211,7 @@ class AnnouncingCollectives(Collectives, Protocol):
         """Whether lengths vary, so that `announce` is useful. Constant, and equal on all ranks."""
 
     def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
-        """Start to exchange the lengths, so that later gathers need not wait for an accelerator.
+        """Start to exchange lengths, so that the gathers of ``shards`` need not wait for them.
 
         ``shards``: unit, version, ``out`` if the shard is a part of it, and shard of each gather.
         """
@@ -230,10 +231,10 @@ class SliceCodec(Protocol):
         """Return the largest size in bytes of a message with ``numel`` elements."""
 
     def pack(self, values: Tensor, message: Tensor) -> Tensor:
-        """Encode ``values`` into ``message``, and return the bytes written, a multiple of 16.
+        """Encode ``values`` into ``message``, and return its length in bytes, a multiple of 16.
 
-        ``message`` is uint8, has `max_nbytes` bytes and a 16-byte-aligned address. The result is
-        0-dim, int64, on its device. On an accelerator zeros follow the bytes.
+        ``message`` is uint8, has `max_nbytes` bytes and a 16-byte-aligned address. The length is
+        0-dim, int64, on the same device. On an accelerator all later bytes are set to zero.
         """
 
     def unpack(self, message: Tensor, values: Tensor, *, sender: int, unit: int) -> None:
@@ -254,7 +255,7 @@ class TransportCollectives(InPlaceCollectives, PreparedCollectives, Protocol):
 
     @property
     def rank(self) -> int:
-        """Number of this rank in the group."""
+        """Rank of this process in the group."""
 
     @property
     def world_size(self) -> int:
@@ -262,7 +263,7 @@ class TransportCollectives(InPlaceCollectives, PreparedCollectives, Protocol):
 
     @property
     def exchange_nbytes(self) -> int:
-        """Bytes of buffers that receive reductions, kept from one reduction to the next."""
+        """Bytes of buffers for reductions, kept from one reduction to the next."""
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         """Start to fill slice ``k`` of ``out`` with slice ``rank`` of rank ``k``'s ``parts``.
@@ -271,7 +272,7 @@ class TransportCollectives(InPlaceCollectives, PreparedCollectives, Protocol):
         ``wait`` returns, ``parts`` may be overwritten, unlike a gather's ``shard``.
 
         Raises:
-            ValueError: the tensors differ, or cannot be divided by the number of ranks.
+            ValueError: lengths or dtypes differ, or the length is no multiple of ``world_size``.
         """
 
     def coded(self, codec: SliceCodec) -> TransportCollectives:
@@ -291,17 +292,17 @@ class TransportCollectives(InPlaceCollectives, PreparedCollectives, Protocol):
         """
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate 1-D zeros that live as long as the collectives.
+        """Allocate 1-D zeros, for a buffer that is kept as long as the collectives.
 
-        On hosts, ranks of a node share them and read gathered values in place: see `Collectives`.
+        CPU ranks of a node that can share memory read its values in place: see `Collectives`.
         """
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         """Run ``job`` concurrently with the caller, after the earlier jobs of the same queue.
 
         There are two queues, for gathers and for reductions. A job waits for the collectives that
-        it starts, so a second hop starts when the first has arrived. On hosts a queue
-        is a thread, which has the caller's grad and inference modes. On an accelerator a queue is a
+        it starts, so a second hop starts when the first has arrived. On hosts a queue is a thread,
+        with the caller's inference mode and with autograd off. On an accelerator a queue is a
         stream: the job runs on the host at once, and its kernels are ordered after the caller's
         current stream. Memory that the job allocates is reused in the order of the queue's stream,
         so a reader on another stream must keep that memory alive. ``wait`` of the result returns
@@ -347,18 +348,18 @@ class StateTier(Protocol):
     def owns_grads(self) -> bool:
         """Whether `offer_grad` copies the gradient into the tier's memory.
 
-        If true, the engine offers gradients in the communication dtype and keeps no copy.
+        If true, the engine keeps no copy of the gradient.
         """
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
         """Accept the final gradient of ``[start, start + grad.numel())`` for the next step.
 
-        Called in backward after each segment is reduced. ``grad`` belongs to the engine: 1-D,
-        contiguous, floating point, on its device. Without ``owns_grads``, the tier may read
-        ``grad`` from ``step`` on, which may overwrite it. ``grad`` stays valid until a ``step``
-        that uses it or ``discard_grads`` has returned. With ``owns_grads``, the tier may read
-        ``grad`` at once, and ``grad`` stays valid until the returned function is called, or until a
-        return of None. If a second backward offers a range again, the last offer counts.
+        Called when a segment's gradient is reduced, or changed by the program. ``grad`` belongs to
+        the engine: 1-D, contiguous, floating point, on the engine's device. Without ``owns_grads``,
+        the tier keeps ``grad``, which ``step`` may overwrite. ``grad`` then stays valid until a
+        ``step`` that uses it or ``discard_grads`` has returned. With ``owns_grads``, the engine
+        calls the returned function before it overwrites ``grad``, to wait for the tier's copy. If
+        the tier returns None, it has read ``grad``. The last offer of a range counts.
         """
 
     def read_grad(self, start: int, stop: int) -> Tensor:
@@ -375,13 +376,12 @@ class StateTier(Protocol):
         Other pieces keep values, states and step counts. ``groups`` are the optimizer's
         ``param_groups`` without ``params``. Gradients are multiplied by ``grad_scale`` (unscale and
         clip). New values are written to the parameter shards given at construction, maybe after the
-        call returns. One training step may call it several times while backward goes on, each time
-        for pieces that were offered and not updated yet. The engine ends a step with
-        `discard_grads`.
+        call returns. The engine may call it several times per training step, also in backward, each
+        time for pieces that were offered and not updated yet, and then calls `discard_grads`.
         """
 
     def wait_params(self, start: int, stop: int) -> None:
-        """Return once the parameter shards within ``[start, stop)`` hold their new values."""
+        """Make the caller (or its current stream) wait for new values of ``[start, stop)``."""
 
     def are_params_ready(self, start: int, stop: int) -> bool:
         """Whether `wait_params` returns at once, without a stream wait. False if it would raise."""
@@ -390,7 +390,7 @@ class StateTier(Protocol):
         """Return names of elementwise states: ``master_weight`` first, then e.g. ``exp_avg``."""
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a CPU copy of ``[start, stop)`` of a state: 1-D, as stored. Zeros if missing."""
+        """Return a CPU copy of ``[start, stop)`` of a state: 1-D, in its dtype."""
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite one state over ``[start, start + values.numel())``.
@@ -405,7 +405,7 @@ class StateTier(Protocol):
         """Return per-parameter scalars: ``num_steps`` (updates applied) and e.g. ``mu_product``."""
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Restore a result of `read_scalars`. ``num_steps`` of 0 means that there is no state."""
+        """Restore a result of `read_scalars`. If ``num_steps`` is 0, reset the piece's states."""
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
         """Raise what `write_state` or `write_scalars` would raise, and change nothing.
@@ -422,9 +422,9 @@ class ChangeWatcher(Protocol):
     """Observer that can read states before they change."""
 
     def before_change(self, start: int, stop: int) -> None:
-        """Prepare for a change of states of ``[start, stop)``, by the thread that changes them.
+        """Called before states of ``[start, stop)`` change, in the thread that will change them.
 
-        May wait. May be called for states that do not change, or that have changed before.
+        May block. The states may then stay unchanged, and a range may be announced repeatedly.
         """
 
 
@@ -436,7 +436,7 @@ class SnapshotTier(StateTier, Protocol):
         """Call ``watcher`` before each part of an update or write. Replaces an earlier watcher."""
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return the result of `read_state`, on any thread, for a range that no thread changes."""
+        """Return the same as `read_state`. Any thread may call it while the range is unchanged."""
 
 
 @runtime_checkable
@@ -457,8 +457,8 @@ class AccumulatingTier(StateTier, Protocol):
         """Add to the gradient of ``[start, start + grad.numel())`` for the next step.
 
         Called in each micro-step's backward. ``grad`` and the result are as for ``offer_grad``.
-        ``grad`` is added in its own dtype. ``is_last`` means that the gradient is now complete,
-        unless another backward of the last micro-step follows.
+        ``is_last`` means that the gradient is now complete, unless another backward of the last
+        micro-step follows.
         """
 
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
@@ -486,19 +486,19 @@ class TimedTier(StateTier, Protocol):
         """
 
     def copied_bytes(self) -> tuple[int, int]:
-        """Return bytes copied so far from the device to the host, and back."""
+        """Return bytes copied so far: (device to host, host to device)."""
 
     def recent_updates(self) -> Sequence[tuple[float, float]]:
-        """Return start and end of the host's last updates, in order, by `time.perf_counter`."""
+        """Return start and end of the host's latest updates, in order, by `time.perf_counter`."""
 
     def time_copies(self, *, is_on: bool) -> None:
-        """Start or stop timing copies between the device and the host. A CPU has none."""
+        """Start or stop timing copies between an accelerator and the host."""
 
     def take_copies(self) -> Sequence[tuple[str, torch.Event, torch.Event]]:
         """Return the copies timed since the last call.
 
-        Each entry has the copy's content and the timed events around the copy, which may be
-        pending.
+        Each entry has the copy's content, and timed events before and after the copy. The events
+        may be pending.
         """
 
     def host_memory_bytes(self) -> Mapping[str, int]:
@@ -512,7 +512,7 @@ class ReservingTier(StateTier, Protocol):
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
         """Allocate buffers for gradients (copied or widened) and for transfers.
 
-        Called once on an accelerator, before the first gradient. ``grads``: ``(start, stop,
+        Called once, on an accelerator only, before the first gradient. ``grads``: ``(start, stop,
         dtype)`` of each gradient that will be offered or added.
         """
 
@@ -537,9 +537,9 @@ class SpeculativeTier(StateTier, Protocol):
     ) -> None:
         """Begin to update offered pieces, as far as memory allows. Arguments as in ``step``.
 
-        Each call before ``step`` is for other pieces. A ``step`` over them with the same settings
-        and factor completes the update. Any other use of the pieces undoes the update first: a step
-        with another factor, an offer, access to states, or ``discard_grads``.
+        No piece is passed twice before a ``step``. A ``step`` over the pieces with the same
+        ``groups`` and ``grad_scale`` completes the update. Any other use of the pieces undoes the
+        update first: another step, an offer, access to states, or ``discard_grads``.
         """
 
 
@@ -562,8 +562,8 @@ class DeviceMemory(Protocol):
     def device_tensors(self) -> Mapping[str, Sequence[Tensor]]:
         """Return all long-lived tensors on the device, by the name of a `StatePart`.
 
-        Called between two steps, while no exchange or update is pending. The engine copies the
-        tensors' bytes to the host, except for "buffers" (scratch), and resizes the storages to
+        Called outside of forward and backward, while no exchange or update is pending. The engine
+        copies the bytes that are still needed (not "buffers") to the host, and resizes storages to
         zero. A reload resizes them back: tensors stay the same objects, at new addresses.
         """
 
@@ -595,14 +595,14 @@ class StateTierFactory(Protocol):
             params: ``(start, tensor)``: sorted 1-D parameter shards in the compute dtype, which
                 receive new values. Each is on ``device``, on the CPU (if kept there), or on the
                 meta device (for ``param_store``). The engine writes ``master_weight`` before the
-                first step. Earlier contents of the shards are undefined.
+                first step. Before that, the shards' contents are undefined.
             device: the compute device.
             optimizer_class: the torch optimizer class whose update is wanted.
             groups: the optimizer's ``param_groups`` without ``params``, with every default filled
                 in.
             config: the resolved ``zero_optimization`` block as plain builtins.
-            adam_kernel: the host kernel, for Adam, AdamW, Adagrad, SGD, Lion and classes that
-                declare a kernel (`zero_core.optim.factory.has_kernel_rule`).
+            adam_kernel: the host kernel for the optimizer, if it has one
+                (`zero_core.optim.factory.has_kernel_rule`). None for a factory passed to ``build``.
             device_tier: makes a tier on the compute device from torch's own optimizer.
             names: parameter names, one per piece. The engine always gives them.
             param_store: receives the new values of shards on the meta device, if there are any.
@@ -653,7 +653,7 @@ class DeviceTierFactory(Protocol):
     ) -> StateTier:
         """Make a tier. ``pieces`` and ``params`` use offsets in ``[0, numel)``.
 
-        Shards of the dtypes ``own_masters`` (`zero_core.config.WIDE_DTYPES`) are master weights.
+        ``own_masters``: dtypes of shards that are updated in place, by default fp32 and float64.
         """
 
 
@@ -680,13 +680,13 @@ class ParamTier(Protocol):
         """Overwrite elements ``[start, start + values.numel())`` of a shard that no fetch reads.
 
         Any thread may call it, one at a time. ``values`` is 1-D, on any device, and is cast to the
-        shard's dtype. The caller may reuse it when the call returns.
+        shard's dtype. The caller may reuse ``values`` when the call returns.
         """
 
     def home(self, segment: int) -> Tensor | None:
-        """Return the shard, 1-D, on the CPU, if it may be used in place, else None.
+        """Return the shard, 1-D, on the CPU, if the caller may use it in place, else None.
 
-        The shard is written only while no fetch of it is pending.
+        A `write` changes the returned tensor.
         """
 
     def report(self) -> Mapping[str, int]:

@@ -1,9 +1,9 @@
-"""Construction of quantized models, one block at a time, into shards.
+"""Construction of quantized models, one block at a time, into slices.
 
 [Note: values in slices]
 Without an engine, a tensor may be in *slices*: each rank holds one slice of the tensor's bytes, and
-the tensor itself is a placeholder. `zero_core.build` gathers one value at a time, so no rank ever
-holds the whole model or the whole quantized model.
+the tensor itself is a placeholder. `zero_core.build` gathers one tensor at a time, so at stage 3 no
+rank holds all parameters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def quantize_blocks(
     pretrained: str | Path | Sequence[str | Path] | None = None,
     process_group: dist.ProcessGroup | Ranks | None = None,
 ) -> None:
-    """Fill, quantize and shard each block before the next block gets its values.
+    """Fill, quantize and slice each block before the next block gets its values.
 
     For a model made under `zero_core.deferred_init` or, with ``pretrained``, on the meta device. A
     rank's memory holds its slices and one block. Code that reads no values of the base model may
@@ -55,7 +55,7 @@ def quantize_blocks(
         process_group: as for `zero_core.build`.
 
     Raises:
-        ConfigError: the model has no blocks, or a value of a block is unknown.
+        ConfigError: the model has no blocks.
         CheckpointError: ``pretrained`` lacks a parameter, or has another shape for it.
     """
     control = find_ranks(process_group, None).connect()
@@ -88,11 +88,10 @@ def quantize_blocks(
         quantize(block)
         kept = {id(param) for param in block.parameters()}
         for number in numbers:
-            if id(found.params[number]) not in kept:
-                # ``quantize`` has replaced the parameter
+            if id(found.params[number]) not in kept:  # ``quantize`` has replaced the parameter
                 found.params[number].data = torch.empty(0)
         for name, own_param in block.named_parameters():
-            if not own_param.is_meta:  # a meta parameter is shared with code outside of the block
+            if not own_param.is_meta:  # a meta parameter is also used outside of the block
                 own = components(f"{path}.{name}", own_param)
                 put_in_slices([component.tensor for component in own], control)
         release_free_pages()

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-VERSION = 1  # format version. A reader accepts files of this and of earlier versions
+VERSION = 1  # version of the format. `read_records` also accepts earlier ones
 FILE = "steps-rank{rank}.jsonl"  # one rank's file in the folder of a run
 MAX_BYTES = 2**30  # largest file that is read
 
@@ -30,22 +30,22 @@ _Time = Annotated[float, Field(ge=0.0, lt=1e11)]  # seconds since the epoch
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One start of a program, with its ranks, configuration and machine."""
+    """Start of a recording: one rank's place among the ranks, configuration and machine."""
 
     kind: ClassVar[str] = "run"
 
     rank: _Count  # rank in the process group
-    world_size: _Number  # number of ranks
-    ranks_per_node: _Number  # ranks that share a host
+    world_size: _Number
+    ranks_per_node: _Number
     started_at: _Time
-    first_step: _Count  # steps taken before the start
+    first_step: _Count  # number of steps before the start, skipped ones included
     num_parameters: _Count  # elements of all parameters
-    num_trainable: _Count  # elements that are trained
-    units: Sequence[str]  # names of the units, in forward order
-    shares: Mapping[str, _Count]  # elements updated by "device" and "host", padding included
+    num_trainable: _Count  # elements of trainable parameters
+    units: Sequence[str]  # names of the units, by index
+    shares: Mapping[str, _Count]  # this rank's elements by updater ("device", "host"), padded
     config: Mapping[str, Any]  # the resolved configuration
     environment: Mapping[str, Any]  # versions, device, cores, threads and memory
-    # facts of a Hugging Face model, or empty
+    # configuration of a Hugging Face model, or empty
     model: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -59,22 +59,22 @@ class StepRecord:
     at: _Time  # when it ended, in seconds since the epoch
     seconds: _Seconds  # duration of the step
     is_taken: bool  # whether parameters were updated
-    why_skipped: str  # parameters with a non-finite gradient, and the ranks that caused it
-    loss: float | None  # mean over micro-steps, unscaled. None if the engine saw no loss
+    why_skipped: str  # why parameters were not updated, or empty
+    loss: float | None  # mean of this rank's unscaled losses. None if the engine saw no loss
     grad_norm: float | None  # 2-norm of the gradient over all ranks, unscaled, before clipping
     loss_scale: float  # loss scale after the step
     lr: Sequence[float]  # learning rate of each parameter group in this step
-    micro_steps: _Count  # micro-steps of this step
+    micro_steps: _Count  # micro-steps of this step, or its backwards if there are more
     samples: _Count  # samples of this rank, as configured. An idle micro-step has none
-    input_shape: Sequence[_Count] = ()  # shape of the first tensor in the engine's input
-    # seconds in each part of the program, without waits: "forward", "backward", "step", "outside"
-    # and others by name. Empty if no times were taken
+    input_shape: Sequence[_Count] = ()  # shape of the first tensor in the engine's last input
+    # seconds by activity, without waits: "forward", "backward", "step", "outside" and others. Empty
+    # if no times were measured
     places: Mapping[str, _Seconds] = field(default_factory=dict)
     # seconds of waits by cause: "all_gather", "reduce_scatter", "ranks" (small exchanges), "update"
     # (of parameters, by the host)
     waits: Mapping[str, _Seconds] = field(default_factory=dict)
-    # seconds of concurrent work: "gather" and "reduce" (collectives), "host" (updates), "file"
-    # (reads and writes), "file wait" (updates that wait for a file), "copies" (between an
+    # seconds of concurrent work: "gather" and "reduce" (collectives, on a CPU), "host" (updates),
+    # "file" (reads and writes), "file wait" (updates that wait for a file), "copies" (between an
     # accelerator and its host, only in steps with a `DetailRecord`)
     lanes: Mapping[str, _Seconds] = field(default_factory=dict)
     # rows of `zero_core.Engine.comm_report`: collective, content, calls, bytes within the node,
@@ -82,7 +82,7 @@ class StepRecord:
     sent: Sequence[tuple[str, str, _Count, _Count, _Count]] = ()
     copied: tuple[_Count, _Count] = (0, 0)  # bytes to the host and from the host
     memory_bytes: _Count = 0  # bytes that this rank holds after the step
-    peak_bytes: _Count = 0  # peak of ``memory_bytes`` so far
+    peak_bytes: _Count = 0  # largest memory that this rank has held so far, also within steps
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class DetailRecord:
     started_at: _Time  # when it began, in seconds since the epoch
     # spans: lane, name, start, stop, and whether the rank waited
     spans: Sequence[tuple[str, str, _Seconds, _Seconds, bool]]
-    # memory: time, bytes and part of the program at each change and at the step's begin and end
+    # memory: time, bytes and activity at each change of the activity, at begin and end
     memory: Sequence[tuple[_Seconds, _Count, str]]
-    kinds: Mapping[str, _Count] = field(default_factory=dict)  # long-lived bytes on the device
-    # bytes of states in host memory, by kind
+    kinds: Mapping[str, _Count] = field(default_factory=dict)  # long-lived bytes, by kind
+    # bytes of host memory that the state tier holds, by kind
     host_kinds: Mapping[str, _Count] = field(default_factory=dict)
 
 
@@ -109,14 +109,14 @@ class EventRecord:
     kind: ClassVar[str] = "event"
 
     at: _Time  # seconds since the epoch
-    step: _Count  # steps taken before the event
+    step: _Count  # number of steps before the event, skipped ones included
     what: str  # "saved", "loaded", "ended", or "failed" for an end by an uncaught error
     text: str = ""  # the call or the folder, or the first line of the error
     seconds: _Seconds = 0.0  # time that the program waited for the event
 
 
 Record = RunRecord | StepRecord | DetailRecord | EventRecord
-_MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}  # records per kind kept by `_thin`
+_MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}  # limits, except for taken steps
 _FORMS: Mapping[str, TypeAdapter[Any]] = {
     cls.kind: TypeAdapter(cls) for cls in (RunRecord, StepRecord, DetailRecord, EventRecord)
 }
@@ -184,10 +184,10 @@ def _plain(value: Any) -> Any:
 class RecordFile:
     """Writer of one rank's records to a file of bounded size.
 
-    A file above ``max_bytes`` is thinned. Of taken steps, every 2nd, 4th, ... record stays, until
-    they fit in three eighths of ``max_bytes``. Later steps are recorded at the same stride. Of all
-    other records the newest stay, in another three eighths. The last `RunRecord` always stays. A
-    quarter stays free, so thinning is rare.
+    A file above ``max_bytes`` is thinned. Of taken steps, those with a number divisible by a stride
+    (1, 2, 4, ...) stay. The stride is the smallest one at which they fit in three eighths of
+    ``max_bytes``, and applies to later steps, too. Of all other records the newest stay, in another
+    three eighths. The last `RunRecord` always stays. A quarter stays free, so thinning is rare.
     """
 
     def __init__(self, folder: Path, rank: int, max_bytes: int) -> None:
@@ -201,7 +201,7 @@ class RecordFile:
             self._file.write("\n")  # the previous line may be cut short
 
     def write(self, record: Record) -> None:
-        """Write a record. The file has the record when the call returns."""
+        """Write and flush a record. After `_thin`, skip taken steps between the strides."""
         if isinstance(record, StepRecord):
             self.last_step = record.step
         if isinstance(record, StepRecord) and record.is_taken and record.step % self._stride:

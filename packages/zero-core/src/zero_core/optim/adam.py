@@ -24,7 +24,7 @@ class BaseOptimizer(torch.optim.Optimizer, ABC):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.
 
-        ``closure``, if given, computes gradients and the loss before the update. Returns the loss.
+        ``closure``, if given, is called first, with autograd on. Returns its result.
         """
         loss = None
         if closure is not None:
@@ -51,17 +51,17 @@ def check_settings(betas: tuple[float, ...], **settings: float) -> None:
 class Adam(BaseOptimizer):
     """Adam (Kingma and Ba, 2015, arXiv 1412.6980) or AdamW (arXiv 1711.05101).
 
-    With bias correction, the update runs the same kernel as `torch.optim.Adam` or ``AdamW``.
-    Without bias correction, the raw moments are used: ``p -= lr * exp_avg / (sqrt(exp_avg_sq) +
-    eps)``, which is larger in the first steps. The state is torch's: ``step`` (0-d, fp32), and
-    ``exp_avg`` and ``exp_avg_sq`` with the parameter's shape and dtype.
+    With bias correction, the update calls the same function as `torch.optim.Adam`. Without it, the
+    raw moments are used: ``p -= lr * exp_avg / (sqrt(exp_avg_sq) + eps)``. The state is torch's:
+    ``step`` (0-d, fp32), and ``exp_avg`` and ``exp_avg_sq`` with the parameter's shape and dtype.
 
-    Arguments are torch's, plus ``bias_correction`` and ``decoupled_weight_decay`` (true for AdamW).
-    ``fused`` selects torch's fused kernel, which reads ``step`` on the parameter's device.
+    Arguments have the same meaning as in torch. ``decoupled_weight_decay`` selects AdamW. With bias
+    correction, ``fused`` selects torch's fused kernel. With ``fused``, ``step`` is on the
+    parameter's device, otherwise on the CPU.
     """
 
     is_elementwise: ClassVar[bool] = True  # an element's update depends on that element alone
-    has_host_kernel: ClassVar[bool] = True  # an offloaded tier can use a host kernel
+    has_host_kernel: ClassVar[bool] = True  # see `has_kernel_rule` of `zero_core.optim.factory`
     update_rule: ClassVar[str] = "adam"  # name by which an offloaded tier selects the kernel
 
     def __init__(
@@ -95,7 +95,7 @@ class Adam(BaseOptimizer):
 
 
 def update_adam(group: Mapping[str, Any], state: Mapping[Tensor, dict[str, Tensor]]) -> None:
-    """Update the parameters of ``group`` that have a gradient, and their ``state``, by `Adam`."""
+    """Update the parameters of ``group`` that have a gradient, and their ``state``, as `Adam`."""
     params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
     grads = [p.grad for p in params if p.grad is not None]
     if any(grad.is_sparse for grad in grads):

@@ -20,7 +20,7 @@ from zero_core.optim.muon import Muon, split_groups
 _log = logging.getLogger(__name__)
 
 _BY_PARAMETER = ("torch.", "torchao.", "bitsandbytes.", "transformers.", "zero_core.")
-"""Prefixes of Python modules whose optimizers update each parameter independently."""
+"""Prefixes of Python modules whose optimizers are assumed to update parameters independently."""
 
 _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -41,21 +41,20 @@ _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
 _ELEMENTWISE = set(_BY_NAME.values()) - {torch.optim.Adafactor}
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Optimizers with fused kernels for CPUs and accelerators. The update of a slice between multiples
-of `zero_core.layout.arithmetic.ALIGNMENT` is bit-identical to that of the whole tensor."""
+"""Optimizers with fused kernels for CPUs and accelerators. The update of a slice whose ends are
+multiples of `zero_core.layout.arithmetic.ALIGNMENT` has the same bits as in the whole tensor."""
 _OWN_KERNEL = {"fused", "foreach", "capturable", "differentiable"}
 
 _KERNEL_CLASSES = (*_FUSED, torch.optim.Adagrad, Lion)
-"""Optimizers whose update a host kernel can compute if the state is offloaded. Subclasses are
-excluded, because their update may differ."""
+"""Optimizers whose update a host kernel can compute if the state is offloaded. Subclasses are not
+included, because their update may differ."""
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Return whether the update of an element depends on that element alone.
 
-    Such optimizers can update slices of parameters. `_ELEMENTWISE` lists torch's optimizers of this
-    kind. Other classes must declare ``is_elementwise = True``. Optimizers that do not declare it
-    update whole parameters (`zero_core.optim.whole_tier`).
+    Slices of a parameter can then be updated separately. A class that is not in `_ELEMENTWISE` must
+    declare ``is_elementwise = True``. Otherwise `zero_core.optim.whole_tier` runs the optimizer.
     """
     # foreign: the user's class, which may lack the attribute
     declared = getattr(optimizer_class, "is_elementwise", False)
@@ -63,14 +62,14 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 
 
 def elementwise_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    """Return the indices of the groups whose update the optimizer declares elementwise."""
+    """Return indices of the groups for which the method ``is_elementwise_group`` returns True."""
     # foreign: the user's object, which may lack the method
     declares = getattr(optimizer, "is_elementwise_group", lambda group: False)
     return frozenset(n for n, group in enumerate(optimizer.param_groups) if declares(group))
 
 
 def check_served(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError for an optimizer that the engine cannot run."""
+    """Raise ConfigError for `torch.optim.SparseAdam`, or if ``step`` requires a closure."""
     name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -89,7 +88,7 @@ def check_served(optimizer_class: type[torch.optim.Optimizer]) -> None:
 def check_whole_update(
     config: Config, optimizer: torch.optim.Optimizer, *, has_factory: bool
 ) -> None:
-    """Raise ConfigError for settings that only elementwise optimizers support."""
+    """Raise ConfigError for settings, or a state tier, that need an elementwise optimizer."""
     served: dict[str, tuple[Any, ...]] = {
         "device": ("none", "cpu"),
         "ratio": (1.0, None),
@@ -116,7 +115,7 @@ def check_whole_update(
 
 
 def warn_of_unknown(optimizer: torch.optim.Optimizer, stage: int) -> None:
-    """Warn that an optimizer of unknown origin must update each parameter independently."""
+    """Warn if the optimizer is not known to update each parameter independently."""
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if not kind.startswith(_BY_PARAMETER):
         _log.warning(
@@ -129,7 +128,7 @@ def warn_of_unknown(optimizer: torch.optim.Optimizer, stage: int) -> None:
 
 
 def advise_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Log advice to use the fused kernel, if torch would choose foreach kernels instead."""
+    """Log advice to use the fused kernel, if torch would use foreach kernels by default."""
     groups = optimizer.param_groups
     if type(optimizer) in _FUSED and any(g["fused"] is g["foreach"] is None for g in groups):
         _log.warning(
@@ -143,9 +142,9 @@ def advise_fused(optimizer: torch.optim.Optimizer) -> None:
 def has_kernel_rule(config: Config, given: torch.optim.Optimizer | None) -> bool:
     """Return whether a host kernel can compute the update when the state is offloaded.
 
-    Kernels compute torch's Adam, AdamW, Adagrad and SGD and `zero_core.Lion`, fused or not. The
-    class of any other ``given`` optimizer must declare ``has_host_kernel = True`` and name its
-    kernel by ``update_rule``.
+    ``given``: the optimizer passed to ``build``, or None for the configured one. Kernels compute
+    torch's Adam, AdamW, Adagrad and SGD, and `zero_core.Lion`. Any other class must declare
+    ``has_host_kernel = True`` and name its kernel by ``update_rule``.
     """
     if given is not None:
         # foreign: the user's class, which may lack the attribute
@@ -161,9 +160,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Create the configured torch optimizer over ``params``.
 
-    As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false, and ``weight_decay``
-    defaults to 0. Adam, AdamW and SGD use torch's fused kernel (one pass over memory instead of
-    ten) unless ``fused``, ``foreach`` or a similar option is given.
+    As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false, and the ``weight_decay`` of
+    both defaults to 0. Adam, AdamW and SGD use torch's fused kernel unless the configuration has an
+    option of `_OWN_KERNEL`.
     """
     options = dict(config.params)
     optimizer_class = _choose(config.type, options)
@@ -192,7 +191,7 @@ def make_optimizer(
 
 
 def _choose(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
-    """Return the optimizer class. Removes or translates keys of ``options`` that it lacks."""
+    """Return the optimizer class. Changes ``options`` to arguments that the class takes."""
     kind = name.lower()
     if kind == "muon":
         for key, served, reason in (

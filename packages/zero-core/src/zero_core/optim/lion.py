@@ -14,7 +14,7 @@ class Lion(BaseOptimizer):
 
     For momentum ``m`` and gradient ``g``: ``p -= lr * (sign(beta1 * m + (1 - beta1) * g) +
     weight_decay * p)``, then ``m = beta2 * m + (1 - beta2) * g``. The only state is ``exp_avg``
-    (``m``), with the parameter's shape and dtype. Operations have the order of a fused host kernel,
+    (``m``), with the parameter's shape and dtype. Operations have the order of cpu-adam's kernel,
     so fp32 results are bit-identical to the kernel's on CPUs with FMA.
 
     Args:

@@ -94,7 +94,7 @@ class Muon(BaseOptimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Orthogonalize ``matrix`` [rows, columns] in bf16, as `torch.optim.Muon` does."""
+    """Return ``matrix`` [rows, columns] orthogonalized as by `torch.optim.Muon`, in bf16."""
     rows, columns = matrix.shape
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.bfloat16()
@@ -109,7 +109,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Set ``use_muon`` on each parameter that lacks it, as DeepSpeed does.
 
-    ``use_muon`` is true for matrices without "embed" or "lm_head" in their name.
+    ``use_muon`` is true for matrices without "embed" or "lm_head", in any case, in their name.
     """
     for name, param in named:
         if not hasattr(param, "use_muon"):  # foreign: DeepSpeed's attribute on a torch parameter
@@ -118,9 +118,9 @@ def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def split_groups(params: Sequence[Any], options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Split each parameter group by the attribute ``use_muon`` of its parameters.
+    """Split parameters and parameter groups by the parameters' attribute ``use_muon``.
 
-    ``options`` are ``optimizer.params``. ``muon_lr`` and ``adam_lr`` take precedence over ``lr``.
+    ``options``: settings that a group may lack. Its ``muon_lr`` and ``adam_lr`` override ``lr``.
     """
     groups = [g for g in params if isinstance(g, dict)]
     loose = [p for p in params if not isinstance(p, dict)]

@@ -10,14 +10,14 @@ whole state (stage 0, one rank), each rank updates all parameters and nothing is
 Parameters in groups that the optimizer declares elementwise (`zero_core.optim.factory`) have no
 owner: each rank updates its slice and keeps the slice's state.
 
-The tier runs the optimizer that was passed to ``build``, on the model's own parameters. During its
-step, an owned parameter temporarily has its whole master weight and gradient, and a sliced one has
-the rank's 1-D slice of them. All other parameters have no gradient, so optimizers skip them.
-Shapes, groups, hooks and per-parameter states are therefore the same as without an engine.
+The tier runs the given or configured optimizer on the model's own parameters. During its step, an
+owned parameter with a gradient temporarily has its whole master weight and gradient, and a sliced
+one has the rank's 1-D slice of them. All other parameters have no gradient, so optimizers skip
+them. Owned parameters have the same shapes, groups and states as without an engine.
 
 [Note: rounds]
-Divided parameters are exchanged in rounds of consecutive segments. A round has no more elements
-than the segment with most elements of divided parameters, which bounds the bytes in flight.
+Divided parameters are exchanged in rounds of consecutive segments of one dtype. To bound the bytes
+in flight, a round has no more elements than the largest set of divided parameters in one segment.
 Parameters without a gradient are not sent. Unlike in other tiers, every rank must call ``step``.
 """
 
@@ -67,7 +67,7 @@ class Share:
 class Whole:
     """A trainable parameter, its owner, and each rank's part of it."""
 
-    param: int
+    param: int  # number in the layout
     segment: int
     owner: int  # rank that updates the parameter
     shares: tuple[Share, ...]  # sorted by rank; a single share if not divided
@@ -84,8 +84,8 @@ class Whole:
 class WholeTier(FlatTier):
     """State tier of any torch optimizer that updates each parameter separately.
 
-    See [Note: whole parameters]. Parameters are numbered as in the layout. Elementwise states can
-    be read and written for sliced parameters. For other parameters they read as zeros.
+    See [Note: whole parameters]. Parameters are numbered as in the layout. Except for master
+    weights, `write_state` serves sliced parameters only, and others' states read as zeros.
     """
 
     def __init__(
@@ -145,9 +145,9 @@ class WholeTier(FlatTier):
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
-        """Run `StateTier.step`. Every rank must call it. ``groups`` are those of the optimizer.
+        """Run `StateTier.step`. Every rank must call it. ``groups`` is unused.
 
-        If the optimizer raises on some ranks only, the other ranks wait until the timeout.
+        If the optimizer raises on some ranks only, the other ranks may wait until the timeout.
         """
         self._wait_for_downloads()
         self._scale_offers([self._pieces[index].start for index in active], grad_scale)
@@ -281,20 +281,20 @@ class WholeTier(FlatTier):
             self.write_whole_state(param, {**self.read_whole_state(param), **values})
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Raise KeyError for elementwise states if no parameter is sliced. Checks nothing else."""
+        """Raise KeyError for a name other than `MASTER` if no parameter is sliced."""
         unknown = [name for name in names if name != MASTER]
         if unknown and not self._sliced:
             kind = type(self._optimizer).__name__
             raise KeyError(f"{unknown[0]!r}: states of {kind} are whole here, not sliced")
 
     def owner_of(self, param: int) -> int | None:
-        return self._owners.get(param)  # None: the parameter is sliced or empty
+        return self._owners.get(param)  # None for a sliced, empty or frozen parameter
 
     def updated_params(self) -> Sequence[int]:
-        return self._updated  # this rank's owned parameters, or all owned ones if not sharded
+        return self._updated  # parameters with an owner: this rank's, or all if not sharded
 
     def read_whole_state(self, param: int) -> dict[str, Any]:
-        """Return the optimizer's state of a parameter. Empty before the first update."""
+        """Return the optimizer's state of a parameter, or an empty dictionary if it has none."""
         found: dict[str, Any] = self._optimizer.state.get(self._model_params[param], {})
         return found
 
@@ -305,7 +305,7 @@ class WholeTier(FlatTier):
             self.write_whole_state(param, copy.deepcopy(self._initial[param]))
 
     def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
-        """Replace a parameter's state. Tensors get the parameter's strides and this device."""
+        """Replace a parameter's state. Tensors of the parameter's shape get its strides, too."""
         owner, spec = self._model_params[param], self._layout.params[param]
         (group,) = [g for g in self._optimizer.param_groups if any(p is owner for p in g["params"])]
         # Fused and capturable kernels read the step count on the device.
@@ -323,8 +323,8 @@ class WholeTier(FlatTier):
 def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whole, ...]:
     """Assign each trainable parameter to a rank, for stages 1 to 3.
 
-    The owner has a part of the parameter. Divided parameters, the largest first, are assigned to
-    the rank with the fewest elements so far. ``sliced`` and empty parameters have no owner.
+    Owners hold a part of the parameter. Divided parameters, the largest first, are assigned to the
+    one of their ranks that owns the fewest elements. ``sliced`` and empty ones have no owner.
     """
     load = [0] * layout.world_size
     found: list[Whole] = []
@@ -372,10 +372,10 @@ def step_bytes(
 ) -> tuple[int, int]:
     """Return the temporary bytes of a step: (parameters and gradients, messages).
 
-    Both are maxima over the ranks. The first one counts whole parameters and widened gradients. The
-    second one counts bytes sent and received in the largest round. ``is_apart``: the update and the
-    gradients are on different devices. ``dtypes``: dtypes of the master weight and of the offered
-    gradient, by trainable segment.
+    Both are maxima over the ranks. The first one counts copies: values and gradients of divided
+    parameters, and widened or moved gradients. The second one counts bytes sent and received in the
+    largest round. ``is_apart``: the update and the gradients are on different devices. ``dtypes``:
+    dtypes of master weight and offered gradient, by index of a trainable segment.
     """
     wholes = assign_owners(layout, sliced=sliced)
     divided = [whole for whole in wholes if is_sharded and whole.is_divided]
@@ -419,9 +419,9 @@ class _Exchange:
         self._like = like
         self._control = control
         self._meter = meter
-        self._owned: dict[int, tuple[int, Share]] = {}  # length and local share of owned parameters
-        self._held: list[_Parcel] = []  # local shares that other ranks own, sorted by owner
-        self._missing: list[_Parcel] = []  # remote shares that this rank owns, sorted by holder
+        self._owned: dict[int, tuple[int, Share]] = {}  # number of elements, and this rank's share
+        self._held: list[_Parcel] = []  # this rank's shares of others' parameters, by owner
+        self._missing: list[_Parcel] = []  # others' shares of owned parameters, by holder
         for whole in wholes:
             for share in whole.shares:
                 if share.rank == whole.owner == control.rank:
@@ -436,7 +436,7 @@ class _Exchange:
     def to_owners(
         self, parts: Mapping[int, tuple[Tensor, Tensor]], factor: float
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Send ``parts`` (value, gradient) to owners. Return the whole parameters of this rank."""
+        """Send ``parts`` (values, gradient) to owners. Return those of owned parameters, whole."""
         held = [parcel for parcel in self._held if parcel[1] in parts]
         missing = [parcel for parcel in self._missing if parcel[1] in parts]
         sizes = [2 * share.numel for _, _, share in held]
@@ -457,7 +457,7 @@ class _Exchange:
         return found
 
     def from_owners(self, values: Mapping[int, Tensor], used: set[int]) -> dict[int, Tensor]:
-        """Send ``values`` to the other ranks. Return this rank's shares of ``used`` parameters."""
+        """Send ``values`` of owned parameters. Return this rank's shares of ``used`` parameters."""
         held = [parcel for parcel in self._held if parcel[1] in used]
         missing = [parcel for parcel in self._missing if parcel[1] in used]
         sent = [values[param][share.start : share.stop] for _, param, share in missing]
@@ -474,7 +474,7 @@ class _Exchange:
     def _exchange(
         self, parts: Tensor, to: Sequence[_Parcel], of: Sequence[_Parcel], *, rows: int
     ) -> Tensor:
-        """Send the parcels ``to``. Return the parcels ``of``. ``rows``: values per element."""
+        """Send ``parts``, the parcels ``to``. Return the received parcels ``of``, also 1-D."""
         sent, received = ([0] * self._control.world_size for _ in range(2))
         for numels, parcels in ((sent, to), (received, of)):
             for peer, _, share in parcels:
@@ -498,7 +498,7 @@ def _put(part: tuple[Tensor, Tensor], into: Sequence[Tensor], factor: float) -> 
 def _lending(
     params: Sequence[Tensor], lent: Mapping[Tensor, tuple[Tensor, Tensor]]
 ) -> Iterator[None]:
-    """Set the values and gradients in ``lent``. Clear other gradients. Restore all at exit."""
+    """Set values and gradients of the parameters in ``lent``, no other gradients. Undo at exit."""
     with access.opened(param for param in params if isinstance(param, nn.Parameter)):
         before = [(param, param.data, get_grad(param)) for param in params]
         try:

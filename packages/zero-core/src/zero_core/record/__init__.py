@@ -1,1 +1,1 @@
-"""Records of a training on disk. Each rank writes JSON lines: one per step, and some details."""
+"""Records of a training on disk, which each rank writes as lines of JSON."""

@@ -1,6 +1,6 @@
 """Description of a rank's machine: versions, device, cores, threads and memory.
 
-A container's limits (cgroup v2 and v1) take precedence over the hardware's.
+Lower limits of a container (cgroup v2 or v1) take precedence over the hardware's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_cores(root: Path = CGROUP) -> int:
-    """Return how many cores this process may use: its affinity, at most the cgroup's quota."""
+    """Return how many cores this process may use, by its affinity and the cgroup's quota."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     fields = read_text(root / "cpu.max").split()  # cgroup v2 has "QUOTA PERIOD" or "max PERIOD"

@@ -1,9 +1,9 @@
 """Recorder of an engine's steps, created by `zero_core.Engine.record`.
 
-A recorder reads the engine's state at the end of each step and changes nothing. On an accelerator,
-a step is written at the end of the next step, so that recording adds no synchronization. Times per
-activity (forward, backward, ...) are measured in every step on a CPU, and on an accelerator in the
-steps that are recorded in detail.
+A recorder reads the engine's state at the end of each step and changes no value. On an accelerator,
+a step is written at the end of the next step or before the next event, so that a step adds no
+synchronization. Times per activity (forward, backward, ...) are measured in every step on a CPU,
+and on an accelerator in the steps that are recorded in detail.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from zero_core.watch.place import OUTSIDE, UPDATE, Mark, MemoryMeter, StepClock
 
 _log = logging.getLogger(__name__)
 
-REPORTS = "zero_core.reports"  # entry points that render a report from a folder of records
-_FIRST_DETAILS = (1, 3)  # steps of a recording with details, besides each ``detail_every``-th
-_MAX_ERROR = 500  # maximum number of characters of an error's first line
+REPORTS = "zero_core.reports"  # group of the entry point that renders a folder's records
+_FIRST_DETAILS = (1, 3)  # steps of a recording in detail, besides each ``detail_every``-th
+_MAX_ERROR = 500  # maximum number of characters of a recorded error
 _MAX_SPANS = 4000  # maximum number of spans and of memory values per step
 _STATE_KINDS = {  # names in a memory plan, by the names of `DeviceMemory.device_tensors`
     "master_weights": "master weights",
@@ -91,7 +91,7 @@ class _Step:
 
 
 class Recorder(Extension):
-    """Writer of one rank's records, until its context or the program ends.
+    """Writer of one rank's records, until its context, the engine or the program ends.
 
     An exception that ends the recording is recorded. A process that is killed or calls ``os._exit``
     records no end.
@@ -117,7 +117,7 @@ class Recorder(Extension):
         self._memory = MemoryMeter(device)
         # The arguments must not reference the engine: a finalizer would keep it alive.
         self._release = weakref.finalize(self, _abandon, os.getpid(), self._file, self._memory)
-        self._launched: dict[str, float] = {}  # shared by the `StepClock` of each step
+        self._launched: dict[str, float] = {}  # shared by the clocks of all steps
         self._input_shape: list[int] = []
         self._pending: _Step | None = None  # step that has ended and is not yet written
         self._work: Mapping[str, float] = {} if self._tier is None else self._tier.work_s()
@@ -137,7 +137,7 @@ class Recorder(Extension):
             self._input_shape = list(found.shape)
 
     def scaled(self, loss: Tensor) -> None:
-        """Copy a micro-step's unscaled loss to the host, without a synchronization."""
+        """Count a backward. Copy its unscaled loss to the host without a synchronization."""
         self._step.num_backwards += 1
         if loss.numel() != 1 or self._is_closed:
             return
@@ -204,7 +204,7 @@ class Recorder(Extension):
             self._begin(now, end if self._is_host else None)
 
     def _begin(self, now: float, end: Mark | None) -> None:
-        """Begin a step at the ``end`` of the previous one, so that it includes recording time."""
+        """Begin a step at ``now``. ``end``: the previous step's last mark, on a CPU."""
         number = self._subject.train.global_steps + 1
         is_detailed = self._num_steps + 1 in _FIRST_DETAILS or number % self._detail_every == 0
         self._step = _Step(now, time.time() + now - time.perf_counter(), is_detailed)
@@ -367,7 +367,7 @@ class Recorder(Extension):
 
 
 def _abandon(pid: int, file: RecordFile, memory: MemoryMeter) -> None:
-    """Record the end of a program that has not closed its engine.
+    """Record the end of a program, or of a recorder that was garbage-collected.
 
     Does not write an accelerator's pending step, because the wait for a hung device would keep the
     program from exiting.
@@ -424,7 +424,7 @@ class StepRecords:
         self._recorder: Recorder | None = None
 
     def start(self, folder: str | Path, *, max_bytes: int, detail_every: int) -> Recorder:
-        """Start a recording, and end an earlier one."""
+        """Start a recording in ``folder``. Ends an earlier recording."""
         try:
             place = local_path(folder, "a record of steps")
         except CheckpointError as error:

@@ -1,1 +1,1 @@
-"""Parts of an engine other than its passes: gathered parameters, offloaded states, host inputs."""
+"""Access to whole parameters, offloading of device memory, and inputs on the host."""

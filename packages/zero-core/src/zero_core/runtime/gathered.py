@@ -4,8 +4,8 @@
 Full values that exist already (kept ones, or those in use by a forward, a backward or another
 ``gathered``) are not copied. Other selected parameters are copied out of their gathered segments,
 one unit at a time, so that only one unit is gathered at a time. While a context of the whole model
-is open, no unit is released. A nested context of selected parameters copies nothing, and keeps all
-units gathered until it ends.
+is open, no unit is released. A context of selected parameters that is entered meanwhile copies
+nothing, and keeps all units gathered until it ends.
 
 [Note: edits]
 Changes made by one rank are written to all shards and master weights. Only changed elements of the
@@ -78,7 +78,7 @@ class GatheredCalls:
         quantized ones.
 
         Raises:
-            ValueError: there is no such rank, or one of ``params`` is not this engine's.
+            ValueError: no such rank, a parameter of another model, or a shape that was changed.
             RankMismatchError: ranks passed ``modifier_rank`` with different parameters or ranks.
             RuntimeError: ``modifier_rank`` was passed within a forward or backward, or parameters
                 were changed at stage 3 without ``modifier_rank``.
@@ -93,7 +93,7 @@ class GatheredCalls:
         return self._gathering.is_open
 
     def publish(self) -> None:
-        """Wait until every rank that keeps full values has those of the last step.
+        """Wait until this rank has the last step's values, at stages 0 to 2.
 
         A step only launches the exchange of values. Without `publish` the next forward, or the
         first read of a parameter, waits for the exchange. At stage 3 values stay sharded (see
@@ -123,7 +123,7 @@ class _FullParam(NamedTuple):
     position: int
     param: Tensor
     spec: ParamSpec
-    tensor: Tensor  # the values, of which the parameter is a view
+    tensor: Tensor  # the gathered values, in the parameter's shape
 
 
 _holders: list[weakref.ref[GatheredParams]] = []  # instances of all engines, newest last
@@ -288,7 +288,7 @@ class GatheredParams:
                 param.flat.shown.restore(param.position)
 
     def _watching(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Replace tensors of ``params`` that autograd saves by references, within the context."""
+        """Return a context in which autograd saves references in place of views of ``params``."""
         with torch.no_grad():
             spans = sorted(
                 (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n)
@@ -311,7 +311,7 @@ class GatheredParams:
 
     @torch.no_grad()
     def _spread(self, full: list[_FullParam], rank: int, before: list[Tensor]) -> None:
-        """Write the values of ``rank`` to all shards. ``before``: its old values."""
+        """Write the values of ``rank`` to all shards. ``before``: old values, on ``rank`` only."""
         control = self.state.control
         self.state.quiesce()  # other ranks may still gather the old values
         if not full:
@@ -343,7 +343,7 @@ class GatheredParams:
                 self._edits.write_back(piece, values, is_new)
 
     def _check_unwritten(self, full: Sequence[_FullParam], versions: Mapping[int, int]) -> None:
-        """Raise if a read-only parameter was changed: at stage 3 the change would be lost."""
+        """Raise if a parameter in ``full`` has changed, because the change would be lost."""
 
         def is_changed(p: _FullParam) -> bool:
             if p.param._version != versions[id(p.param)] or p.flat.shown.restore(p.position):
@@ -399,7 +399,7 @@ class GatheredParams:
     def _gather(
         self, unit: Unit, wanted: list[tuple[FlatParams, int]], copies: list[_FullParam]
     ) -> Iterator[_FullParam]:
-        """Gather the ``wanted`` parameters of ``unit``. Add those that are copied to ``copies``."""
+        """Gather and yield ``wanted`` parameters of ``unit``. Add copied ones to ``copies``."""
         used = [running.unit for running in self._passes.forward.running]
         is_used = is_in_backward() or any(u is unit or (u.is_root and unit.is_tail) for u in used)
         is_needed = self._units.has_full_params or (
@@ -426,7 +426,7 @@ class GatheredParams:
 
 
 def _compare(full: _FullParam, before: Tensor) -> float:
-    """Return `_SAME`, `_CHANGED` (values) or `_RESHAPED` (shape or dtype) against ``before``."""
+    """Return `_SAME`, `_CHANGED` (values) or `_RESHAPED` (shape, or dtype of opaque bytes)."""
     now = full.param.data
     if now.shape != before.shape:
         return _RESHAPED
@@ -450,7 +450,7 @@ class _SmallParams:
         self._state = state
         self._limits = max_numel, max_total
         self._held: list[tuple[FlatParams, int, Tensor]] | None = None  # tensor: bytes of a copy
-        self._nbytes = 0  # largest size of one rank's part of the copies
+        self._nbytes = 0  # largest number of bytes of the copies in one rank's shards
 
     def _hold(self) -> None:
         """Create the copies, without values."""
