@@ -389,11 +389,11 @@ REQUIRED = {
     "scheduler": {"type": "WarmupLR"},
     "step_records": {"folder": "records"},
 }
-# The validators of these keys are stricter than the JSON Schema.
+# Keys whose validators are stricter than the JSON Schema.
 LOOSER = {
     "zero_optimization.offload_optimizer.parameters",  # a list must not be empty
     "name_waits_within_s",  # 0, or at least 0.5
-    "torch_autocast.dtype",  # several names for two dtypes
+    "torch_autocast.dtype",  # several names of two dtypes
 }
 
 

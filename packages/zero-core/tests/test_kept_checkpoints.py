@@ -67,7 +67,7 @@ def test_steps_decide_what_stays_and_only_manifests_of_others_are_read(tmp_path)
     finally:
         is_on.clear()
     assert opened == {"step-8", "step-9"}
-    # Resume from step 10. The checkpoint of step 11 then counts as older than new saves.
+    # Resume from step 10, which makes the checkpoint of step 11 count as older.
     (tmp_path / "latest").write_text("step-10\n")
     assert zero_core.prune_checkpoints(tmp_path, keep_last=1) == ["step-11"]
 
@@ -80,7 +80,7 @@ def test_what_killed_saves_left_is_gone_after_the_next_one(tmp_path):
     (tmp_path / ".three.saving").mkdir()
     (tmp_path / ".three.saving" / "exp_avg-00000.safetensors").write_bytes(b"x")
     (tmp_path / ".latest.saving").write_text("x")
-    (tmp_path / ".two.old").mkdir()  # partly removed: its manifest is missing
+    (tmp_path / ".two.old").mkdir()  # partly removed: lacks its manifest
     (tmp_path / ".two.old" / "exp_avg-00000.safetensors").write_bytes(b"x")
     (tmp_path / ".mine.old").mkdir()
     marks = [tmp_path / f".{letter * 32}-0" for letter in "ab"]
