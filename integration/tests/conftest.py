@@ -35,7 +35,7 @@ from zero_engine.cli import app
 from zero_engine.launch.torchrun import local_address_only
 from zero_engine.train.settings import RunFolder
 
-# Ranks fork from a server process that has imported these modules, which takes seconds.
+# Ranks fork from a server process that imports these modules once, because that takes seconds.
 preload(
     "benchmarks.harness.rank",
     "benchmarks.harness.train",
@@ -151,7 +151,7 @@ def tiny_options(text_file: Path) -> tuple[str, ...]:
 def finished_run(
     tmp_path_factory: pytest.TempPathFactory, tiny_options: tuple[str, ...]
 ) -> tuple[RunFolder, str]:
-    """Return a complete run and its output, shared by all xdist workers."""
+    """Return a complete run and its output. xdist's workers share it."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     root, said = shared / "finished run", shared / "finished run.txt"
@@ -173,5 +173,5 @@ def loggers() -> Iterator[tuple[str, ...]]:
     for one, (level, propagate, handlers) in zip(found, before, strict=True):
         one.setLevel(level)
         one.propagate, one.handlers = propagate, handlers
-    for handler, level in levels:  # includes pytest's handlers
+    for handler, level in levels:  # also pytest's handlers
         handler.setLevel(level)

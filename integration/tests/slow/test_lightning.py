@@ -33,7 +33,7 @@ EPOCHS = 2
 
 
 class _Module(L.LightningModule):
-    """A regression that records its losses, optionally with manual optimization."""
+    """A regression that records its losses. ``is_manual``: with manual optimization."""
 
     earlier: Any = None  # weak reference to an earlier fit's engine
 
@@ -280,7 +280,7 @@ def _resumes_on(rank: int, world_size: int, folder: Path) -> None:
     )
     assert len(module.train_losses) == NUM_SAMPLES // BATCH
     assert trainer.current_epoch == 3
-    # A weights-only checkpoint is one file that any strategy can load.
+    # A weights-only checkpoint is one file for any strategy.
     file, shards = folder / "weights.ckpt", folder / "shards.ckpt"
     trainer.save_checkpoint(file, weights_only=True)
     trainer.save_checkpoint(shards)

@@ -135,7 +135,7 @@ TENSORS = (
 
 
 def distorted(choose: random.Random, array: np.ndarray) -> Any:
-    """Return the array with another layout or type, or unchanged if that is impossible."""
+    """Return the array with another layout or type, or unchanged where that fails."""
     how = choose.random()
     if how < 0.1 and array.dtype.kind == "f" and array.dtype.isnative and array.flags.c_contiguous:
         return Exporter(choose, array)

@@ -124,7 +124,7 @@ def test_a_flipped_bit_is_found_by_the_checksum_only() -> None:
 
 
 def repeated_sums(loco: LocoSettings | None, *, is_stochastic: bool, steps: int) -> Tensor:
-    """Return the mean over steps of the reductions of a constant gradient."""
+    """Reduce a constant gradient repeatedly. Return the mean of the results."""
     numel, network = 256, Network(4, 2)
     fmt = GradientFormat.make("int4", None, is_stochastic=is_stochastic, error_feedback=loco)
 

@@ -76,7 +76,7 @@ def test_every_update_of_every_block_counts(
     buffer_count: int,
     passes: list[tuple[bool, list[int]]],
 ) -> None:
-    """Blocks are taken in any order, repeatedly, within a pass and across passes."""
+    """Blocks are used in any order and repeatedly, within a pass and across passes."""
     file = BlockFile(tmp_path_factory.getbasetemp(), _sizes(num_blocks))
     pipeline = BlockPipeline(file, NUM_PARTS, buffer_count)
     expected = [0] * num_blocks

@@ -206,7 +206,7 @@ def test_a_write_beside_a_fetch_makes_its_values_stale(
 
     def copy_and_write(out: Tensor, source: Tensor) -> Copy:
         copy = start_copy(out, source)
-        tier.write(3, 0, _values(3, 1))  # the update thread may write at this time
+        tier.write(3, 0, _values(3, 1))  # as the thread of updates may
         return copy
 
     monkeypatch.setattr(param_tier, "start_copy", copy_and_write)
