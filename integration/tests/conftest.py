@@ -96,7 +96,7 @@ def refusal_of(*arguments: str) -> str:
 def run_forked(
     *arguments: str, more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``zero-engine ARGUMENTS``, forked from a process that has imported all modules."""
+    """Run ``zero-engine ARGUMENTS``, forked from a process that has imported its modules."""
     with tempfile.TemporaryDirectory() as folder:
         code = 0
         try:

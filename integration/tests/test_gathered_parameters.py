@@ -270,7 +270,7 @@ def _engine_within_init(rank: int, world_size: int) -> None:
 
 
 def _take_hooks(engine: Any) -> Any:
-    """Access the attributes in the order of TRL's remove_hooks."""
+    """Remove the engine's hooks like TRL's remove_hooks. Return the object that had them."""
     offload = engine.optimizer.parameter_offload
     named = offload.module.named_parameters(recurse=True)
     for _, param in itertools.chain(named, offload.module.ds_external_parameters()):
@@ -374,7 +374,7 @@ SGD_AT_3 = config(3, optimizer={"type": "SGD", "params": {"lr": LR}})
 
 
 class _Head(torch.autograd.Function):
-    """The function ``hidden @ weight.T + bias``, which gathers weight and bias in backward."""
+    """The function ``hidden @ weight.T + bias``, whose backward reads saved weight and bias."""
 
     found: list[tuple[Any, ...]] = []  # noqa: RUF012
 

@@ -142,7 +142,7 @@ SMALL_STEPS = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
 def _sent(
     ranks: SimulatedRanks, stage: int, dtype: str, zero: dict[str, Any], content: str, top: Any
 ) -> tuple[list[int], dict[str, int]]:
-    """Return calls and bytes within and between nodes of the last step, and the memory report."""
+    """Return calls and bytes of ``content`` in the last step, and the memory report."""
     engine = build(ranks, dtype, zero, stage=stage, width=CODED, **top)
     train(engine, [batch(step, 0, ranks.rank) for step in range(3)])
     rows = [row for row in engine.comm_report() if row.content == content]

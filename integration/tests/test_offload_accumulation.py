@@ -1,6 +1,6 @@
 """Gradients with an offloaded optimizer: accumulation in the tier, and `param.grad` at stage 0.
 
-The reference rounds each micro-step's gradient to the communication dtype and sums in fp32.
+The reference rounds each micro-step's reduced gradient to ``rounded`` and sums in fp32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""States and parameters in files: bytes per step, compared with lab/evidence/offload.md."""
+"""States and parameters in files: bytes per step, compared with a closed form."""
 
 from __future__ import annotations
 

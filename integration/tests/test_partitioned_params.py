@@ -211,7 +211,7 @@ def _train(rank: int, world_size: int) -> None:
 
 
 def _left_by_engines(rank: int, world_size: int) -> None:
-    """Check that `leave_partitioned` shards parameters unless every rank held complete values."""
+    """Check that `leave_partitioned` shards plain parameters unless all ranks have their values."""
     model = _make()
     model.own = _Own(torch.linspace(0, 1, 3))
     for stage in (3, 1, 0, 3):
@@ -399,7 +399,7 @@ SLACK_BYTES = 8 * 1024**2  # for threads, messages between ranks and allocator f
 
 
 def _measure(rank: int, world_size: int) -> None:
-    """Measure memory while values are written before build(), one module at a time."""
+    """Measure memory while values are written one module at a time, and in build()."""
     # Torch and gloo must make their own allocations before the measurement.
     with zero_core.deferred_init():
         small = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

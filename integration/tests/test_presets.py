@@ -1,4 +1,4 @@
-"""Printed example configurations and the documentation's Python code run unchanged."""
+"""Runs of the printed example configurations and of the documentation's Python code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Combinations of settings: each accepted pair of values of `AXES` is trained at least once."""
+"""Combinations of settings: training of choices that cover the accepted pairs of values."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def is_accepted(choice: Choice) -> bool:
 
 
 def covering(refused: Collection[Choice]) -> Iterator[Choice]:
-    """Yield choices that cover all acceptable pairs. The caller adds to ``refused`` meanwhile."""
+    """Yield choices to cover all pairs of values. The caller adds rejected ones to ``refused``."""
     draw = random.Random(0)
     values = list(AXES.values())
     missing = {

@@ -152,7 +152,7 @@ def _trains(rank: int, world_size: int, folder: Path) -> None:
         found = _fit(f"zero_stage_{stage}{suffix}", world_size, folder, **options)
         _check_same(found, expected)
         assert found.trainer.strategy.engine.global_steps == found.trainer.global_step
-        # Stages 1 and 2 leave a module with complete values. At stage 3 a read raises an error.
+        # Stages 1 and 2 leave complete values in the module. At stage 3 reads on two ranks fail.
         if stage < 3 or world_size == 1:
             torch.testing.assert_close(found.module.state_dict(), found.values)
         else:

@@ -4,7 +4,7 @@ Errors must be a TypeError or ValueError whose message begins with the argument'
 crash.
 
 ``CPU_ADAM_FUZZ_CALLS`` sets the number of calls, and ``CPU_ADAM_FUZZ_SEED`` the first seed. A
-failure reports the call's seed. ``nox -s nightly -- sanitize`` runs this test with sanitizers.
+failure reports the call's seed. ``nox -s "nightly(sanitize)"`` runs this test with sanitizers.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def test_errors_are_dropped_when_asked_in_time_and_if_they_are_not_finite() -> N
 
 
 class Counted:
-    """A backend that counts calls. On an accelerator each call is a kernel launch."""
+    """A backend that records the names of called methods."""
 
     def __init__(self) -> None:
         self._backend = find_backend(torch.device("cpu"))

@@ -135,7 +135,7 @@ def test_save_without_room_keeps_the_checkpoint_before(tmp_path):
     with files_up_to(300), room:
         engine.save_checkpoint(tmp_path, tag="second")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "latest"]
-    (tmp_path / "first").rename(tmp_path / ".first.old")  # left by a kill between two renames
+    (tmp_path / "first").rename(tmp_path / ".first.old")  # as left by a kill between two renames
     other = _build()
     assert other.load_checkpoint(tmp_path)[0] == tmp_path / ".first.old"
     assert_same(_values(other), before)
@@ -487,7 +487,7 @@ def test_a_schedule_that_only_the_checkpoint_or_the_engine_has_is_logged(tmp_pat
         engines[number].save_checkpoint(place)
         for loading in engines:
             loading.load_checkpoint(place)
-        (line,) = caplog.messages  # only the engine whose schedules differ warns
+        (line,) = caplog.messages  # only the engine whose schedule is not the checkpoint's warns
         assert told in line
         assert line.endswith("load without the schedule"), "front ends name arguments otherwise"
         caplog.clear()

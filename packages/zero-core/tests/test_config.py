@@ -449,7 +449,6 @@ def test_values_of_every_key_are_accepted_where_the_loader_takes_them(schema):
             config = _config_with(path, value)
             is_taken = _has_its_type(config)
             assert schema.is_valid(config) or not is_taken, (path, value)
-            # A list with one value is accepted in place of the value.
             if schema.is_valid(config) and not is_taken and path[-2:-1] != ("params",):
                 differences.add(".".join(path))
         assert schema.is_valid(_config_with(path, None)), path

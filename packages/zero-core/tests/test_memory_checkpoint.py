@@ -1,4 +1,4 @@
-"""Checkpoints in memory after every step: a restarted job loses at most one step."""
+"""Checkpoints in memory: a restarted job loses at most the step whose copy is incomplete."""
 
 import fcntl
 import os

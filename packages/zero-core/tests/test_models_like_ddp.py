@@ -1,4 +1,4 @@
-"""Unusual models, which train as under DDP, bit for bit, at every stage."""
+"""Unusual models, which train as under DDP at every stage."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ CURVES = {
         {"warmup_min_lr": [0.0, 1.0], "warmup_max_lr": [1.0, 3.0], "warmup_num_steps": 2, **LINEAR},
         [[0.0, 0.0, 0.5, 1.0, 1.0], [1.0, 1.0, 2.0, 3.0, 3.0]],
     ),
-    # Where transformers' own schedules have 0 steps, its Trainer passes 1 to DeepSpeed.
+    # transformers' Trainer has 0 warm-up steps by default.
     "no warm-up is the shortest": ("WarmupLR", {"warmup_num_steps": 0}, [[0.0, 0.0, 0.9, 0.9]]),
     "a warm-up of 1 step is the shortest": (
         "WarmupLR",

@@ -184,8 +184,8 @@ def _is_awaited(log, what):
 
 @pytest.mark.parametrize(
     ("stage", "accumulation", "num_late"),
-    # A unit's reduction must end before a later one reuses its buffer. At stages 0 and 1 none does.
-    # At stages 2 and 3 the unit after the next one does.
+    # Backward waits for a reduction only before another unit uses its buffer: never at stages 0 and
+    # 1, and before the unit after the next one at stages 2 and 3.
     [(0, 1, 4), (0, 2, 4), (1, 1, 4), (2, 1, 2), (3, 1, 2)],
 )
 @on_ranks(2)

@@ -22,7 +22,7 @@ NUM_PARTS = 2
 
 
 class LoggedFile(BlockFile):
-    """File that logs its transfers in order, and delays records in ``gates``."""
+    """File that logs its transfers, and delays those in ``gates`` until their event is set."""
 
     def __init__(self, folder: Path, sizes: Sequence[int]) -> None:
         super().__init__(folder, sizes)

@@ -91,7 +91,7 @@ def _equal_at_every_ratio(train: Callable[[Callable[..., Any]], Tensor]) -> None
 
 
 def _late_ddp(rank: int, world_size: int) -> None:
-    """Check that master weights follow DDP's first broadcast, which comes after the optimizer."""
+    """Check that master weights follow DDP's broadcast if DDP is created after the optimizer."""
 
     def train(make: Callable[..., Any]) -> Tensor:
         model = make_model()

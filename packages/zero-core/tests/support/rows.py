@@ -32,9 +32,8 @@ results are only close to the base's. They must not depend on delays, unless the
 def check(row: Row, variant: Variant, folder: Path, seed: int = 0) -> None:
     """Compare both sides of a row, bit by bit except for `TWO_KERNELS`.
 
-    On devices, jobs are delayed at random, and the base is compared with the CPU if
-    `_has_cpu_bits`. The variant's collectives run one at a time, so that ranks with different
-    orders hang.
+    On devices, jobs are delayed at random, and rows with `_has_cpu_bits` are compared with the CPU.
+    The variant's collectives run one at a time, so that ranks with different orders hang.
     """
     if not IS_ON_DEVICES:
         equal.check(row, variant, folder)
@@ -62,7 +61,7 @@ def _run_on_devices(
     torch.accelerator.set_device_index(rank)  # all simulated nodes are on one host
     ranks = find_ranks(None, None)
     assert ranks.device == torch.device("cuda", rank)
-    if os.environ.get("TRITON_INTERPRET") == "1":  # else, operators replace Triton's kernels
+    if os.environ.get("TRITON_INTERPRET") == "1":  # otherwise, operators replace Triton
         triton_jobs.install()
 
     def run(side: Variant, name: str) -> equal.Trace:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Create a model whose layer sizes are not divisible by any world size.
+    """Create a model with layer sizes that 2, 3 and 4 ranks cannot divide.
 
     Under FSDP2 some ranks have no element of the last layer.
     """

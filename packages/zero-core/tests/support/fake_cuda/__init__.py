@@ -7,14 +7,14 @@ this torch then sees 8 fake H100 devices. torch's allocator, streams, autograd t
 - An operator is a **job** of the current stream, whose thread runs the CPU's kernel later. A job
   holds addresses, not tensors. An operator without a CPU kernel raises an error.
 - The host cannot access device memory: it gets SIGSEGV, and stderr names the device.
-- A block freed to torch's allocator is overwritten with NaN in the order of its stream. A missing
-  ``wait_event`` or ``record_stream`` then yields NaN. New memory is NaN, fresh pinned memory too.
+- A block freed to torch's allocator is overwritten with NaN in the order of its stream. Without a
+  ``wait_event`` or ``record_stream``, reads can then give NaN. New memory is NaN, also if pinned.
 - Copies to and from pinned memory run later. A copy from pageable memory stages its data at once.
   The host waits for a copy to pageable memory.
 - A collective is a job that exchanges data with its peers over shared memory. While a peer is dead
   or in another collective, the job waits until the communicator is aborted.
-- Every later call that uses the device reports the error of a failed job.
-- A job that touches memory after ``cudaFree`` dies by SIGSEGV.
+- After a job has failed, every call that uses the device reports the job's error.
+- If a job touches memory after ``cudaFree``, the process dies by SIGSEGV.
 
 Environment: ``FAKE_CUDA_DEVICES`` (number), ``FAKE_CUDA_CAPACITY`` (bytes per device),
 ``FAKE_CUDA_ONE_COLLECTIVE`` (see `set_one_collective_at_a_time`), and for `set_delays`

@@ -1,7 +1,7 @@
 """Build of the fake CUDA libraries into torch's folder: ``python build.py HEADERS BUILD``.
 
-torch's CUDA wheel needs NVIDIA's libraries to be imported. This program creates in ``torch/lib`` of
-the wheel for CUDA ``BUILD``, such as ``cu130``,
+torch's CUDA wheel cannot be imported without NVIDIA's libraries. For the wheel of CUDA ``BUILD``,
+such as ``cu130``, this program creates in ``torch/lib``
 
 - ``libcudart``, ``libnccl`` and ``libfake_cuda_ops``, compiled from the sources in this folder;
 - stub libraries with every other function that torch imports. Most stubs print their name and fail.
@@ -123,7 +123,7 @@ def build(headers: Path, expected: str) -> None:
     includes = [f"-I{path}" for path in sorted(headers.glob("nvidia/*/include"))]
     includes += [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
     with tempfile.TemporaryDirectory() as folder:
-        for soname, names in sorted(functions.items()):  # sorted, because libnccl links libcudart
+        for soname, names in sorted(functions.items()):  # libnccl links libcudart
             _compile_library(Path(folder), soname, names, includes)
         _run(
             *_FLAGS,
