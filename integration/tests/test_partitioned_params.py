@@ -131,7 +131,7 @@ def _closes_as_it_was(rank: int, world_size: int) -> None:
         assert torch.equal(weight, expected.blocks[0].weight)
     scale = copy.deepcopy(model.scale)
     with torch.no_grad():
-        torch._foreach_zero_([scale])  # is not refused
+        torch._foreach_zero_([scale])  # bypasses the check that refuses writes
     with pytest.raises(RuntimeError, match="written to"):
         gathered_params([weight, bias, scale]).__enter__()
     assert is_partitioned(weight)

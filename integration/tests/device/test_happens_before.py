@@ -112,7 +112,7 @@ _send, _receive = partial(_hand, "send"), partial(_hand, "receive")
 
 
 def _handed(job: Callable[..., Any]) -> tuple[Callable[..., Any], object]:
-    """Return ``job`` for another thread, and a token that the trace records as sent at its end."""
+    """Return ``job`` for another thread, and a token that is sent in the trace when it ends."""
     start, end = object(), object()
     _send(start)
 

@@ -291,7 +291,7 @@ def test_script_and_its_children_find_deepspeed_as_one_module(seen: dict[str, An
         "arguments": ["--help", "-m", "x"],
         "child": "zero_engine.deepspeed",
         "hidden sitecustomize": "was run",
-        "instance": False,  # of isinstance(3, PipelineModule), which the stand-in lacks
+        "instance": False,  # isinstance(3, PipelineModule), a class that the stand-in lacks
     }
     assert {name: seen[name] for name in expected} == expected
     assert seen["nonsense"].startswith("ModuleNotFoundError: ")

@@ -32,7 +32,7 @@ KEPT = {"float32": "master_weight", "split": "remainder"}
 
 
 def master_of(param, state):
-    """Return the fp32 master weight, also of a split one."""
+    """Return the fp32 master weight, combined from both halves if it is split."""
     if "master_weight" in state:
         return state["master_weight"]
     return torch.as_tensor(

@@ -95,7 +95,7 @@ def test_plan_is_what_a_real_engine_holds_and_sends(world_size):
             zero_core.plan(model(), config, world_size, device_type="cpu")
             for model, config in CASES_OF[world_size]
         ]
-    # Real processes share memory. Simulated ranks do not.
+    # Processes share memory, as the plan assumes. Simulated ranks do not.
     run = simulate if world_size == 1 else run_on_processes
     run(_check_all, world_size, plans)
 

@@ -1,4 +1,4 @@
-"""Step records: bounded in size, one line per step and rank, without an effect on numbers."""
+"""Step records: their contents, the bound on their size, and no effect on numbers."""
 
 import gc
 import itertools

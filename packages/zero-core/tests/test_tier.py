@@ -125,7 +125,7 @@ def test_a_piece_that_lost_its_state_steps_beside_pieces_that_have_one():
         for param, grad in zip(params, _parts(_drawn(10 + step)), strict=True):
             param.grad = grad
         beside = [p for p in params if p is not params[4]]
-        # torch creates states for all parameters of a call, or for none
+        # torch's fused SGD creates momentum for all parameters of a call, or for none
         for some in (beside, params[4:5]):
             plain.param_groups[0]["params"] = some
             plain.step()

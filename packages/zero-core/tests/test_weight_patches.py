@@ -129,7 +129,6 @@ def test_a_patch_is_small_at_a_small_rate(ranks):
     assert held <= most["weight patches"]
     assert bounded["weight patches"] < numel * 0.8
     if ranks.rank == 0:
-        # Adam's first step moves each value by the full learning rate.
         assert shares[0] < 0.04
         assert sum(shares) / len(shares) < 0.03
 

@@ -68,7 +68,7 @@ class LateThread(VirtualThread):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
-    """Replace all clocks by virtual time that only kernels advance."""
+    """Replace the tier's clocks by virtual time that only kernels advance."""
     made = VirtualTime()
     monkeypatch.setattr("zero_offload.tiers.factory.perf_counter", made.now)
     monkeypatch.setattr("zero_offload.tiers.flat_tier.HostThread", lambda _: LateThread(made))
@@ -149,7 +149,7 @@ def test_a_skipped_step_is_not_measured_twice() -> None:
 
 
 def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -> None:
-    """The tier must not resplit, because such a gradient does not show that a step began."""
+    """A parameter's first gradient does not show that a step began: the tier must not resplit."""
     results, script = [], Scripted(RATIOS)
     for is_auto in (True, False):
         space, kernel = Space(), ReferenceAdam()

@@ -77,7 +77,7 @@ class Pair:
             train(tier, space, steps=range(1))
 
     def begin(self, step: int, active: Any = PIECES) -> None:
-        """Offer a step's gradients to the first tier, and begin the step there."""
+        """Offer a step's gradients to the first tier, and update there speculatively."""
         offer(self.tier, self.space, step)
         self.tier.speculate(ADAM, active, grad_scale=1.0)
 
