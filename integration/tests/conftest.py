@@ -37,7 +37,7 @@ from zero_engine.launch.torchrun import local_address_only
 from zero_engine.presets import EXAMPLES, default_config_text
 from zero_engine.train.settings import RunFolder
 
-# Ranks fork from a server process that has imported these modules, which takes seconds.
+# Ranks fork from a server process that imports these modules once, because that takes seconds.
 preload(
     "benchmarks.harness.rank",
     "benchmarks.harness.train",
@@ -98,7 +98,7 @@ def refusal_of(*arguments: str) -> str:
 def run_forked(
     *arguments: str, more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``zero-engine ARGUMENTS``, forked from a process that has imported all modules."""
+    """Run ``zero-engine ARGUMENTS``, forked from a process that has imported its modules."""
     with tempfile.TemporaryDirectory() as folder:
         code = 0
         try:
@@ -156,7 +156,7 @@ def tiny_options(text_file: Path) -> tuple[str, ...]:
 def finished_run(
     tmp_path_factory: pytest.TempPathFactory, tiny_options: tuple[str, ...]
 ) -> tuple[RunFolder, str]:
-    """Return a complete run and its output, shared by all xdist workers."""
+    """Return a complete run and its output. xdist's workers share it."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     root, said = shared / "finished run", shared / "finished run.txt"
@@ -178,5 +178,5 @@ def loggers() -> Iterator[tuple[str, ...]]:
     for one, (level, propagate, handlers) in zip(found, before, strict=True):
         one.setLevel(level)
         one.propagate, one.handlers = propagate, handlers
-    for handler, level in levels:  # includes pytest's handlers
+    for handler, level in levels:  # also pytest's handlers
         handler.setLevel(level)

@@ -196,7 +196,7 @@ def _save_within_a_step(rank: int, world_size: int, folder: str) -> None:
         other = _engine(stage, seed=1, **accumulation)
         other.load_checkpoint(place)
         assert (other.global_steps, other.micro_steps) == (1, 2)
-        # The first engine continues exactly. The other repeats the interrupted accumulation.
+        # The first engine continues. The other repeats the interrupted accumulation.
         assert found + _train(engine, range(3, 6)) == losses
         assert _train(other, range(2, 6)) == losses[2:]
         for made in (expected, engine, other):
@@ -409,7 +409,7 @@ def _read_whole(rank: int, world_size: int, folder: str) -> None:
             found = module.state_dict()
         if stage < 3 or world_size == 1:
             assert_same(dict(found), expected)
-        else:  # like DeepSpeed's, tensors are empty. OpenRLHF reads their names on rank 0.
+        else:  # as in DeepSpeed, tensors are empty. OpenRLHF reads their names on rank 0.
             assert {name: v.numel() for name, v in found.items() if name != "seen"} == {
                 name: 0 for name in expected if name != "seen"
             }

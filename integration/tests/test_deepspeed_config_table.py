@@ -51,7 +51,7 @@ def _types(block: str) -> list[Type]:
 
 
 ROW = r"^\| (`.*?`) \| (honoured|unneeded|refused) \| (?:(.*) )?\|$"
-KEY = r"`([a-z_0-9.]+)(?:=(.*?))?`"  # names of classes begin with a capital
+KEY = r"`([a-z_0-9.]+)(?:=(.*?))?`"  # without names of classes, which begin with a capital
 ROWS = [
     Row(key, default or "-", here, why)
     for keys, here, why in re.findall(ROW, TABLE.read_text(), re.MULTILINE)
@@ -138,14 +138,14 @@ BESIDE: dict[str, dict[str, Any]] = {
     "scheduler.type": {"optimizer": OPTIMIZER},
     "step_records.": {"step_records": {"folder": "runs/mine"}},
 }
-# Blocks outside zero-core's config, which are reported in full except for secrets.
+# Blocks outside zero-core's config, whose keys are all reported, except for secrets.
 OUTSIDE = {key.partition(".")[0] for key in HONOURED}
 # Keys whose value is checked but changes nothing, each with a value that is refused.
 CHECKED_ONLY = {"data_types.param_dtype": "fp16"}
 
 
 def _example(row: Row) -> Any:
-    """Return another value than the default: another choice, the negated bool, or a near number."""
+    """Return a value other than the default: another choice, the negated bool, or a near number."""
     if row.key in EXAMPLES:
         return EXAMPLES[row.key]
     default = None if row.default == "-" else json.loads(row.default)

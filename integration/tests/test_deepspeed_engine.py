@@ -104,7 +104,7 @@ def test_scheduler_over_the_given_or_the_returned_optimizer_is_stepped() -> None
     scheduler = LambdaLR(engine.optimizer, lambda step: 0.5**step)
     for step in range(2):
         train(engine, 1, step)
-        scheduler.step()  # would raise on torch's warning about the order of steps
+        scheduler.step()  # would raise if torch warned about the order of steps
     assert engine.get_lr() == [1e-2 / 4]
 
 
@@ -151,7 +151,7 @@ def test_the_configurations_optimizer_is_of_deepspeeds_class(named, offload, kin
     optimizer = {"type": named, "params": {"lr": 1e-2, "torch_adam": False}, "unknown": 3}
     engine = make(config=config(optimizer=optimizer, zero_optimization=zero))
     assert isinstance(engine.basic_optimizer, kind)
-    assert not isinstance(engine.optimizer, FusedAdam)  # FusedAdam is used at stage 0 only
+    assert not isinstance(engine.optimizer, FusedAdam)  # only at stage 0
     assert not isinstance(torch.optim.Adam([nn.Parameter(torch.zeros(1))]), FusedAdam)
     assert isinstance(make(config=config(optimizer=optimizer)).optimizer, FusedAdam)
     torchs = {"type": named, "params": {"torch_adam": True}}
@@ -444,7 +444,7 @@ def _evaluates(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(RuntimeError, match="without an optimizer"):
             call()
-    # Each engine takes a step and is dropped in the middle of the next step.
+    # Engines are dropped in the middle of their second step.
     sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
     left = None
     for stage in (3, 2, 3, 0):
@@ -486,7 +486,7 @@ def _offloads_states(rank: int, world_size: int) -> None:
                 engine(inputs(step, rank).bfloat16())
             engine.reload_states()
             assert_same(engine.core.full_state_dict(), expected)
-        if stage < 3 and rank == 0:  # rank 0 alone can read complete values
+        if stage < 3 and rank == 0:  # complete values, which rank 0 can read alone
             found = dict(engine.module.state_dict())
             torch.testing.assert_close(found, expected, check_dtype=False, rtol=0.01, atol=0)
         engine.offload_states(device=OffloadDeviceEnum.none)

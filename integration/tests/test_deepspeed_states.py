@@ -68,7 +68,7 @@ def _reads(rank: int, world_size: int) -> None:
                 assert grad is None, "frozen"
                 assert utils.safe_get_full_fp32_param(mine) is None, "as in DeepSpeed"
                 continue
-            # The gradient is unclipped, although its norm exceeds the clipping bound.
+            # The gradient is not clipped yet, although its norm exceeds the bound.
             torch.testing.assert_close(grad, other.grad, rtol=1e-5, atol=1e-8)
             torch.testing.assert_close(utils.safe_get_full_fp32_param(mine), other.detach())
             assert utils.safe_get_full_optimizer_state(mine, "exp_avg") is None
@@ -338,7 +338,7 @@ def test_step_without_a_gradient_is_refused_where_unused_parameters_are(stage, i
     zero = {"stage": stage, "ignore_unused_parameters": False}
     engine = _engine(stage, zero_optimization=zero)
     for is_used in (True, False):
-        engine.module[2].bias.requires_grad_(is_used)  # frozen, not unused
+        engine.module[2].bias.requires_grad_(is_used)  # a frozen parameter does not count as unused
         part = engine.module[0] if is_used else engine
         engine.backward(part(inputs(0)).mean())
         if is_used and is_refused:

@@ -53,7 +53,7 @@ def _small_blocks_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prompt_tier(**given: Any) -> Any:
-    """Make a tier whose host completes each unit's update before backward continues."""
+    """Make a tier whose host completes an update in backward before backward continues."""
     tier = create_tier(**{**given, "adam_kernel": cpu_adam})
     speculate = tier.speculate
 
@@ -119,7 +119,7 @@ def _filed(base: Mapping[str, Any], **keys: Any) -> Variant:
 
 
 def _few_bits(bits: Mapping[str, Any], base: Mapping[str, Any] = HOST, **zero: Any) -> Variant:
-    """Return a variant whose delays must not change any bit of training with quantized messages."""
+    """Return a variant with delays. Its base has the same quantized messages and no delays."""
     further = {"collectives": delayed_collectives}
     base = {**bits, **base}
     return Variant(zero, base, further=further, stages=(3,), ranks=NODES, family="few bits")

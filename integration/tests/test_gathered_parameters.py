@@ -222,7 +222,7 @@ def _refusals_name_deepspeeds_calls(weight: nn.Parameter) -> None:
     lost = r"1\.weight changed within deepspeed\.zero\..* would be lost.*modifier_rank="
     with torch.no_grad(), pytest.raises(RuntimeError, match=lost), zero.GatheredParameters(weight):
         weight.add_(1.0)
-    assert torch.zeros_like(weight).shape == weight.shape  # reads only the shape
+    assert torch.zeros_like(weight).shape == weight.shape  # needs no values
     assert weight.to(weight.device, weight.dtype) is weight
 
 
@@ -270,7 +270,7 @@ def _engine_within_init(rank: int, world_size: int) -> None:
 
 
 def _take_hooks(engine: Any) -> Any:
-    """Access the attributes in the order of TRL's remove_hooks."""
+    """Remove the engine's hooks like TRL's remove_hooks. Return the object that had them."""
     offload = engine.optimizer.parameter_offload
     named = offload.module.named_parameters(recurse=True)
     for _, param in itertools.chain(named, offload.module.ds_external_parameters()):
@@ -283,7 +283,7 @@ def _take_hooks(engine: Any) -> Any:
 
 
 def _generates_without_hooks(rank: int, world_size: int) -> None:
-    """Generate without the model's hooks, restore the hooks and train on like torch."""
+    """Generate with the model's hooks removed, register them again, and train on like torch."""
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     engine, plain = make(_model(), config=config(3, **sgd)), _model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -374,7 +374,7 @@ SGD_AT_3 = config(3, optimizer={"type": "SGD", "params": {"lr": LR}})
 
 
 class _Head(torch.autograd.Function):
-    """The function ``hidden @ weight.T + bias``, which gathers weight and bias in backward."""
+    """The function ``hidden @ weight.T + bias``, whose backward reads saved weight and bias."""
 
     found: list[tuple[Any, ...]] = []  # noqa: RUF012
 

@@ -46,7 +46,7 @@ def _join(rank: int, world_size: int) -> None:
 
 
 def _arguments(folder: Path | str, kind: Any = TrainingArguments, **changes: Any) -> Any:
-    """Return arguments for micro-batches of four samples. An epoch's last step has one, not two."""
+    """Return arguments for steps of two micro-batches, and one in an epoch's last step."""
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "num_train_epochs": 2,
@@ -174,7 +174,7 @@ def _generates(folder: Path) -> None:
 
 
 def _adapts(folder: Path) -> None:
-    """Train LoRA with the plain Trainer and the engine, reload the best checkpoint and save it."""
+    """Train LoRA with Trainer and with the engine, reload the best checkpoint and save it."""
     found, saved = {}, {}
     for name, kind, further in (
         ("plain", Trainer, {}),
@@ -312,7 +312,7 @@ def test_all_that_does_not_fit_the_arguments_is_named(given, messages, tmp_path)
     ],
 )
 def test_what_is_overridden_is_there_to_override(mine: type, theirs: type, own: set[str]) -> None:
-    """An override of a method that a library release has renamed would never run."""
+    """An override of a method that the library has renamed would never run."""
     names = {n for n, v in vars(mine).items() if callable(v) or isinstance(v, property)} - own
     assert names - {"__init__"}
     assert {name for name in names if not hasattr(theirs, name)} == set()

@@ -98,7 +98,7 @@ def _generates(rank: int, world_size: int) -> None:
         expected = _generate(plain, rank)
         gather.reset_mock()
         if is_limited:
-            # All but two blocks stay gathered. Each token of the longest text gathers two blocks.
+            # All but two blocks stay gathered. Each token of the longest text gathers these two.
             tokens = _generate(engine.module, rank, synced_gpus=True)
             per_token = gather.call_count / len(WAYS) / (6 + 3 * (world_size - 1))
             assert 2.0 < per_token < 2.5
@@ -165,7 +165,7 @@ def _model(name: str) -> nn.Module:
 
 
 def _few_tokens(step: int, rank: int) -> dict[str, torch.Tensor]:
-    """Return three tokens, so that each rank uses different ones of the six experts."""
+    """Return a batch of three tokens, so few that ranks leave different experts unused."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     ids = torch.randint(0, VOCAB, (1, 3), generator=generator)
     return {"input_ids": ids, "labels": ids}

@@ -72,7 +72,7 @@ def classes() -> Iterator[dict[str, type]]:
 
 
 def read_into(source: Path, output: Path, frozen: tuple[str, ...] = ()) -> Path:
-    """Import in this process, which is faster than the sandboxed reader process."""
+    """Import in this process, which is faster than in the sandboxed one."""
     place = find_place(source, None)
     return write_source(read_source(place, frozen), output, place.name, None)
 
@@ -365,7 +365,7 @@ def test_missing_rank_and_foreign_forms_are_told(classes: dict[str, type], tmp_p
 
 
 _PAIRS = [b"q%ch%c\x86" % (i, i) for i in range(120)]
-"""Pickle instructions. Each replaces a value on the stack with a pair of twice that value."""
+"""Pickle instructions. Each replaces the value on top of the stack by a pair that has it twice."""
 # Two equal dict keys, each a tuple of 60 nested pairs. Hashing takes 2^60 steps before Python 3.14,
 # which caches tuple hashes. Comparing the keys takes 2^60 steps in any version.
 _ENDLESS = b"".join([b"\x80\x02})", *_PAIRS[:60], b"Ns)", *_PAIRS[60:], b"Ns."])

@@ -58,7 +58,7 @@ def test_offload_trains_or_names_the_package_that_is_missing(missing, monkeypatc
 
     monkeypatch.setattr("zero_core.parts.entry_points", installed)
     monkeypatch.setattr("zero_core.parts.FOUND", {})
-    if missing == "zero-comm":  # not needed
+    if missing == "zero-comm":  # a plug-in that offload does not need
         CASE.build().close()
         return
     with pytest.raises(MissingPartError, match=f"offload_optimizer.*pip install {missing}"):

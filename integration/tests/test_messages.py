@@ -32,7 +32,7 @@ from zero_core.testing import (
     train,
 )
 
-WIDTH = 33  # makes each shard a few quantization blocks and a partial one
+WIDTH = 33  # shards have a few whole quantization blocks and a partial one
 QWZ = {"zero_quantized_weights": True}
 QGZ = {"zero_quantized_gradients": True}
 
@@ -66,7 +66,7 @@ def _compare_stages(ranks: SimulatedRanks) -> None:
     for dtype, stages, more in (("fp32", (1,), {}), ("bf16", (2, 0), accumulated)):
         case = Case(3, dtype, zero=QGZ, width=WIDTH, **more)
         expected = _run(case, ranks)
-        # Four-bit gradients change the weights. Their relative gap is 0.02 in the first steps.
+        # Four-bit gradients change the weights by a relative gap of 0.02 in the first steps.
         assert 1e-6 < _relative_gap(expected, _run(replace(case, zero={}), ranks)) < 0.06
         for stage in stages:
             found = _run(replace(case, stage=stage), ranks)
@@ -135,14 +135,14 @@ WEIGHTS = {"zero_lossless_weights": True}
 GRADIENTS = {"zero_lossless_gradients": True}
 BOTH = {**WEIGHTS, **GRADIENTS}
 NUM_CODED = 3
-"""Units of this model whose gradients are coded."""
+"""Units of the model of width `CODED` whose gradients are coded."""
 SMALL_STEPS = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
 
 
 def _sent(
     ranks: SimulatedRanks, stage: int, dtype: str, zero: dict[str, Any], content: str, top: Any
 ) -> tuple[list[int], dict[str, int]]:
-    """Return calls and bytes within and between nodes of the last step, and the memory report."""
+    """Return calls and bytes of ``content`` in the last step, and the memory report."""
     engine = build(ranks, dtype, zero, stage=stage, width=CODED, **top)
     train(engine, [batch(step, 0, ranks.rank) for step in range(3)])
     rows = [row for row in engine.comm_report() if row.content == content]
@@ -268,7 +268,7 @@ def _counts_waits(ranks: SimulatedRanks, case: Case, after: str) -> Any:
     engine = case.build(ranks, model := make_model(CODED))
     losses, waits = [], []
     inputs = [_batch(ranks, step, 0) for step in range(6)]
-    for step in range(4):  # with equal batches, so that all ranks use the same parameters
+    for step in range(4):  # equal batches, so that all ranks use the same parameters
         before = Counter(fake_cuda.counters(ranks.device.index).syncs)
         losses.append(engine(**inputs[step])["loss"])
         engine.backward(losses[-1])

@@ -168,7 +168,7 @@ class _SlowBackward(torch.autograd.Function):
 
 
 class _Outputs(_Slow):
-    """A model with two outputs. Backward of the loss is slow before any parameter's gradient."""
+    """A model with two outputs. The loss's backward is slow before any parameter has a gradient."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = super().forward(x)

@@ -1,6 +1,6 @@
 """Gradients with an offloaded optimizer: accumulation in the tier, and `param.grad` at stage 0.
 
-The reference rounds each micro-step's gradient to the communication dtype and sums in fp32.
+The reference rounds each micro-step's reduced gradient to ``rounded`` and sums in fp32.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _train(
     [
         (1, "bf16", 5, 0.1, None),
         *((2, dtype, *how, None) for dtype in ("bf16", "fp32") for how in ((2, 0.0), (5, 0.1))),
-        (2, "bf16", 4, 0.0, "fp32"),  # without rounding, because the communication dtype is fp32
+        (2, "bf16", 4, 0.0, "fp32"),  # fp32 sums get unrounded gradients
     ],
 )
 @on_ranks()

@@ -1,4 +1,4 @@
-"""States and parameters in files: bytes per step, compared with lab/evidence/offload.md."""
+"""States and parameters in files: bytes per step, compared with a closed form."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ from zero_offload.steppers import file_stepper
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 WIDTH, DEPTH = 13, 7
 BLOCK_NUMEL = 390
-"""Elements per block of states. A shard has several blocks, some of which are only padding."""
+"""Elements per block of states. A shard has one or two blocks."""
 WARMUP, STEPS = 2, 2
-"""Uncounted and counted steps. The first update of a shard also reads blocks of padding."""
+"""Uncounted and counted steps."""
 BUFFERS = 3
-"""Number of buffers through which parameters are read."""
 STATES = 3
 """fp32 numbers per element: the master weight and Adam's moments."""
 
@@ -85,7 +84,7 @@ def _closed_form(engine: zero_core.Engine, passes: int) -> list[tuple[int, int]]
 
 
 def _updated(segment: Segment, rank: int) -> int:
-    """Return the elements of a shard in those blocks of states that contain more than padding."""
+    """Return the elements of a shard in blocks of states that have more than padding."""
     low, high = segment.shard_range(rank)
     blocks = ((a, min(a + BLOCK_NUMEL, high)) for a in range(low, high, BLOCK_NUMEL))
     used = [(a, b) for a, b in blocks if any(s.start < b and s.stop > a for s in segment.slots)]

@@ -60,7 +60,7 @@ def _case(
 _early = partial(_case, update_in_backward=True)
 _upload = partial(_case, lossless_upload=True, width=200, top=SLOW)  # shards worth compressing
 AUTO = _case(2, top=NADAM, ratio="auto")
-CASES = [  # all stages, ratios and accumulations, undo (by clipping), locations of parameters
+CASES = [  # all stages, some ratios, accumulation, undo (by clipping), and locations of parameters
     _case(1, 0.0, top=UNCHECKED),
     _case(2, accumulation=2),
     _case(3, 0.0, top={**UNCHECKED, **NADAM}, ratio=0.4),
@@ -251,7 +251,7 @@ JOBS: list[tuple[dict[str, Any], float]] = [
     (config("bf16", stage=3, offload_param=CPU, offload_optimizer=CPU), 1.0),
 ]
 LOSSLESS = config("bf16", stage=2, offload_optimizer={**CPU, "lossless_upload": True})
-"""Its peak is not compared. Without Triton, decoding takes memory that is not in the plan."""
+"""A job whose peak is not compared, because decoding without Triton takes unplanned memory."""
 JOBS_OF = {1: JOBS[8:], 2: JOBS}
 
 
@@ -295,7 +295,7 @@ def test_peak_is_what_was_planned(world_size: int) -> None:
 
 VERTICAL = {"accumulation_schedule": "vertical"}
 IN_BACKWARD = {**CPU, "update_in_backward": True}
-RESERVED: list[dict[str, Any]] = [  # at most 250 MiB a rank; the last one on 2 nodes
+RESERVED: list[dict[str, Any]] = [  # at most 250 MiB a rank
     *(config(dtype, stage=stage) for stage, dtype in product(range(4), ("bf16", "fp32"))),
     *(config("bf16", 2, stage=stage) for stage in (1, 2, 3)),
     *(config("bf16", stage=stage, offload_optimizer=CPU) for stage in range(4)),

@@ -22,7 +22,7 @@ HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
 class GatedAdam:
-    """The real kernel, which blocks before its ``gate_at``-th call until the gate opens."""
+    """The real kernel, whose call number ``gate_at`` (from 0) blocks until the gate opens."""
 
     def __init__(self, gate_at: int) -> None:
         self.gate_at, self.num_calls = gate_at, 0

@@ -72,7 +72,7 @@ def _tied() -> nn.Module:
 
 
 def _weights(engine: Any) -> dict[str, Tensor]:
-    """Return the parameter values that modules see in a forward."""
+    """Run forward and backward. Return the parameter values that modules see in forward."""
     found: dict[str, Tensor] = {}
 
     def note(module: nn.Module, _: Any) -> None:

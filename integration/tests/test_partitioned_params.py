@@ -175,7 +175,7 @@ def _change(rank: int, world_size: int) -> None:
 
 def _copy_and_convert(rank: int, world_size: int) -> None:
     model, expected = _make_sharded(), _make().half().float()
-    with gathered_params([model.blocks[0].weight]):  # the others keep recorded initialisations
+    with gathered_params([model.blocks[0].weight]):  # others keep recorded initialisations
         pass
     copied = copy.deepcopy(model)
     assert copied.head.weight is copied.embed.weight is not model.embed.weight
@@ -211,7 +211,7 @@ def _train(rank: int, world_size: int) -> None:
 
 
 def _left_by_engines(rank: int, world_size: int) -> None:
-    """Check that `leave_partitioned` shards parameters unless every rank held complete values."""
+    """Check that `leave_partitioned` shards plain parameters unless all ranks have their values."""
     model = _make()
     model.own = _Own(torch.linspace(0, 1, 3))
     for stage in (3, 1, 0, 3):
@@ -257,7 +257,7 @@ def _whole_after_builds_that_fail(rank: int, world_size: int) -> None:
 
 
 def _drawn() -> nn.Module:
-    """Initialise parameters after the layers' construction, like many transformers models."""
+    """Make a model whose layers are initialised after construction, as in transformers."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3, bias=False))
     nn.init.normal_(model[1].weight, std=0.02)
     nn.init.zeros_(tensor=model[0].bias)
@@ -319,7 +319,7 @@ def _refuse(rank: int, world_size: int) -> None:
         bare = nn.Linear(2, 2)
     with pytest.raises(zero_core.ConfigError, match="weight is on the meta device"):
         partition_module(bare)
-    scale.data.fill_(1.0)  # not refused at once, but detected by the next gather
+    scale.data.fill_(1.0)  # detected by the next gather only
     with pytest.raises(RuntimeError, match="written to while it is sharded"):
         gathered_params([scale]).__enter__()
 
@@ -399,8 +399,8 @@ SLACK_BYTES = 8 * 1024**2  # for threads, messages between ranks and allocator f
 
 
 def _measure(rank: int, world_size: int) -> None:
-    """Measure memory while values are written before build(), one module at a time."""
-    # Make torch and gloo allocate their memory before the measurement.
+    """Measure memory while values are written one module at a time, and in build()."""
+    # Torch and gloo must make their own allocations before the measurement.
     with zero_core.deferred_init():
         small = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     zero_core.build(small, CONFIG).close()

@@ -1,4 +1,4 @@
-"""Printed example configurations and the documentation's Python code run unchanged."""
+"""Runs of the printed example configurations and of the documentation's Python code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _train_all(rank: int, world_size: int, examples: dict[str, Any], folder: str
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Return two losses of every example, trained on two ranks that are two nodes."""
+    """Return two losses of each example, on two nodes of one rank."""
     folder = tmp_path_factory.mktemp("losses")
     printed = {name: run_here("config", "--example", name) for name in EXAMPLES}
     examples = {

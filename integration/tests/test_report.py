@@ -96,7 +96,7 @@ class _Tags(html.parser.HTMLParser):
 
 
 def test_a_page_is_one_file_and_trusts_no_text(tmp_path: Path) -> None:
-    """The page refers to no other file or host, escapes the run's text, and has at most 2 MB."""
+    """The page uses no other file or host, escapes the run's text, and has less than 2 MB."""
     run = _write(tmp_path / HOSTILE.replace("/", "_"), lambda rank, step: {"why_skipped": HOSTILE,
                  "is_taken": step != 5, "loss": math.nan if step == 5 else 2.0})  # fmt: skip
     page = write_report(run, tmp_path / "report.html")

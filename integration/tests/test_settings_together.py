@@ -1,4 +1,4 @@
-"""Combinations of settings: each accepted pair of values of `AXES` is trained at least once."""
+"""Combinations of settings: training of choices that cover the accepted pairs of values."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ TOP: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 """Values of each axis, as keys at the top of the configuration."""
 AXES = {axis: tuple(values) for axis, values in (ZERO | TOP).items()}
-# Maximum difference of a loss (3 to 4) from the reference, by dtype. Host kernels round otherwise,
-# DDP sums gradients in 16 bits, and quantized messages are inexact.
+# Maximum difference of a loss (3 to 4) from the reference, by dtype. Host kernels round
+# differently, DDP sums gradients in 16 bits, and quantized messages are inexact.
 BOUNDS = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 QUANTIZED_BOUND = 0.4
 EXACT = ("plain", "hpZ", "lossless weights", "lossless gradients")
@@ -124,7 +124,7 @@ def is_accepted(choice: Choice) -> bool:
 
 
 def covering(refused: Collection[Choice]) -> Iterator[Choice]:
-    """Yield choices that cover all acceptable pairs. The caller adds to ``refused`` meanwhile."""
+    """Yield choices to cover all pairs of values. The caller adds rejected ones to ``refused``."""
     draw = random.Random(0)
     values = list(AXES.values())
     missing = {

@@ -86,7 +86,7 @@ def _flows(folder: Path) -> dict[str, Make]:
     return {
         "load gpt2": lambda: load("gpt2"),
         "load t5": lambda: load("t5", hf.AutoModelForSeq2SeqLM),
-        # The constructor normalises a weight within its own gather.
+        # The constructor normalises a weight, which it gathers itself.
         "load wav2vec2": lambda: load("wav2vec2", hf.Wav2Vec2Model),
         "load with a new head": lambda: load(
             "gpt2", hf.AutoModelForSequenceClassification, num_labels=3
@@ -326,7 +326,7 @@ def _measure_export(rank: int, world_size: int, folder: Path) -> None:
         largest = sum(p.nbytes for p in model.get_base_model().model.layers[0].parameters())
         whole = sum(p.nbytes for p in model.parameters())
         engine = zero_core.build(model, Case(3).config())
-        engine.idle_forward()  # touches shared pages, so that the measurement excludes them
+        engine.idle_forward()  # touches shared pages before the measurement
         with PeakMemory() as peak:
             export_merged(engine.module, folder / str(depth))
         engine.unwrap().to("meta")

@@ -258,8 +258,8 @@ def test_of_an_installed_module_its_own_package_alone_counts(tmp_path, monkeypat
     assert declares(source, OPTION)
 
 
-# The test counts threads at exit, after the hook destroyed the group. Neither a new optimizer, for
-# which torch imports its compiler, nor a reference cycle may keep the group alive.
+# The script counts threads at exit, after the hook destroyed the group. Neither a new optimizer,
+# for which torch imports its compiler, nor a reference cycle may keep the group alive.
 LEAVES_A_CYCLE = """
 import atexit, pathlib, torch, torch.distributed as dist
 

@@ -314,7 +314,7 @@ def predicted_s(times: Times, mode: Mode, ratio: float) -> float:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_as_long_as_those_of_the_real_tiers(mode: Mode) -> None:
-    # The first times are host-bound at one of the two ratios, other times at none or at both.
+    # The first times are bound by the host at one of the ratios, the others at none or both.
     for times in (replace(Times(), log_s=3.0), *random_times(3)[1:]):
         for ratio in (1.0, 0.4):
             real = Job(times, mode, ratio, chunks_per_block=4).run()

@@ -112,7 +112,7 @@ def test_ranks_that_torchrun_starts_anew_are_of_the_launch_that_began_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path)
-    assert launch_numbers(torch.device("cpu")) == []  # without torchrun no launcher restarts ranks
+    assert launch_numbers(torch.device("cpu")) == []  # without torchrun, ranks are not restarted
     note_launch(folder, [])
     assert not belongs_to(folder, [])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -153,7 +153,7 @@ def test_a_lock_that_outlives_its_program_is_named(tmp_path, monkeypatch, capsys
 
 
 def test_checkpoints_at_a_url_outlive_the_machine(tmp_path, tiny_options):
-    """The second machine has the checkpoints and the command line, but no folder of the run."""
+    """The second machine has checkpoints and options, but no folder of the run."""
     store = tmp_path / "store"
     url = f"dir://run::file://{store}"
     folders = [RunFolder(tmp_path / name) for name in ("first", "other")]

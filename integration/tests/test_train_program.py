@@ -117,7 +117,7 @@ def test_transformers_loads_the_model_and_a_report_reads_the_run(finished_run):
     assert dict(loss_series(run.ranks)) == pytest.approx(logged, rel=1e-6)
     assert [rank.end and rank.end.what for rank in run.ranks] == ["ended", "ended"]
     assert not run.failures
-    # Training rounded the weights to 8 bits. The exported weights are not rounded.
+    # Training rounded weights to 8 bits. The exported weights are unrounded.
     losses = _held_out_losses(folder)
     assert losses[-1] < 0.9 * losses[0]
     assert _loss_of_exported_model(folder) == pytest.approx(losses[-1], rel=0.02)

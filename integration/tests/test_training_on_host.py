@@ -44,7 +44,7 @@ STEPS = 3
 # in bf16, the engine in fp32.
 LOSS = {"fp32": 4e-6, "bf16": 0.07}
 VALUE = {"fp32": 2e-6, "bf16": 0.04}
-RATIOS = (1.0, 0.4, 1.0, 0.4)  # by stage; test_equalities.py covers further ratios
+RATIOS = (1.0, 0.4, 1.0, 0.4)  # by stage
 
 
 def _train(
@@ -101,7 +101,7 @@ EARLY = "parameter blocks.1.inner.weight was read between backward and step()"
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "is_early"),  # all pairs of values at stages 2 and 3
+    ("stage", "dtype", "is_early"),  # stages 2 and 3 have all pairs of dtype and is_early
     [
         *((0, "bf16", True), (1, "fp32", False), (2, "fp32", True)),
         *((2, "bf16", False), (3, "fp32", False), (3, "bf16", True)),
@@ -187,7 +187,7 @@ def _train_between(engine: zero_core.Engine, first: int, last: int) -> None:
 def _restart(
     ranks: SimulatedRanks, folder: Path, config: dict[str, Any]
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """Train like a program that restarts after step 6 if in-memory checkpoints exist."""
+    """Train like a program that restarts after step 6, if it finds checkpoints in memory."""
     gated = GatedRanks(**vars(ranks))
     engine = zero_core.build(make_model(), config, process_group=gated)
     first = (engine.resume(folder / "beside") or {"step": 0})["step"]
@@ -235,7 +235,7 @@ def _straight(ranks: SimulatedRanks, folder: Path, config: dict[str, Any]) -> di
 def test_a_save_that_updates_overtake_has_the_bytes_of_one_at_once(
     tmp_path, world_size, stage, dtype, offload, has_copies
 ):
-    """A restart continues from the last in-memory checkpoint, if there is one."""
+    """With copies in memory, a restart continues from step 6."""
     block = offload and {"nvme_path": str(tmp_path), **offload}
     config = Case(stage, dtype, zero={"offload_optimizer": block}).config()
     copies = {"memory_checkpoint": {"path": str(tmp_path / "memory")}} if has_copies else {}
@@ -312,7 +312,7 @@ DROPOUT = {
 
 
 def _model(kind: str, *, is_checkpointed: bool = False) -> nn.Module:
-    """Make a model in training mode, with the changes in `DROPOUT`."""
+    """Make a model in training mode, with the settings in `DROPOUT`."""
     model: Any = make_lm(kind, **DROPOUT.get(kind, {})).train()
     if is_checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})

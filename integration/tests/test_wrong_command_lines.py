@@ -28,7 +28,7 @@ FILES = {
     "number.json": '{"model_type": 5}',
     "sizes.json": '{"model_type": "gpt2", "n_layer": "x"}',
 }
-# Arguments, and a part of the error, or None for a parser's error. "@" is the folder of `FILES`.
+# Arguments, and a part of the error (None for a parser's error). "@" is the folder of `FILES`.
 TRAIN = [
     *((f"--{name} 0", f"--{name} 0: must be at least 1") for name in ("steps", "layers", "width")),
     *((f"--{name} -1", f"--{name} -1: must be") for name in ("heads", "eval-every", "save-every")),

@@ -56,14 +56,14 @@ WIDTH = 48
 GROUP = {**optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2).defaults}
 _ROOTS = tuple(package.__path__[0] for package in (zero_core, zero_offload))
 _HINTS = ("<genexpr>", "make_way")
-"""Functions whose event queries are hints, so that results need no order. For example, a prefetch
-that would block is postponed."""
+"""Functions whose event queries only give hints, so that they order nothing. For example, a
+prefetch that would block is postponed."""
 _BETWEEN_STEPS = ("offload", "reload")
-"""Functions that synchronise the device before another program takes the device's memory."""
+"""Functions that synchronise the device before another program uses its memory."""
 
 _WAITED_BEFORE = ("stream_after", " begin")
-"""Functions whose wait may be superfluous in all `PROGRAMS`, because the host has already waited
-for the device. They must run without a race."""
+"""Functions whose wait may be superfluous in all `PROGRAMS`, because the host already waited for
+the device. They must still run."""
 
 
 class _PinnedAccesses(TorchDispatchMode):
@@ -112,7 +112,7 @@ _send, _receive = partial(_hand, "send"), partial(_hand, "receive")
 
 
 def _handed(job: Callable[..., Any]) -> tuple[Callable[..., Any], object]:
-    """Return ``job`` for another thread, and a token that the trace records as sent at its end."""
+    """Return ``job`` for another thread, and a token that is sent in the trace when it ends."""
     start, end = object(), object()
     _send(start)
 
@@ -282,7 +282,7 @@ def _offloaded_optimizer(ratio: float) -> None:
 
 
 class _SmallSteps:
-    """A codec of one byte per element, whose decoding never waits for the device."""
+    """A codec of one byte per element, whose decode() never waits for the device."""
 
     def max_nbytes(self, numel: int, itemsize: int) -> int:
         return numel * itemsize
@@ -503,14 +503,14 @@ def _sites(trace: Sequence[TraceRecord]) -> tuple[dict[str, list[int]], list[int
     sites: dict[str, list[int]] = defaultdict(list)
     hints = []
     for position, record in enumerate(trace):
-        # The fake device's own waits are excluded below.
+        # Frames of the fake device are found too, and dropped below.
         site = wait_of(record, (*_ROOTS, fake_cuda.__path__[0]))
         if record.kind == "event_query" and site.endswith(_HINTS):
             hints.append(position)
         elif record.kind == "device_synchronize" and site.endswith(_BETWEEN_STEPS):
             continue
         elif record.kind == "event_query" and ".query(" not in _line(site):
-            continue  # torch's allocator of pinned memory asks whether a block is free again
+            continue  # torch's allocator of pinned memory looks for free blocks
         elif site.startswith(_ROOTS) and "/testing/" not in site:
             sites[f"{record.kind} {site}"].append(position)
     return sites, hints

@@ -39,7 +39,7 @@ class DataArguments:
 
 
 class Walks(Dataset):
-    """Sequences with a constant step. With ``walks_on`` the labels continue the inputs."""
+    """Sequences with a constant step. Labels equal the inputs, or continue them if ``walks_on``."""
 
     def __init__(self, walks_on: bool, samples: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -42,7 +42,7 @@ TUTORIALS = {
     "twin-flow": "twin_flow.py",
     "zeropp": "zeropp.py",
 }
-"""Pages that show the output of a script, with the script."""
+"""Pages that show a script's output, with that script."""
 TINY_RUN = " ".join((*TINY, "--steps=30"))
 SMALLER = {
     "zero-engine --install-completion": "bash",
@@ -105,7 +105,7 @@ def _block(stem: str, language: str) -> str:
 def _interpreter() -> str:
     """Return the interpreter for programs and their ranks, forked if DeepSpeed is installed.
 
-    Forked interpreters have imported transformers, which must have found DeepSpeed at that time.
+    Forked interpreters have imported transformers already, which finds DeepSpeed only at import.
     """
     return forked_python() if find_spec("deepspeed") else sys.executable
 

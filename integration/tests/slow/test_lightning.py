@@ -33,7 +33,7 @@ EPOCHS = 2
 
 
 class _Module(L.LightningModule):
-    """A regression that records its losses, optionally with manual optimization."""
+    """A regression that records its losses. ``is_manual``: with manual optimization."""
 
     earlier: Any = None  # weak reference to an earlier fit's engine
 
@@ -152,7 +152,7 @@ def _trains(rank: int, world_size: int, folder: Path) -> None:
         found = _fit(f"zero_stage_{stage}{suffix}", world_size, folder, **options)
         _check_same(found, expected)
         assert found.trainer.strategy.engine.global_steps == found.trainer.global_step
-        # Stages 1 and 2 leave a module with complete values. At stage 3 a read raises an error.
+        # Stages 1 and 2 leave complete values in the module. At stage 3 reads on two ranks fail.
         if stage < 3 or world_size == 1:
             torch.testing.assert_close(found.module.state_dict(), found.values)
         else:
@@ -280,7 +280,7 @@ def _resumes_on(rank: int, world_size: int, folder: Path) -> None:
     )
     assert len(module.train_losses) == NUM_SAMPLES // BATCH
     assert trainer.current_epoch == 3
-    # A weights-only checkpoint is one file that any strategy can load.
+    # A weights-only checkpoint is one file for any strategy.
     file, shards = folder / "weights.ckpt", folder / "shards.ckpt"
     trainer.save_checkpoint(file, weights_only=True)
     trainer.save_checkpoint(shards)

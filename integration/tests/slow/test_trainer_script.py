@@ -18,8 +18,8 @@ from tests.support.script_server import run_script
 from zero_core.testing import run_alone
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "run_lm.py"
-# 44 samples are 11 micro-batches of 4, so an epoch's last accumulation has two micro-batches, not
-# three. A greater loss counts as better, so the last checkpoint is not the best.
+# 44 samples are 11 micro-batches of 4, so an epoch's last step has two micro-batches, not three. A
+# greater loss counts as better, so the last checkpoint is not the best.
 COMMON = (
     *("--do_train", "--num_train_epochs=2", "--train_samples=44", "--max_grad_norm=0.5"),
     *("--gradient_accumulation_steps=3", "--learning_rate=5e-3", "--warmup_steps=2"),
@@ -128,5 +128,5 @@ def test_run_trains_evaluates_and_saves_as_plain_torch(root: Path, name: str) ->
     if run.kind != "gpt2":
         # Seq2SeqTrainer keeps the samples that pad the last batch of all ranks.
         tokens = torch.tensor(found["generated"][: len(expected["generated"])])
-        # Weights differ in their last bits, which may change a token at a near-tie.
+        # Weights differ in their last bits, which may change a token if two are nearly as likely.
         assert (tokens == torch.tensor(expected["generated"])).float().mean() > 0.9

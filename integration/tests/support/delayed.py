@@ -1,4 +1,4 @@
-"""Collectives with random delays before and within every job, and before every wait."""
+"""Collectives with random delays: before they start, within launched jobs and before waits."""
 
 from __future__ import annotations
 

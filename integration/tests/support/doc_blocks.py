@@ -19,13 +19,13 @@ PAGES = (
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
 )
 MODULES = {"torchrun": "torch.distributed.run", "zero-engine": "zero_engine"}
-"""Modules that run the pages' programs."""
+"""Modules of the programs that pages call."""
 FURTHER = ("bitsandbytes", "torchao")
 """Libraries that some Python blocks need and that only `nox -s compat` installs."""
 
 
 class Block(NamedTuple):
-    """A code block. Indented blocks are bash. Python without imports repeats the previous block."""
+    """A code block. Indented ones are bash. Python without imports includes the block before it."""
 
     name: str
     page: Path

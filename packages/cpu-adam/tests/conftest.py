@@ -1,5 +1,3 @@
-"""Fixtures shared by all tests."""
-
 from __future__ import annotations
 
 import sys
@@ -29,7 +27,7 @@ def hyper():
 
 @pytest.fixture(autouse=True)
 def one_torch_thread():
-    """Run torch on one thread: its waiting threads spin, which is slow on a busy machine."""
+    """Run torch on one thread, because waiting threads spin, which slows a busy machine."""
     torch = sys.modules.get("torch")
     if torch is None:
         yield

@@ -160,7 +160,7 @@ def test_what_sgd_and_adagrad_cannot_do():
 
 
 class Exporter:
-    """Object with DLPack version 0.x (no arguments) or 1.x."""
+    """Object with the DLPack protocol, version 0.x (without arguments) or 1.x."""
 
     def __init__(self, make, *, device=1, is_old=False):
         self.make, self.device = make, device

@@ -20,7 +20,7 @@ from cpu_adam import reference
 
 class TestSplitMaster:
     def masters(self):
-        """Return every upper half, combined with lower halves where rounding changes."""
+        """Return every upper half, with lower halves at which rounding changes."""
         upper = np.arange(2**16, dtype=np.uint32) << 16
         lower = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xCDEF]
         return np.concatenate([upper + np.uint32(half) for half in lower]).view(np.float32)

@@ -4,7 +4,7 @@ Errors must be a TypeError or ValueError whose message begins with the argument'
 crash.
 
 ``CPU_ADAM_FUZZ_CALLS`` sets the number of calls, and ``CPU_ADAM_FUZZ_SEED`` the first seed. A
-failure reports the call's seed. ``nox -s nightly -- sanitize`` runs this test with sanitizers.
+failure reports the call's seed. ``nox -s "nightly(sanitize)"`` runs this test with sanitizers.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ TENSORS = (
 
 
 def distorted(choose: random.Random, array: np.ndarray) -> Any:
-    """Return the array with another layout or type, or unchanged if that is impossible."""
+    """Return the array with another layout or type, or unchanged where that fails."""
     how = choose.random()
     if how < 0.1 and array.dtype.kind == "f" and array.dtype.isnative and array.flags.c_contiguous:
         return Exporter(choose, array)

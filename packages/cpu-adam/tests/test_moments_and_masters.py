@@ -32,7 +32,7 @@ KEPT = {"float32": "master_weight", "split": "remainder"}
 
 
 def master_of(param, state):
-    """Return the fp32 master weight, however it is stored."""
+    """Return the fp32 master weight, combined from both halves if it is split."""
     if "master_weight" in state:
         return state["master_weight"]
     return torch.as_tensor(
@@ -106,7 +106,7 @@ def test_compact_moments_take_the_same_way_with_either_master(isa, state_dtype):
         assert "master_weight" not in state
         assert torch.equal(one, other)
         assert torch.equal(master_of(one, state).to(torch.bfloat16), one)
-        # Updates far below the resolution of bf16 are not lost.
+        # Updates far below the resolution of bf16 must not be lost.
         assert not old.numel() or (master != old).any()
 
 

@@ -44,9 +44,9 @@ def refused(params, error, match):
 
 
 class Pair:
-    """Many parameters in one group, and twins of them with one optimizer each.
+    """Parameters in one group, and twins of them with one optimizer each.
 
-    Each step creates new optimizers for the twins, from their states, so that nothing is cached.
+    Each step creates the twins' optimizers anew from their states, so that nothing is cached.
     """
 
     def __init__(self, **options):
@@ -273,7 +273,7 @@ class TestGradientsUnlikeTheOthers:
         params = make_params([(6,)] * 5)
         optimizer = CPUAdam(params)
         train(optimizer, params, 2)
-        # This order avoids torch's check that parameter and gradient match.
+        # This order avoids torch's check that a gradient matches its parameter.
         old = params[3].data
         params[3].grad = None
         params[3].data = torch.zeros(grad.shape, dtype=grad.dtype)
@@ -337,7 +337,7 @@ def test_settings_of_a_group_may_change_between_steps():
         for each in (optimizer, expected):
             each.param_groups[0].update(lr=10.0**-step, betas=(0.9 - step / 10, 0.99))
             if each is expected:
-                each.__setstate__({})  # drops verified memory, see `cpu_adam._slots`
+                each.__setstate__({})  # drops the rosters, so the next step verifies all memory
         set_grads(params, step)
         set_grads(twins, step)
         optimizer.step()
@@ -363,7 +363,7 @@ class TestMemoryThatShrinks:
         return params, optimizer
 
     def assert_refused(self, optimizer, params, intact, match):
-        # Check the snapshot first, because a step that is not refused would write to freed memory.
+        # Check this first, because a step that is not refused would write to freed memory.
         states = optimizer.state
         assert not optimizer._rosters[0]._snapshot.is_current(states)
         with refused(intact, ValueError, match):
@@ -441,7 +441,7 @@ class TestMemoryThatShrinks:
         for each, some in ((optimizer, params), (expected, twins)):
             each.state[some[1]]["exp_avg"].data = torch.empty(0)
             each.state[some[1]]["exp_avg"].data = torch.zeros(self.NUMEL)
-        expected.__setstate__({})  # drops verified memory, see `cpu_adam._slots`
+        expected.__setstate__({})  # drops the rosters, so the next step verifies all memory
         optimizer.step()
         expected.step()
         for one, two in zip(params, twins, strict=True):

@@ -24,7 +24,7 @@ def make_grads(numel: int, count: int, types=TYPES) -> list[np.ndarray]:
 
 
 def plain_sum(grads: list[np.ndarray]) -> np.ndarray:
-    """Sum in fp32 with NumPy alone, as an independent reference."""
+    """Sum in fp32 with NumPy alone, from left to right."""
     wide = [
         (g.astype(np.uint32) << 16).view(np.float32) if g.dtype == np.uint16 else g for g in grads
     ]

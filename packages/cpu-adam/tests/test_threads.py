@@ -157,7 +157,7 @@ def test_no_openmp_runtime_is_loaded():
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads have no affinity here")
 def test_workers_may_run_wherever_the_process_may(big, hyper):
-    # A worker changes its affinity only briefly, to leave its caller's CPU.
+    # A worker changes its affinity only for a moment, to leave its caller's CPU.
     arrays = copies(big)
     for _ in range(300):
         run_kernel(arrays, num_threads=2, **hyper)

@@ -17,7 +17,7 @@ RTOL = 0.0 if HAS_FMA else 2e-6
 
 @pytest.fixture
 def rounded_sqrt(monkeypatch):
-    """Make torch's square root correctly rounded, by computing it in double precision.
+    """Round torch's square root correctly, by computing it in double precision.
 
     On x86, torch's vector math library is off by 1 ulp for about one number in six. The rest of
     torch's for-loop is IEEE arithmetic.

@@ -1,4 +1,4 @@
-"""Settings for all tests, including hypothesis without deadlines for busy machines."""
+"""Settings of Triton and hypothesis, which has no deadlines because machines may be busy."""
 
 import os
 

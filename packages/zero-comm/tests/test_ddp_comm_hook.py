@@ -96,7 +96,7 @@ def ddp_gradients(rank: int, world_size: int) -> Outcomes:
 
 
 def bucket_of(values: Tensor, parameters: Sequence[Tensor] = ()) -> Any:
-    """Return a stand-in for a bucket of DDP."""
+    """Stand in for DDP's bucket of one flat gradient."""
     return SimpleNamespace(index=lambda: 0, buffer=lambda: values, parameters=lambda: parameters)
 
 
@@ -307,10 +307,7 @@ def test_a_format_that_does_not_exist_is_refused_at_once() -> None:
 
 @contextmanager
 def _bound_device(backends: str) -> Iterator[None]:
-    """Pretend that a device is bound, and that groups have ``backends``.
-
-    torch binds only accelerators.
-    """
+    """Pretend that an accelerator is bound as device, and that groups have ``backends``."""
     world, new_group = dist.group.WORLD, dist.new_group
     assert world is not None
 
@@ -328,7 +325,7 @@ def _bound_device(backends: str) -> Iterator[None]:
 
 
 def make_hook_of_some_ranks(rank: int, world_size: int) -> Outcomes:
-    """Create hooks on ranks 0 and 2, with equal and then with different numbers of groups."""
+    """Create hooks on ranks 0 and 2, before and after rank 2 creates another group."""
     group, every = dist.new_group([0, 2]), dist.new_group([0, 1, 2])
     with _bound_device("cpu:gloo,cuda:nccl"):
         ddp_comm_hook(group=every)  # a group of all ranks needs no check

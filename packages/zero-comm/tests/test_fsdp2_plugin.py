@@ -62,7 +62,7 @@ def train_fsdp_with_settings(rank: int, world_size: int) -> Outcomes:
 
 
 def change_and_restore(rank: int, world_size: int) -> Outcomes:
-    """Train a plain model, and one that was quantized and then restored to plain."""
+    """Train a model that was quantized and is plain again, and an equal plain model."""
     model = fsdp(make_model())
     fsdp2.apply(model)
     fsdp2.apply(model, weights="int4", gradients="int8")
@@ -162,7 +162,7 @@ def count_fsdp(rank: int, world_size: int) -> Outcomes:
 
 
 def train_with_replicas(rank: int, world_size: int) -> Outcomes:
-    """Train by HSDP, with two replicas of two shards each."""
+    """Train with HSDP: two replicas of two shards each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found: Outcomes = {"plain replicas": train(fsdp(make_model(), mesh=mesh), rank)}
     model = fsdp(make_model(), mesh=mesh)

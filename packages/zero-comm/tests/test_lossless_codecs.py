@@ -52,7 +52,7 @@ def assert_refused(fmt: Lossless, message: Tensor, old: Tensor, what: str = "") 
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Fail if the host waits for the device. Only CUDA can detect this."""
+    """Fail if the host waits for the device. Torch detects this only with CUDA."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -102,7 +102,7 @@ def test_damaged_bytes_have_the_verdict_of_torch(
             buffer = fmt.encoded(fmt.reference, old, new)
             others = damaged(buffer, numel, flips.get(numel, 0), numel)
             verdicts += [fmt.check_verdict(target.device, other, old) for other in others]
-    # A flipped bit in a code may be valid.
+    # Some flipped bits of codes give valid buffers.
     assert len(verdicts) / 4 < verdicts.count(False) < len(verdicts)
 
 
@@ -150,7 +150,7 @@ def test_messages_bring_any_bit_patterns_and_are_refused_once_a_bit_or_a_byte_is
         assert_refused(fmt, message, old)
 
     with target.forced():
-        old, new = fmt.pair(257, torch.bfloat16, 1.0, 60, 1)  # a pair that no mode shortens
+        old, new = fmt.pair(257, torch.bfloat16, 1.0, 60, 1)  # no mode shortens this pair
         fmt.unpack(fmt.message(old, new), old)
         target.for_all(check, st.data())
 

@@ -15,7 +15,7 @@ from zero_comm import CorruptMessageError
 LAYOUTS = [(2, 1), (3, 1), (4, 2), (6, 2), (6, 3)]
 LOSSLESS = {"zero_lossless_weights": True}
 NUMEL = 4099
-# Largest bytes of a gather relative to exact values.
+# Upper bounds of a gather's bytes, relative to exact values.
 MOST = {torch.bfloat16: 0.15, torch.float16: 0.55, torch.float32: 0.75}
 
 
@@ -25,7 +25,7 @@ def weights(rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def stepped(weights: Tensor, version: int) -> Tensor:
-    """Change weights by about a learning rate of 1e-5, and one weight to NaN, -0.0 or Inf."""
+    """Change weights by about 1e-5, and one weight to NaN, -0.0 or Inf."""
     generator = torch.Generator().manual_seed(version)
     moved = weights.float() + 1e-5 * torch.randn(NUMEL, generator=generator)
     moved[version % NUMEL] = (float("nan"), -0.0, float("inf"))[version % 3]

@@ -143,7 +143,7 @@ def cases() -> Iterator[Case]:
             seed = (None, None, 3_000_000_019)[index % 3]
             yield Case(fmt, dtype, (2, 1, 3, 1)[index // 2 % 4], numel, seed, index % 7 != 0)
             index += 1
-    for index, kind in enumerate(KINDS):  # rows of several tiles of the Triton kernel
+    for index, kind in enumerate(KINDS):  # rows longer than a tile of the Triton kernel
         fmt, seed = BlockFormat(kind, 128, kind != "int8"), 7 if index % 2 else None
         yield Case(fmt, torch.bfloat16, 2, 5000 - index, seed, index != 1)
 

@@ -29,13 +29,13 @@ def round_trip(x: Tensor, fmt: BlockFormat, seed: int | None = None) -> Tensor:
 
 
 def rounding(y: Tensor) -> Tensor:
-    """Return half the spacing of ``y``'s dtype at ``y``, in fp64."""
+    """Return an upper bound of half the spacing of ``y``'s dtype at ``y``, in fp64."""
     info = torch.finfo(y.dtype)
     return (y.double().abs() * info.eps / 2).clamp(min=info.smallest_normal * info.eps / 2)
 
 
 def spacing_in_steps(x: Tensor, y: Tensor, steps: Tensor, fmt: BlockFormat) -> Tensor:
-    """Return the distance of two neighbouring codes at ``x``, in steps."""
+    """Return the distance of neighbouring codes at the larger of ``x`` and ``y``, in steps."""
     if fmt.kind in ("int8", "int4"):
         return torch.ones(len(x), dtype=torch.float64)
     emin, mantissa_bits = {"e4m3": (-6, 3), "e5m2": (-14, 2)}[fmt.kind]

@@ -14,7 +14,7 @@ REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor")
 def leave_only(monkeypatch: pytest.MonkeyPatch, name: str, names: tuple[str, str]) -> None:
     """Make ``name`` the only one of ``names`` that torch has.
 
-    The stand-in writes its input to the output.
+    The stand-in copies its input to the output, doubled if ``op`` is given.
     """
 
     def collective(

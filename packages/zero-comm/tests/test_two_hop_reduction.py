@@ -124,7 +124,7 @@ def test_a_flipped_bit_is_found_by_the_checksum_only() -> None:
 
 
 def repeated_sums(loco: LocoSettings | None, *, is_stochastic: bool, steps: int) -> Tensor:
-    """Return the mean over steps of the reductions of a constant gradient."""
+    """Reduce a constant gradient repeatedly. Return the mean of the results."""
     numel, network = 256, Network(4, 2)
     fmt = GradientFormat.make("int4", None, is_stochastic=is_stochastic, error_feedback=loco)
 
@@ -172,7 +172,7 @@ def test_errors_are_dropped_when_asked_in_time_and_if_they_are_not_finite() -> N
 
 
 class Counted:
-    """A backend that counts calls. On an accelerator each call is a kernel launch."""
+    """A backend that records the names of called methods."""
 
     def __init__(self) -> None:
         self._backend = find_backend(torch.device("cpu"))

@@ -37,7 +37,7 @@ TYPES = {
 
 
 def assembly(kernel: Any, target: GPUTarget, constants: dict[str, Any], **types: str) -> str:
-    """Return PTX, or the assembly of an AMD GPU, with pointers and strides assumed aligned."""
+    """Return PTX or AMD assembly, for aligned strides and, where kernels allow it, pointers."""
     constants = dict(constants)
     options = {**triton_backend.LAUNCH_OPTIONS, "num_warps": constants.pop("num_warps")}
     types = {**TYPES, **types, **dict.fromkeys(constants, "constexpr")}

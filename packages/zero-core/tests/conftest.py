@@ -21,7 +21,7 @@ settings.load_profile("zero-core")
 # A shell may have started pytest with SIGINT ignored, which ranks would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Ranks fork from a server process that has imported these modules, which takes seconds. On import
-# torch 2.10 looks for CUDA devices, which no process forked after that can use.
+# Ranks fork from a server process that imports these modules once, because that takes seconds.
+# Their import in torch 2.10 queries CUDA, after which forked processes cannot use a GPU.
 if not torch.accelerator.is_available():
     preload("torch._inductor.compile_fx", "torch._dynamo.testing")

@@ -300,7 +300,7 @@ def test_names_shapes_and_hooks_neither_wait_nor_raise(ranks, stage):
 
 
 def test_what_needs_no_value_is_torchs_list_of_what_returns_none_of_it():
-    # A function that returns no tensor for a meta parameter does not read the parameter's values.
+    # Functions outside ``reads`` that return no tensor for a meta parameter need no value.
     reads = {"data_ptr", "const_data_ptr", "storage", "untyped_storage", "__repr__", "type"}
     reads |= {"storage_type", "_clear_non_serializable_cached_data", "_is_view"}
     unknown = []

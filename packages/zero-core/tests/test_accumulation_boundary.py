@@ -36,7 +36,7 @@ def _train(engine, rank, counts):
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("configured", [1, 3])  # micro-steps, of which the loop runs 1 to 3
+@pytest.mark.parametrize("configured", [1, 3])  # micro-steps. The loop runs 1 to 3 a step
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()

@@ -93,12 +93,12 @@ def test_cpu_checkpointing_frees_the_accelerators_memory():
         allocated.append(torch.accelerator.memory_allocated() - before)
         engine.backward(loss)
         engine.step()
-    # Inputs of the second and third block are freed. The caller still holds the first input.
+    # The second and third blocks' inputs are not on the device. The caller holds the first one.
     assert allocated[0] - allocated[1] >= 2 * 100_000 * 8 * 4
 
 
 DEPTH, ROWS = 6, 1360
-# One input takes 65,536 bytes of pinned memory, three inputs take 131,072 bytes.
+# One input is 43,520 bytes. Torch pins 65,536 bytes for one alone, but 131,072 for three.
 INPUT_BYTES = ROWS * 8 * 4
 
 
@@ -137,7 +137,7 @@ def test_inputs_on_the_host_fill_the_planned_memory_and_come_up_one_block_ahead(
     up = [n for n, (name, _) in enumerate(launched) if name == "copy up"]
     assert len(up) == DEPTH
     assert all(launched[n][1] != 0 for n in up)
-    # The last two blocks' inputs are copied to the device before the last block is recomputed.
+    # The copies of the last two inputs are launched before anything is recomputed.
     between = [n - up[0] for n in up[:3]]
     assert between[:2] == [0, 1]
     assert between[2] > 2
@@ -166,7 +166,7 @@ def test_page_locked_memory_that_was_lent_while_its_size_was_dropped_is_dropped_
     torch.cuda.synchronize()
     torch._C._host_emptyCache()  # makes torch's allocator free buffers whose copies ended
     grown = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
-    # The 8,192 bytes of ``lent`` have been freed. Torch's allocator rounds sizes up.
+    # The 8,192 bytes of ``lent`` are freed. The last save's 32,000 bytes take 32,768.
     assert 32768 <= grown < 32768 + 8192, grown
 
 

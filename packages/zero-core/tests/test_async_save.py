@@ -304,7 +304,7 @@ def _run_in_process(ranks, folder):
         train_steps(engine, step, step + 1)
     assert pending.result() == Path(folder) / "step-2"
     assert engine.load_checkpoint(folder)[0] == Path(folder) / "step-2"
-    engine.async_save(folder, "last")  # the process ends while the save is pending
+    engine.async_save(folder, "last")  # the process ends while the save may be pending
 
 
 def test_the_threads_of_processes_agree_through_the_store(tmp_path):

@@ -135,7 +135,7 @@ def test_save_without_room_keeps_the_checkpoint_before(tmp_path):
     with files_up_to(300), room:
         engine.save_checkpoint(tmp_path, tag="second")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "latest"]
-    (tmp_path / "first").rename(tmp_path / ".first.old")  # left by a kill between two renames
+    (tmp_path / "first").rename(tmp_path / ".first.old")  # as left by a kill between two renames
     other = _build()
     assert other.load_checkpoint(tmp_path)[0] == tmp_path / ".first.old"
     assert_same(_values(other), before)
@@ -274,7 +274,6 @@ def test_export_is_read_by_safetensors_and_full_state_dict_by_the_model(tmp_path
 def test_a_large_export_is_split_and_one_without_room_leaves_no_part(tmp_path, monkeypatch):
     monkeypatch.setattr("zero_core.checkpoint.safetensors_files.MAX_FILE_BYTES", 3000)
     engine = _build()
-    # Every rank raises "export failed on rank 0": no rank waits for rank 0 forever.
     failed = pytest.raises(CheckpointError, match=r"export failed on rank 0.*part-\d.tmp")
     with files_up_to(2000), failed:
         engine.export_safetensors(tmp_path)
@@ -321,7 +320,7 @@ def test_weights_without_elements_are_read(tmp_path, world_size):
     def save(ranks):
         model = nn.Linear(3, 3)
         model.register_parameter("low", nn.Parameter(torch.empty(0).half(), requires_grad=False))
-        model.register_parameter("last", nn.Parameter(torch.empty(0, 3)))  # outside rank 0's shard
+        model.register_parameter("last", nn.Parameter(torch.empty(0, 3)))
         engine = Case(3).build(ranks, model)
         engine.save_checkpoint(tmp_path)
 
@@ -488,7 +487,7 @@ def test_a_schedule_that_only_the_checkpoint_or_the_engine_has_is_logged(tmp_pat
         engines[number].save_checkpoint(place)
         for loading in engines:
             loading.load_checkpoint(place)
-        (line,) = caplog.messages  # only the engine with another schedule warns
+        (line,) = caplog.messages  # only the engine whose schedule is not the checkpoint's warns
         assert told in line
         assert line.endswith("load without the schedule"), "front ends name arguments otherwise"
         caplog.clear()

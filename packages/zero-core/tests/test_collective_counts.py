@@ -80,12 +80,12 @@ def _no_sync(run):
 def _two_forwards(run):
     for _ in range(2):
         losses = run.loss() + run.loss()
-        # The root stays gathered. The second forward releases and regathers the last block.
+        # At stage 3 the root stays gathered, and the second forward gathers the last block again.
         again = ["f1", "f2", "f3", "f4"] if run.stage == 3 else []
         run.expect(run.forward + again, [], [])
         run.engine.backward(losses)
         run.engine.step()
-        # Backward of the second forward runs first and releases the last block.
+        # At stage 3 backward of the second forward runs first and releases the last block.
         twice = [*BACKWARD, "b4", *BACKWARD] if run.stage == 3 else []
         run.expect(twice + run.published, REDUCED, run.sums)
 
@@ -107,7 +107,7 @@ def _evaluation(run):
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             run.loss()
-        # A forward without gradients gathers each unit once and releases all units at its end.
+        # At stage 3 a forward without gradients leaves no unit gathered.
         run.expect(run.forward, [], [])
     run.engine.train()
     run.micro_step()
@@ -149,7 +149,7 @@ def test_the_collectives_are_those_counted_on_paper(ranks, stage, name):
 
 
 SKIPPED = [{3}, {0, 2}, {1, 2}, {0, 1, 2, 3}]
-"""By step: the blocks that the last rank calls without using them."""
+"""Blocks that the last rank calls without using their outputs, by step."""
 
 
 class _Optional(nn.Module):
@@ -199,7 +199,7 @@ def _with_blocks_left_out(ranks, case):
     return _launches(ranks, make_tower(6), batches, case)
 
 
-# NCCL requires equal orders on all ranks: communicators may share a hardware queue.
+# Orders must be equal on all ranks, because NCCL's communicators may share a hardware queue.
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def _check_on_the_wire(rank, world_size, per_node):
         expected = Counter({"sent within": within, "sent between": between})
         expected.update({"received within": within, "received between": between})
         assert postman.bytes == expected, stage
-        # Gathers need a thread only if there are several nodes with several ranks each.
+        # Gathers have a thread only with several nodes of several ranks each.
         has_thread = "zero_core gathers" in [t.name for t in threading.enumerate()]
         assert has_thread == (1 < per_node < world_size)
         engine.close()
@@ -108,7 +108,7 @@ def test_bytes_sent_between_steps_count_for_the_second(ranks):
     whole = engine.comm_report()
     with torch.no_grad():
         engine(rows(0, engine.rank))
-    assert engine.comm_report() == whole  # the report still describes the last step
+    assert engine.comm_report() == whole
     _train(engine, 1)
     (before, *others), (after, *same) = whole, engine.comm_report()
     assert after.num_calls == before.num_calls + len(engine.layout.segments)

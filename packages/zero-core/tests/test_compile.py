@@ -54,10 +54,10 @@ SLOW = pytest.mark.slow
 @on_processes()
 def test_compiled_blocks_follow_ddp_without_a_graph_break(ranks, choices):
     expected = _reference(ranks)
-    # `ON_HOST` copies inputs to the host, which only a "wrapped" block does outside its graph.
+    # Inputs are copied to the host outside the compiled graph, which requires "wrapped" blocks.
     ways = ("before", "after", "wrapped")
     for again, how in ((a, way) for a in choices for way in (ways[2:] if a == ON_HOST else ways)):
-        # Stage 0 runs for "before" only, because all ways of compiling give the same graphs.
+        # Stage 0 runs once, because all ways of compiling give the same graphs.
         for stage in (0, 3) if (ranks.size, how, again) == (2, "before", None) else (3,):
             torch._dynamo.reset()
             counters.clear()

@@ -396,11 +396,11 @@ REQUIRED = {
     "scheduler": {"type": "WarmupLR"},
     "step_records": {"folder": "records"},
 }
-# The validators of these keys are stricter than the JSON Schema.
+# Keys whose validators are stricter than the JSON Schema.
 LOOSER = {
     "zero_optimization.offload_optimizer.parameters",  # a list must not be empty
     "name_waits_within_s",  # 0, or at least 0.5
-    "torch_autocast.dtype",  # several names for two dtypes
+    "torch_autocast.dtype",  # several names of two dtypes
 }
 
 
@@ -456,7 +456,6 @@ def test_values_of_every_key_are_accepted_where_the_loader_takes_them(schema):
             config = _config_with(path, value)
             is_taken = _has_its_type(config)
             assert schema.is_valid(config) or not is_taken, (path, value)
-            # A list with one value is accepted in place of the value.
             if schema.is_valid(config) and not is_taken and path[-2:-1] != ("params",):
                 differences.add(".".join(path))
         assert schema.is_valid(_config_with(path, None)), path

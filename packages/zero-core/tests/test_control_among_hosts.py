@@ -15,7 +15,7 @@ from zero_core.testing import Case, make_tower, spawn
 
 CPU = torch.device("cpu")
 SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
-# Gloo does not support some of these dtypes.
+# All dtypes must work, although gloo does not support some of these.
 DTYPES = (*SUMMED, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
 
@@ -76,7 +76,7 @@ def test_libraries_do_what_torchs_collectives_do(world_size):
 
 def _differ(rank, world_size):
     ranks = find_ranks(None, None)
-    # Rank 1 connects twice, as after a build that failed on rank 1 alone.
+    # Rank r connects r + 1 times, as after builds that failed on some ranks only.
     controls = [ranks.connect() for _ in range(1 + rank)]
     assert controls[-1].gather_bytes(str(rank).encode()) == [b"0", b"1", b"2"]
     control = ranks.limited(0.5).connect(0.3)

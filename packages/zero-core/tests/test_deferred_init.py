@@ -174,7 +174,7 @@ def test_a_plain_meta_model_is_refused_with_both_cures():
 
 
 def _change(model):
-    nn.init.ones_(model.bias.data)  # deferred_init() cannot record what runs on .data
+    nn.init.ones_(model.bias.data)  # a change of .data, which deferred_init() cannot record
     nn.init.uniform_(model.weight)
     return model
 
@@ -246,7 +246,7 @@ def test_every_rank_starts_from_rank_zeros_values_and_they_need_not_defer_alike(
 
     def build(ranks):
         engine = zero_core.build(models[ranks.rank], CONFIG, process_group=ranks)
-        assert_same(engine.full_state_dict(), expected)  # ranks get rank 0's values
+        assert_same(engine.full_state_dict(), expected)
 
     simulate(build, 3)
 

@@ -40,7 +40,7 @@ def _ends_first(rank, world_size, how):
         if how == "is killed":
             os._exit(0)
         del work, direct, shared
-        gc.collect()  # must not wait for readers, because the reader waits for this rank
+        gc.collect()  # must not wait for the reader, which waits for this rank
         if how == "drops":
             dist.barrier()
             dist.barrier()
@@ -73,7 +73,7 @@ def _maps_windows(rank, world_size):
         work, out = _start_gather(direct, shared)
         work.wait()
         assert torch.equal(out, torch.tensor([1.0, 2.0]).repeat_interleave(NUMEL))
-    assert len(_windows()) == world_size  # buffers of one window share its file descriptor
+    assert len(_windows()) == world_size  # buffers in one window share its file descriptor
     for path in _windows():
         with pytest.raises(PermissionError):
             os.truncate(path, 0)
@@ -153,8 +153,8 @@ def _fills_pipes(rank, world_size):
     peers = [peer for peer in range(world_size) if peer != rank]
     letters = [(n, p, mailbox.expect(p, 3)) for n in range(10_000) for p in peers]
     with ThreadPoolExecutor(1) as pool:
-        last = pool.submit(mailbox.wait, mailbox.expect(peers[0], 4))  # reads all letters
-        for number, peer, _ in letters:  # posts more than a pipe holds before any wait
+        last = pool.submit(mailbox.wait, mailbox.expect(peers[0], 4))  # receives all letters
+        for number, peer, _ in letters:  # posts more than a pipe holds
             mailbox.post(peer, 3, number, rank)
         for number, peer, letter in letters:
             assert mailbox.wait(letter) == (number, peer)
@@ -228,7 +228,7 @@ def _is_interrupted(rank, world_size):
     is_waiting = False
 
     def interrupt(signum, frame):
-        if is_waiting:  # the kernel may deliver the signal late, through another thread
+        if is_waiting:  # the kernel may deliver the signal late, in another thread
             raise _Interrupted
 
     mailbox = SharedMemory(control_of(rank, world_size), timeout_s=60).mailbox

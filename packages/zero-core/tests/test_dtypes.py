@@ -71,7 +71,7 @@ def _wide(param):
 
 
 def _train_masters(model, masters, optimizer, ranks, batches, accumulation=1):
-    """Train ``model`` through ``masters`` of at least 32 bits, without an engine. Return losses."""
+    """Train ``model`` without an engine. ``masters``: fp32 or fp64, by name. Return losses."""
     control, params, losses = ranks.connect(), dict(model.named_parameters()), []
     for number, inputs in enumerate(batches, start=1):
         for buffer in model.buffers():
@@ -119,7 +119,7 @@ def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(rank
     own = dict(engine.module.named_buffers())
     assert own["blocks.0.mean"].dtype == torch.float32
     assert own["blocks.0.count"].dtype == torch.int64
-    if ranks.rank == 0:  # other ranks receive rank 0's buffers before the next forward
+    if ranks.rank == 0:  # other ranks get rank 0's buffers before the next forward
         assert_same(own, dict(plain.named_buffers()))
     trained = sum(s.shard_numel for s in engine.layout.segments)
     shards = engine.memory_report()["gradient shards"]
@@ -128,7 +128,7 @@ def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(rank
     planned = zero_core.plan(model, config, ranks.size, device_type="cpu")
     assert planned.memory.device["model buffers"] == sum(b.nbytes for b in own.values())
     assert planned.memory.device["gradient shards"] == shards
-    # In addition to all shards, there is a buffer for the reduction of a unit's second micro-step.
+    # If gradients are reduced, one more buffer receives a unit's second micro-step.
     largest = max(s.shard_numel for s in engine.layout.segments)
     assert 0 <= shards - 4 * trained <= 4 * largest * (ranks.size > 1)
 
@@ -158,7 +158,7 @@ def test_a_model_cast_before_build_keeps_its_dtype(ranks, stage):
         train(engine, [rows(step, ranks.rank, 6).to(dtype) for step in range(STEPS)])
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
         values.append(engine.full_state_dict(dtype=torch.float32))
-    # Casting before build() and casting by build() agree, master weights included.
+    # Casting before build() and casting by build() give the same values and master weights.
     assert_same(*values)
     weight = values[0]["blocks.0.linear.weight"]
     assert not torch.equal(weight, weight.bfloat16())
@@ -229,7 +229,7 @@ def test_each_dtype_follows_torch_at_every_stage(ranks, mix, name, tmp_path):
     optimizer = OPTIMIZERS[name](list(masters.values()))
     batches = [rows(step, ranks.rank, 6) for step in range(STEPS)]
     losses = _train_masters(plain, masters, optimizer, ranks, batches)
-    # Gradients are divided in their own dtype, which rounds thirds and halves of fp16's smallest.
+    # Gradients are divided in their dtype, which rounds 1/3, and 1/2 of the smallest fp16 numbers.
     is_exact = ranks.size == 1 or (ranks.size == 2 and torch.float16 not in MIXES[mix])
     atol = 0.0 if is_exact else 1e-3
     for stage in (0, 1, 2, 3):

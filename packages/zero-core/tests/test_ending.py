@@ -63,10 +63,10 @@ def _close_early(rank: int, world_size: int, folder: Path) -> None:
     with torch.no_grad():
         loss = float(engine(**batch(0, 0, 0))["loss"])
     if rank:
-        time.sleep(1.5)  # evaluates for longer than rank 0, and publishes nothing meanwhile
+        time.sleep(1.5)  # evaluates for longer than rank 0
         (folder / f"{rank} {loss}").touch()
     engine.close()
-    # NCCL sends the last parts in the background, and an abort would drop them.
+    # close() waits for slower ranks: an abort would drop what NCCL still sends in the background.
     assert sorted(os.listdir(folder)) == [f"{r} {loss}" for r in range(1, world_size)]
 
 
@@ -126,7 +126,7 @@ def _dropped(rank: int, world_size: int) -> None:
     def held() -> tuple[int, int, int]:
         gc.collect()
         windows = sum(isinstance(found, SharedMemory) for found in gc.get_objects())
-        # The heartbeat thread may still run, because it ends only at its next heartbeat.
+        # The heartbeat thread ends only at its next heartbeat.
         threads = [t for t in threading.enumerate() if t.name != "zero_core watch"]
         assert not any(p2p._under_way.values())
         return len(os.listdir("/proc/self/fd")), len(threads), windows
@@ -207,7 +207,7 @@ def test_a_model_can_be_built_again_after_its_engine(ranks, stage, end):
             model.state_dict()
         with pytest.raises(ConfigError, match=r"closed or dropped\. Have the values read from a f"):
             zero_core.build(model, Case(stage).config(), process_group=ranks)
-        # Follow the advice of the error message.
+        # The error message recommends these calls.
         for param in model.parameters():
             param.data = torch.empty(param.shape)
         model.load_state_dict(expected)
@@ -276,7 +276,7 @@ def test_every_verb_of_an_ended_engine_says_that_it_has_ended(end):
     }
 
     def use(owner: Any, verb: str) -> None:
-        with getattr(owner, verb)(**arguments.get(verb, {})):  # some raise only on entry
+        with getattr(owner, verb)(**arguments.get(verb, {})):  # some raise on entry
             pass
 
     named = {verb for verb in verbs if not verb.startswith("_")} - READERS

@@ -25,7 +25,7 @@ CASES += [Case(2, clipping=0.5, top=WHOLE), *(Case(3, dtype) for dtype in ("fp32
 def train(ranks, case):
     """Train without reading a loss before the end, so that the host runs ahead of the device.
 
-    On several nodes, CPU ranks sum in the order of the device's collectives.
+    If there are several nodes, CPU ranks use the devices' collectives, which sum in another order.
     """
 
     def collectives(native, **_):
@@ -103,7 +103,7 @@ def _count_in_a_block(ranks, stage):
     x, counts = torch.ones(2, 20, device=device, dtype=dtype), []
 
     def count():
-        torch.accelerator.synchronize(device)  # a collective is counted when it begins
+        torch.accelerator.synchronize(device)  # counts only collectives that have begun
         return Counter(fake_cuda.counters(device.index).by_name)
 
     for depth, has_engine in itertools.product((2, 3), (False, True)):
@@ -130,7 +130,7 @@ def _count_in_a_block(ranks, stage):
 def test_a_block_has_four_launches_of_the_engine_in_a_pass(stage):
     gather = Counter({"nccl all_gather": int(stage == 3)})
     gradients = {"aten::_foreach_copy_": 2, "aten::mul_": 1, "aten::_foreach_zero_": 1}
-    reduction = {"aten::zero_": 1, "nccl all_to_all": 1}  # and the sum: two kernels of Triton
+    reduction = {"aten::zero_": 1, "nccl all_to_all": 1}  # besides the sum's two Triton kernels
     backward = Counter({**gradients, **reduction, "nccl all_gather": 1})
     for found in simulate_on_devices(_count_in_a_block, 2, stage):
         assert found == (+gather, backward), found

@@ -15,7 +15,7 @@ from zero_core.testing.oracle import Case, compare_with_ddp, read_gaps, run_ddp,
 from zero_core.testing.ranks import spawn
 from zero_core.testing.simulated import on_ranks
 
-SIMULATED_STEPS = 5  # ranks take different branches in step 5
+SIMULATED_STEPS = 5  # in the fifth, only rank 0 uses each block's side branch
 WAYS = [(1, False), (3, False), (3, True)]
 """Micro-steps per step, and whether gradients accumulate locally."""
 # The grid of three ranks is the largest, because the order of a sum matters only there. No case
@@ -55,7 +55,7 @@ ON_PROCESSES = {
 
 # fp32: with clipping or three ranks, DDP sums in another order, which differs by a few ulps that
 # grow over ten steps. bf16: DDP sums gradients in bf16, the engine in fp32. Rounding to 8 bits then
-# changes Adam's steps of 1e-2. fp16: the same with 11 bits. Each bound is twice the largest gap.
+# changes Adam's steps of 1e-2. fp16: the same with 11 bits. Bounds are twice the largest known gap.
 LOSS = {"fp32": 4e-6, "bf16": 0.07, "fp16": 0.0045}
 VALUE = {"fp32": 1e-6, "bf16": 0.04, "fp16": 4.5e-4}
 

@@ -20,7 +20,7 @@ from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train_steps
 
 GIVING_UP = ("FormerModel.give_up", "release_free_pages")
-"""The last calls of a build. If they fail, the model's values are in other memory than before."""
+"""The last calls of a build. If they fail, parameters have other addresses than before."""
 KINDS = ("ordinary", "deferred", "pretrained", "evaluation", "sliced")
 
 
@@ -83,7 +83,7 @@ def _each_call(ranks, calls, event, *case):
     stage, kind, _ = case
     expected = _result(_build(ranks, *case))
     made = _make(ranks, kind)
-    kept = []  # keeps tracebacks alive, as a notebook does, and thereby the failed engine
+    kept = []  # tracebacks, as in a notebook, keep the failed engine alive
     for call in calls:
         has_places = stage < 3 and call[0] not in GIVING_UP
         before = described(*made, has_places=has_places)
@@ -105,7 +105,7 @@ def test_a_build_that_any_of_its_calls_ends_changes_nothing(tmp_path, stage, kin
     save_file(values, tmp_path / "model.safetensors")
     case = stage, kind, str(tmp_path)
     first, second = simulate(_calls, 2, *case)
-    calls = [call for call in first if call in second]  # without calls that only one rank makes
+    calls = [call for call in first if call in second]  # calls that both ranks make
     assert len(calls) > 40
     simulate(_each_call, 2, calls[5 * stage % 8 :: 8], event, *case)
 

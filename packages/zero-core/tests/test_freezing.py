@@ -16,7 +16,7 @@ STEPS_PER_PHASE = 2
 
 
 def _freeze(model, phase):
-    """Freeze the parameters of a phase. Phases 1 and 3 freeze nothing."""
+    """Freeze the parameters of a phase, and unfreeze all others. Phases 1 and 3 freeze nothing."""
     model.requires_grad_(True)
     if phase == 0:
         model.blocks[:3].requires_grad_(False)
@@ -119,7 +119,7 @@ def _in_phase(phase, optimizer):
 
 
 def _staged_in_torch(ranks, name):
-    """Train with one torch optimizer per phase, each initialised with the previous one's states."""
+    """Train in torch. Each phase has a new optimizer, with the previous phase's states."""
     values, states = _tower().state_dict(), {}
     for phase in range(4):
         model, optimizer = _in_phase(phase, name)
@@ -172,7 +172,7 @@ def test_runs_that_freeze_other_parameters_resume_with_the_states_that_pair_by_n
 
 
 _PAIRED = ("blocks.1.0.weight", "blocks.4.0.weight", "blocks.3.0.weight")
-"""Weights that phase 2, resumed from phase 0, newly trains, freezes, and still trains."""
+"""From phase 0 to 2 the first becomes trained and the second frozen. The third stays trained."""
 
 
 def _read_after(ranks, phase, stage, name, folder, memory):

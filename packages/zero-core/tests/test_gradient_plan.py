@@ -7,7 +7,7 @@ from zero_core.layout.gradient_plan import GradientCase, plan_gradient
 
 FP32, BF16 = torch.float32, torch.bfloat16
 ADDED = {"owns_grads": True, "adds_grads": True, "is_accumulated": True}
-"""Accumulation in a tier that adds gradients up."""
+"""A tier that adds up the gradients of micro-steps."""
 
 
 def _plan(*, stage=3, world_size=2, communicated=BF16, asked=None, is_accumulated=False, **tier):
@@ -62,7 +62,7 @@ def test_gradients_are_kept_or_borrowed_rounded_and_offered_when(given, case, ke
     found = plan.case, plan.is_full_kept, plan.is_shard_kept
     assert found == (case, "full" in kept, "shard" in kept)
     assert (plan.rounded, plan.offered) == dtypes
-    # When dtypes agree, the sum uses the gradient's memory.
+    # The sum is in the gradient's memory if both have the same dtype.
     is_whole = case is GradientCase.WHOLE_SUM
     assert plan.is_sum_in_full == (is_whole and given.get("communicated") is FP32)
     # The norm of a tier's sums is computed in double precision.

@@ -52,7 +52,7 @@ def test_the_average_is_that_of_join(ranks):
             optimizer.zero_grad()
             ddp(rows(step, ranks.rank)).backward()
             optimizer.step()
-    # Join copies the weights of the ranks that ended last to all ranks.
+    # At its end, Join gives all ranks the weights of the rank with the most batches.
     expected = {name: value.detach() for name, value in model.state_dict().items()}
     del ddp
     for stage in (1, 3):
@@ -87,7 +87,7 @@ def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_use
         ranks, nn.ModuleDict({"used": nn.Linear(3, 1), "other": nn.Linear(3, 1)})
     )
     used, other, x = engine.module["used"], engine.module["other"], torch.ones(1, 3)
-    if ranks.rank == 0:  # a rank without data does not count as skipping a parameter
+    if ranks.rank == 0:  # a rank without data does not count as leaving out a parameter
         engine.idle_step()
     else:
         engine.backward((used(x) + other(x)).sum())
@@ -125,7 +125,7 @@ def test_an_idle_rank_goes_the_way_of_its_last_forward_of_the_same_kind(ranks):
         model = make_tower()
         first = model.first
         del model.first
-        model.first = first  # used before the blocks although it is registered after them
+        model.first = first  # registered after the blocks, but used before them
         engine = Case(stage).build(ranks, model)
         for step in range(4):
             is_idle = step > 1 and ranks.rank == 1

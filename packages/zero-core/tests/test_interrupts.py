@@ -224,7 +224,7 @@ def test_a_step_that_is_refused_needs_no_load():
 
 
 def _run(engine, program):
-    """Make the call of each letter in ``program``. "S" also discards all earlier losses."""
+    """Run the calls that the letters of ``program`` stand for. "S" also discards earlier losses."""
     losses = []
     for number, verb in enumerate(program):
         inputs = batch(number, 0, 0)
@@ -260,7 +260,7 @@ def test_a_loop_that_began_again_before_step_is_told(stage, accumulation, caplog
     assert "the gradient of 1 that no step() has taken" in text
     _run(engine, "SFBS" + "FBFBS")
     assert len(_told(caplog)) == 1
-    engine = _build(stage)  # with `sys.last_value`, as in notebooks, the first step reports too
+    engine = _build(stage)  # with `sys.last_value` set, as in notebooks, the first step reports too
     _run(engine, "FB")
     monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
     _run(engine, "FBS")
@@ -270,11 +270,11 @@ def test_a_loop_that_began_again_before_step_is_told(stage, accumulation, caplog
 @pytest.mark.parametrize(
     ("program", "num_told"),
     [
-        ("FBFBS" * 4, 0),  # two losses per step, or two micro-batches
+        ("FBFBS" * 4, 0),  # two losses a step, or two micro-batches
         ("FFBBS" * 4, 0),
         ("FRBS" * 4, 0),
         ("NNFBS" * 4, 0),
-        ("FBFBFBS" * 3 + "FBS" + "FBFBFBS", 0),  # the last accumulation group of an epoch is short
+        ("FBFBFBS" * 3 + "FBS" + "FBFBFBS", 0),  # an epoch's last accumulation is shorter
         ("FBSFBEESEFBSEE", 0),
         ("FBS" * 3 + "FBZFBS", 0),
         ("FBS" * 3 + "F" + "FBS" * 3, 0),

@@ -1,4 +1,4 @@
-"""Retention of checkpoints: old ones are pruned, and killed saves leave no files."""
+"""Retention of checkpoints, and removal of the files of killed saves."""
 
 import os
 import stat
@@ -53,7 +53,7 @@ def test_steps_decide_what_stays_and_only_manifests_of_others_are_read(tmp_path)
         train_small(engine)
         if step > 7:
             engine.save_checkpoint(tmp_path)
-    for age, step in enumerate((9, 8, 11, 10)):  # modification times after the folder was copied
+    for age, step in enumerate((9, 8, 11, 10)):  # modification times of a copied folder
         os.utime(tmp_path / f"step-{step}" / "manifest.json", (age, age))
     opened, is_on = set(), [True]
 
@@ -67,7 +67,7 @@ def test_steps_decide_what_stays_and_only_manifests_of_others_are_read(tmp_path)
     finally:
         is_on.clear()
     assert opened == {"step-8", "step-9"}
-    # Resume from step 10. The checkpoint of step 11 then counts as older than new saves.
+    # Resume from step 10, which makes the checkpoint of step 11 count as older.
     (tmp_path / "latest").write_text("step-10\n")
     assert zero_core.prune_checkpoints(tmp_path, keep_last=1) == ["step-11"]
 
@@ -76,11 +76,11 @@ def test_what_killed_saves_left_is_gone_after_the_next_one(tmp_path):
     engine = build_small()
     for tag in ("one", "two"):
         engine.save_checkpoint(tmp_path, tag)
-    (tmp_path / "one").rename(tmp_path / ".one.old")  # left by a kill between two renames
+    (tmp_path / "one").rename(tmp_path / ".one.old")  # as left by a kill between two renames
     (tmp_path / ".three.saving").mkdir()
     (tmp_path / ".three.saving" / "exp_avg-00000.safetensors").write_bytes(b"x")
     (tmp_path / ".latest.saving").write_text("x")
-    (tmp_path / ".two.old").mkdir()  # partly removed: its manifest is missing
+    (tmp_path / ".two.old").mkdir()  # partly removed: lacks its manifest
     (tmp_path / ".two.old" / "exp_avg-00000.safetensors").write_bytes(b"x")
     (tmp_path / ".mine.old").mkdir()
     marks = [tmp_path / f".{letter * 32}-0" for letter in "ab"]

@@ -79,7 +79,7 @@ def _load(ranks, case, how, folder, model, source):
         assert zero_core.load_pretrained(engine, folder) == zero_core.Loaded((), ())
     else:
         engine = zero_core.build(model, config, pretrained=folder, process_group=ranks)
-    # Master weights equal the file's fp32 values. Frozen values are rounded to the compute dtype.
+    # Master weights are the file's values. Frozen values and ``seen`` have the compute dtype.
     for name, value in engine.full_state_dict(dtype=torch.float32).items():
         is_rounded = "frozen" in name or name == "seen"
         expected = want[name].to(rounded).float() if is_rounded else want[name]
@@ -288,7 +288,7 @@ def test_a_rank_reads_no_more_than_its_shards(tmp_path, monkeypatch):
 
 def test_a_range_of_every_dtype_is_read_as_it_was_written(tmp_path):
     values = torch.arange(12).remainder(2)  # 0 and 1 exist in every dtype
-    kinds = set(_TYPES.values())  # every dtype that safetensors writes
+    kinds = set(_TYPES.values())
     save_file({str(kind): values.view(3, 4).to(kind) for kind in kinds}, tmp_path / "all")
     stored = weight_files.read_header(tmp_path / "all")
     assert {tensor.dtype for tensor in stored.values()} == kinds

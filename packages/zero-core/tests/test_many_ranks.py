@@ -23,7 +23,7 @@ class SilentRanks(Ranks):
 @pytest.fixture(params=[0, 1023], ids=lambda rank: f"rank{rank}")
 def rank(request, monkeypatch):
     rank = request.param
-    # A step compares the ranks' settings by a sum, which the fake backend does not compute.
+    # The fake backend does not compute sums, and a step compares the ranks' settings by a sum.
     monkeypatch.setattr(ControlGroup, "sum", lambda _, values: values.mul_(WORLD_SIZE))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
     yield rank

@@ -69,7 +69,7 @@ def test_bf16_masters_take_no_further_memory():
 
 
 def from_rounded(ranks):
-    """Train a bf16 model through an fp32 copy. Gradients and values are copied by hand."""
+    """Train a bf16 model through fp32 copies of its parameters, without an engine."""
     low = make_model().bfloat16()
     masters = copy.deepcopy(low).float()
     optimizer = adamw(masters)
@@ -132,8 +132,8 @@ def _forward_under_autocast(ranks, done):
     model.forward = lambda x: nn.Sequential(*model)(x)
     top = {"torch_autocast": {"enabled": True}}
     engine = Case(stage=3, top=top).build(ranks, model)
-    done.wait()  # the other rank's build() also creates 16-bit tensors
-    before = _halves()  # keeps the tensors alive, so that no id is reused
+    done.wait()  # wait for the other rank's build(), which also creates 16-bit tensors
+    before = _halves()  # keeps these tensors alive, so that no id is reused
     done.wait()
     loss = engine(torch.ones(2, 64)).sum()
     done.wait()

@@ -1,4 +1,4 @@
-"""Checkpoints in memory after every step: a restarted job loses at most one step."""
+"""Checkpoints in memory: a restarted job loses at most the step whose copy is incomplete."""
 
 import fcntl
 import os
@@ -36,7 +36,7 @@ def _run(engine, first, stop):
 
 
 def _start(ranks, folder, stage, stop, dtype="fp32"):
-    """Train up to step ``stop`` like a restarted program. Returns the first step and the values."""
+    """Train up to step ``stop`` like a restarted program. Return the first step and the values."""
     node = ranks.rank // (ranks.per_node or ranks.size)
     engine = _build(ranks, stage, folder / f"node-{node}", dtype)
     first = (engine.resume(folder / "disk") or {"step": 0})["step"]
@@ -61,7 +61,7 @@ _DAMAGES = {
     "rank 1 in a copy": (lambda folder: _tear(folder, 1), 2),
     "a node's memory": (lambda folder: shutil.rmtree(folder / "node-1"), 3),
 }
-"""Data lost after three steps, and the step from which training resumes."""
+"""What is lost after three steps: a function that deletes it, and the step to resume from."""
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_restart_loses_at_most_the_step_of_a_torn_copy(lost, stage, dtype, world
     )
     assert_same(found, [(first, values) for values in straight])
     assert not (tmp_path / "disk").exists()
-    if per_node == 1 < world_size:  # the rank's own copy and its neighbour's
+    if per_node == 1 < world_size:  # the node's only rank has its own copy and its neighbour's
         assert len(list(tmp_path.glob("node-1/*/0/rank-*.json"))) == 2
 
 
@@ -119,7 +119,7 @@ def test_states_that_were_loaded_replace_the_copies(tmp_path, monkeypatch):
         again.close()
         ranks.connect().barrier()
         for path in place.glob(f"*-{ranks.rank:05d}.safetensors"):
-            path.unlink()  # resume() reads only the manifest of the checkpoint on disk
+            path.unlink()  # the states are in memory, so resume() reads only the manifest on disk
         last = _build(ranks, 3, memory, every=2)
         assert last.resume(tmp_path / "disk") == {"step": 2}
         assert_same(last.full_state_dict(), expected)

@@ -19,7 +19,7 @@ from zero_core.testing.ranks import PeakMemory, alone, spawn
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 
 WIDTH, DEPTH = 384, 40
-M_MMAP_THRESHOLD = -3  # constant of glibc's malloc.h
+M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
 
 
 def status(name):
@@ -60,7 +60,7 @@ def test_peak_is_what_was_planned_and_does_not_grow(dtype, rows):
     ).memory.device_bytes
     print(f"{dtype}, {rows} rows: peak {found['peak'] / planned:.3f} of the plan, {found}")
     assert 0.95 < found["peak"] / planned < 1.05
-    # A leaked block exceeds this bound. Allocator noise on a busy machine stays below.
+    # A leaked block would exceed this bound. Allocator noise on a busy machine does not.
     assert found["late"] - found["early"] < 0.02 * planned, found
 
 
@@ -92,7 +92,7 @@ def _measure_construction(rank, world_size, folder):
     kept = engine.memory_report()["parameters"]  # other buffers are not resident before a write
     assert kept < MODEL_BYTES / world_size * 1.01, "this rank's shards"
     assert peak.nbytes >= kept * 0.9, "the measurement sees what is there"
-    # In addition to the shards, allow a whole unit and a parameter whose initial value is computed.
+    # In addition to the shards, a unit and a parameter that is being initialised may be whole.
     bound = kept + 2 * UNIT_BYTES + SLACK_BYTES
     assert bound < kept + MODEL_BYTES / 3, "a whole model would be seen"
     assert peak.nbytes <= bound, ("deferred", rank, peak.nbytes, bound)
@@ -135,7 +135,7 @@ def test_no_rank_holds_more_than_its_shards_and_a_unit(tmp_path):
 
 
 ROOT_WIDTH, NUM_BLOCKS, TOLERANCE = 224, 6, 0.03
-PIECE_BYTES = 1 << 14  # full_state_dict gathers pieces of this size
+PIECE_BYTES = 1 << 14  # full_state_dict gathers parameters in pieces of this size
 
 
 def config(stage, dtype, **further):

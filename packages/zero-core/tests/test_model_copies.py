@@ -15,7 +15,7 @@ from zero_core.testing.training import adamw, train
 
 
 def _net():
-    with seeded(1):  # simulated ranks draw one after another
+    with seeded(1):  # so that simulated ranks, which are threads, draw one after another
         model = make_tower(3)
         for block in model.blocks:
             block.insert(0, nn.BatchNorm1d(7))

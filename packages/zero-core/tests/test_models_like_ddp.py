@@ -1,4 +1,4 @@
-"""Unusual models, which train as under DDP, bit for bit, at every stage."""
+"""Unusual models, which train as under DDP at every stage."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class _AtRoot(Mixture):
 
 
 WIDTH, DEPTH, TWICE = 33, 7, 4  # block number TWICE is called twice in a row
-# By step: blocks whose branch rank 1 leaves out, and blocks that it skips. If a reduction waited
-# for the end of rank 1's backward, other ranks could not start the gathers that rank 1 waits for.
+# By step: blocks whose branch rank 1 leaves out, and blocks that rank 1 leaves out. The other ranks
+# must start the gathers that rank 1 waits for before rank 1's backward ends.
 LEFT_OUT = [set(), {6}, {5}, {3}, {0}, {5, 6}, set(range(DEPTH))]
 SKIPPED = [set(), {6}, {2}, {0}, {0, 1}, {1, 2, 3, 4, 5}, set(range(DEPTH))]
 
@@ -137,7 +137,7 @@ class _Branch(nn.Module):
 
     def forward(self, x, has_branch):
         if has_branch is None:
-            return x  # stochastic depth: the block has no gradient
+            return x  # stochastic depth
         x = x + torch.tanh(self.always(x))
         return x + self.branch(x) if has_branch else x
 
@@ -304,7 +304,7 @@ USES = {
 }
 
 
-# Two cases of each model are not marked slow: stage 3 on two ranks, and one stage on three ranks.
+# Two cases of each model are not slow: stage 3 on two ranks, and one lower stage on three ranks.
 GRID = [
     pytest.param(stage, size, name, marks=[] if (stage, size) in gate else pytest.mark.slow)
     for number, name in enumerate(USES)
@@ -318,7 +318,7 @@ GRID = [
 def test_losses_and_values_are_those_of_ddp(ranks, name, stage):
     make, draw, top, steps, accumulation = USES[name]
     case = Case(stage, accumulation=accumulation, top=top)
-    # Two reentrant checkpoints split a block's gradient into two separately reduced parts.
+    # Two reentrant checkpoints give a block's gradient in two parts, which are reduced separately.
     atol = 1e-7 if name == "in pairs" and ranks.size > 1 else 0.0
     check_like_ddp(ranks, make, draw, case, steps=steps, atol=atol)
 
@@ -350,7 +350,7 @@ def test_accumulation_hook_sees_the_gradient_only_when_registered_before_build(r
     engine = Case(stage).build(ranks, model)
     hook(lambda param: seen.append(param.grad))
     train(engine, [rows(0, ranks.rank)])
-    assert seen[0] is not None  # the rank's local gradient, before the engine takes ownership
+    assert seen[0] is not None  # the rank's own gradient
     assert seen[0].shape == (3, 7)
     assert seen[1] is None
 
@@ -393,7 +393,7 @@ def test_losses_beside_a_forward_follow_ddp_at_every_stage(ranks, loss_of):
 @pytest.mark.parametrize(("stage", "again"), [(0, {}), (1, None), (2, {}), (3, None)])
 @on_ranks(2)
 def test_ddp_values_when_gradients_are_zeroed_between_forward_and_backward(ranks, stage, again):
-    # Each step also discards a loss that was computed with gradients enabled.
+    # Each step also computes a loss whose backward never runs.
     batches = [_branching(step, ranks.rank) for step in range(len(LEFT_OUT))]
     model = _of(_Branches)()
     train_ddp(model, ranks, batches)

@@ -16,7 +16,7 @@ from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.queues import HostQueues
 from zero_core.testing import on_processes
 
-NUMEL = 37  # elements of a shard: odd and prime, so that nothing divides evenly
+NUMEL = 37  # elements of a shard: prime, so that nothing divides evenly
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
 
 
@@ -26,7 +26,7 @@ def _values(numel, dtype, seed):
 
 
 def _gathers(native, seed):
-    """Gather a shared-memory unit and a private one, and wait for them in reverse order."""
+    """Gather a unit from shared memory and one from private memory. Wait in reverse order."""
     size = native.world_size
     for turn, dtype in enumerate(DTYPES):
         works, outs = [], []
@@ -62,7 +62,7 @@ def _swaps(native, seed):
 
 
 def _late_readers(native):
-    """Reuse a sent buffer while one rank has yet to read the sent values."""
+    """Reuse a sent buffer after wait(), while one rank is slow to read it."""
     size, rank = native.world_size, native.rank
     parts, out = native.zeros(size * NUMEL, torch.float32, CPU), torch.empty(size * NUMEL)
     for turn in range(3):
@@ -105,7 +105,7 @@ def _sums(native):
 
 
 def _jobs(native):
-    """Exchange in several subgroups concurrently, on both queues and on the calling thread."""
+    """Exchange in three subgroups at once, on both queues and on the calling thread."""
     size, rank = native.world_size, native.rank
     stride = 2 if size % 2 == 0 else size
     within = native.subgroup(range(rank // stride * stride, (rank // stride + 1) * stride))
@@ -133,7 +133,7 @@ def _jobs(native):
             native.launch(lambda t=turn: swap(within, f"swap within {t}"), is_reduction=True),
             native.launch(lambda t=turn: gather(across, f"across {t}"), is_reduction=False),
             native.launch(lambda t=turn: swap(across, f"swap across {t}"), is_reduction=True),
-            # Subgroups share the queues of the whole group, whose gathers may run in between.
+            # Subgroups share the queues of the whole group.
             native.launch(lambda t=turn: gather(native, f"all {t}"), is_reduction=False),
         ]
         gather(turned, f"turned {turn}")
@@ -164,7 +164,7 @@ def _refusals(native):
 
 
 def _twins(rank, world_size):
-    """Gather with two sets of collectives over one group, in opposite orders on ranks 0 and 1."""
+    """Gather with two sets of collectives over one group. Rank 0 uses the reverse order."""
     messages, meter = ProcessMessages(None), Meter(Links(world_size, world_size, is_ring=False))
     twins = [HostCollectives(messages, rank, None, HostQueues(), meter) for _ in range(2)]
     outs = [torch.empty(world_size) for _ in twins]
@@ -203,7 +203,7 @@ def test_hosts_exchange_what_torch_distributed_would(ranks, per_node):
         _gathers(group, seed=7 * group.world_size)
         _swaps(group, seed=7 * group.world_size)
     _twins(rank, world_size)
-    if world_size > 1:  # other ranks may still read this rank's part of the last gather
+    if world_size > 1:  # other ranks may still read this rank's shard
         dist.barrier()
 
 

@@ -22,10 +22,10 @@ STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 
 @dataclass(frozen=True)
 class Training(Case):
-    """A case with an optimizer and settings for clipping.
+    """A case with an optimizer and further settings.
 
     ``is_twice`` uses a block twice. ``max_norm`` is passed to ``clip_grad_norm_`` in each step.
-    ``has_patches`` logs the changed weights.
+    ``has_patches`` enables weight patches.
     """
 
     optimizer: str = "AdamW"
@@ -56,7 +56,7 @@ WAYS = [
     *(("fp32", {"clipping": 0.05}), ("bf16", {"accumulation": 2})),
     *(("fp16", {"clipping": 0.05}), ("bf16", {"max_norm": 0.1})),
 ]
-# Two ranks run each stage and each kind of clipping.
+# The two ranks run each stage and each of `WAYS` at least once.
 TOGETHER = [
     Training(stage, dtype, **how)
     for stage, numbers in enumerate([(0,), (1,), (0, 2), (1, 3)])
@@ -82,7 +82,7 @@ def train(ranks, case):
         # The last block is updated on each rank even if only one rank uses it.
         used = blocks_of(step + ranks.rank, is_twice=case.is_twice)
         before = count_waits(ranks) if is_late else 0
-        if step == 2 and case.optimizer == "SGD":  # its momentum begins after a skipped step
+        if step == 2 and case.optimizer == "SGD":  # begins after a skipped step
             engine.optimizer.param_groups[0]["momentum"] = 0.9
         for x in inputs:
             engine.backward(engine(x, used))

@@ -143,7 +143,7 @@ def test_keys_of_a_named_optimizer_are_taken_or_refused():
 )
 @on_ranks()
 def test_named_optimizer_trains_as_under_ddp(ranks, stage, optimizer):
-    # Some parameters get their first gradient late and start their momentum then.
+    # Some parameters are first used in the second step, in which their states must start.
     case = Case(stage, top={"optimizer": optimizer})
     ours = run_engine(case, ranks.rank, 4, process_group=ranks)
     theirs = run_ddp(case, ranks.rank, 4, ranks)

@@ -104,9 +104,9 @@ def test_grad_reads_and_counts_as_with_ddp(ranks, name):
 
 
 def _step_with_late_ranks(ranks, steps, case, edits):
-    """Edit gradients on rank 0 while other ranks have not read them yet.
+    """Edit gradients on rank 0 before other ranks have read them.
 
-    Other ranks wait to read ``param.grad`` until rank 0 is in the all-reduce of the step's
+    The other ranks wait to read ``param.grad`` until rank 0 is in the all-reduce of the step's
     statistics.
     """
     wanted, model = make_model(), make_model()
@@ -180,7 +180,7 @@ def _reads(ranks, case, *, is_read):
     engine = case.build(ranks)
     for step in range(STEPS):
         for micro in range(case.accumulation):
-            if case.num_backwards == 2:  # the gradient is read before the second backward
+            if case.num_backwards == 2:  # one more backward, before the gradient is read
                 engine.scale(engine(**batch(step, 5, ranks.rank))["loss"]).backward()
             if is_read and micro < case.accumulation - 1:
                 assert not any(_read(engine.module).values())
@@ -217,7 +217,7 @@ def test_reading_on_one_rank_changes_no_bit(ranks, case):
 @on_ranks()
 def test_a_further_backward_adds_to_what_was_changed(ranks):
     model, engine = make_model(), _build(ranks)
-    for micro in range(2):  # a plain backward outside the engine
+    for micro in range(2):
         losses = [model(**batch(0, micro, rank))["loss"] for rank in range(ranks.size)]
         (sum(losses) / ranks.size).backward()
         engine(**batch(0, micro, ranks.rank))["loss"].backward()

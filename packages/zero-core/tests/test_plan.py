@@ -51,7 +51,7 @@ CONFIGS = [
     make_config(3, optimizer={"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}),
     make_config(3, "bf16", optimizer={"type": "SGD", "params": {"lr": 1e-3}}),
 ]
-# Three ranks have uneven shards. They run each stage in bf16 with accumulation, and SGD.
+# Three ranks have uneven shards. They run bf16 with accumulation at each stage, and SGD.
 CASES_OF = {
     1: [(Frozen, config) for config in CONFIGS],
     2: [*((Frozen, config) for config in CONFIGS), *((Tailed, c) for c in CONFIGS[1:8:2])],
@@ -95,13 +95,13 @@ def test_plan_is_what_a_real_engine_holds_and_sends(world_size):
             zero_core.plan(model(), config, world_size, device_type="cpu")
             for model, config in CASES_OF[world_size]
         ]
-    # Real processes share memory. Simulated ranks do not.
+    # Processes share memory, as the plan assumes. Simulated ranks do not.
     run = simulate if world_size == 1 else run_on_processes
     run(_check_all, world_size, plans)
 
 
 def saved_by_autograd(model, inputs):
-    """Count the bytes that autograd saves, each storage once, without parameters."""
+    """Count the bytes that autograd saves, each storage once, except parameters and buffers."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept = {}
 
@@ -187,14 +187,14 @@ class _Casts(TorchDispatchMode):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_traffic_is_that_of_the_paper(stage):
-    # A rank sends about two model sizes, or three at stage 3, where the last unit is gathered once.
+    # A rank sends about two model sizes, or three at stage 3, where one unit is gathered once.
     depth, width, ranks = 40, 1024, 64
     size = 2 * 12 * width * width * depth
     config = make_config(stage, "bf16", data_types={"grad_accum_dtype": "bf16"})
     planned = zero_core.plan(wide_blocks(depth, width), config, ranks, ranks_per_node=8)
     share = size * (ranks - 1) // ranks
     (reduced,) = [t for t in planned.traffic if t.collective == "reduce_scatter"]
-    # Each rank sends 8 nodes' slices to 7 ranks of its node, then fp32 sums to 7 other nodes.
+    # A rank sends 8 bf16 slices to each of its node's 7 other ranks, then an fp32 sum to 7 nodes.
     assert reduced.within_node_bytes == 8 * 7 * size // ranks
     assert reduced.between_nodes_bytes == 7 * 2 * size // ranks
     gathers = [t for t in planned.traffic if t.collective == "all_gather"]
@@ -262,7 +262,7 @@ def test_recomputation_and_smaller_micro_batches_are_proposed_where_no_stage_fit
 
 
 def test_a_choice_takes_the_same_whatever_stage_is_configured():
-    # Only at stage 3 does "auto" choose the vertical schedule, which saves more activations.
+    # Only at stage 3 does "auto" choose the vertical schedule, which keeps more activations.
     block = {"gradient_accumulation_steps": 4, "activation_checkpointing": {}}
     plans = [_plan_tower(make_config(n, accumulation_schedule="auto", **block)) for n in (0, 3)]
     zero, three = ({c.key: c.device_bytes for c in p.choices if not c.is_varied} for p in plans)
@@ -291,7 +291,7 @@ def test_json_and_tables_hold_the_same_plan():
     content = json.loads(planned.to_json())
     assert content["memory"]["device"] == planned.memory.device
     assert content["best"]["stage"] == 3
-    memory, traffic, *_, choices = planned.tables()  # zero-comm adds another table
+    memory, traffic, *_, choices = planned.tables()  # zero-comm may add another table
     assert list(planned.outside) == ["allocator", "cuBLAS", "NCCL", "CUDA context"]
     outside = [f"outside of tensors, about: {kind}" for kind in planned.outside]
     kinds = [*planned.memory.device, "in all", *outside, "during async_save, at most"]

@@ -43,7 +43,7 @@ def test_a_unit_has_the_same_memory_in_every_step(ranks, num_blocks):
         train(engine, [torch.ones(2, WIDTH)])
         steps.append(dict(found))
         found.clear()
-    # A changed address would make torch.compile(mode="reduce-overhead") record a new CUDA graph.
+    # If an address changed, torch.compile(mode="reduce-overhead") would record a new CUDA graph.
     assert steps[1] == steps[2] == steps[3]
 
 

@@ -158,7 +158,7 @@ def test_a_sum_that_overflows_blames_no_rank(ranks, caplog):
 
 
 class _Reticent:
-    """Collectives that hide each rank's contribution to a sum."""
+    """Collectives whose reductions do not report each rank's contribution."""
 
     def __init__(self, native, **_):
         self.all_gather = native.all_gather
@@ -234,7 +234,7 @@ def test_each_norm_clips_as_torch_does_on_ddp(ranks, norm_type):
             found = engine.clip_grad_norm_(_max_norm(norm_type, step), norm_type)
             assert found == pytest.approx(norm, rel=1e-5)
             engine.step()
-    # The compared runs sum powers in fp32 in different orders.
+    # The engine and torch sum powers in different orders.
     found = [engine.full_state_dict() for engine in engines]
     torch.testing.assert_close(found[0], values, rtol=1e-5, atol=1e-6)
     for one, other in pairwise(found):
@@ -285,7 +285,7 @@ def test_a_gradient_that_is_not_whole_is_not_clipped():
 
 
 class _Twice(nn.Module):
-    """Applies a layer twice. The backward of each recomputed call adds to its gradient."""
+    """Applies a layer twice, recomputed. In backward, each call adds to the layer's gradient."""
 
     def __init__(self):
         super().__init__()
@@ -307,5 +307,5 @@ def test_averages_of_16_bits_have_no_bias_where_a_gradient_has_two_terms(ranks):
     engine.backward(engine(x))
     expected = plain.blocks[0].weight.grad.float()
     found = engine.states.get_full("blocks.0.weight", "grad")
-    # A third rounded to 16 bits would give 1.00195.
+    # With 1/3 rounded to bf16, the ratio would be 1.00195.
     assert abs((found * expected).sum() / expected.square().sum() - 1) < 2e-4

@@ -49,7 +49,7 @@ def _check(collectives: Any) -> None:
 
 
 def _groups_of_its_own(rank: int, ranks: list[int], num: int) -> list[Any]:
-    """Create groups on ``ranks`` only, so that the other ranks' group counters differ."""
+    """Create groups on ``ranks`` only, so that the ranks' counters of groups differ."""
     if rank not in ranks:
         return []
     return [dist.new_group(ranks, use_local_synchronization=True) for _ in range(num)]
@@ -95,7 +95,7 @@ def _meshes_over_some_ranks_build(rank: int, world_size: int) -> None:
         num_groups = count_groups()
         assert _build(mesh=mesh).world_size == 4
         assert count_groups() == num_groups
-    if rank in (0, 1, 3, 4):  # ranks 2 and 3 build over one mesh, ranks 0, 1 and 4 over both
+    if rank in (0, 1, 3, 4):  # ranks 2 and 3 are in one mesh each, ranks 0, 1 and 4 in both
         assert _build(mesh=other).world_size == 4
     dist.barrier(dist.new_group())  # hangs if the ranks' counters of default group names differ
 
@@ -105,7 +105,7 @@ def _groups_are_shared_and_end_with_the_last_engine(rank: int, world_size: int) 
     for _ in range(2):
         first, second = _connect(None), _connect(None)
         assert count_groups() == num_groups + 2
-        for _ in range(2):  # two plug-ins may split the ranks in the same way
+        for _ in range(2):  # two plug-ins may split the ranks equally
             _check(first.subgroup([0, 1] if rank < 2 else [2]))
         assert count_groups() == num_groups + 4
         descriptions = {g.group_desc for g in dist.distributed_c10d._world.pg_names}
@@ -115,7 +115,7 @@ def _groups_are_shared_and_end_with_the_last_engine(rank: int, world_size: int) 
         assert count_groups() == num_groups + 2
         second.close()
         assert count_groups() == num_groups
-    # Rank 1 closes its engine and rank 0 does not. A new engine gets groups that all ranks have.
+    # Rank 1 closes its collectives and rank 0 does not. New collectives still work on all ranks.
     kept = _connect(None)
     if rank == 1:
         kept.close()
@@ -166,7 +166,7 @@ def _the_groups_of_an_engine_that_is_dropped_end_later(rank: int, world_size: in
     num_groups = count_groups()
     dropped = _connect(None)
     if rank == 1:
-        del dropped  # garbage collection differs between ranks
+        del dropped  # as if garbage collection ran on rank 1 only
     again = _connect(None)
     _check(again)
     assert count_groups() == num_groups + (4 if rank != 1 else 2)
@@ -178,7 +178,7 @@ def _the_groups_of_an_engine_that_is_dropped_end_later(rank: int, world_size: in
 
 
 def _groups_that_end_together_are_aborted_as_one(rank: int, world_size: int) -> None:
-    """Check that aborts are grouped, by a patched gloo class that stands in for NCCL's."""
+    """Check that aborts are grouped. A patched gloo class replaces NCCL's."""
     calls: list[str] = []
     gloo: Any = dist.ProcessGroupGloo
     with pytest.MonkeyPatch.context() as patch:
@@ -198,7 +198,7 @@ def _groups_that_end_together_are_aborted_as_one(rank: int, world_size: int) -> 
 
 
 def _some_ranks_with_a_bound_device_split_their_group(rank: int, world_size: int) -> None:
-    """Check the calls of ``split_group`` for a bound device. A fake replaces it: it needs NCCL."""
+    """Check the calls of ``split_group`` for a bound device, with a fake because it needs NCCL."""
     group = dist.new_group([0, 2])
     kept = _groups_of_its_own(rank, [2], 2)
     world = dist.group.WORLD

@@ -72,7 +72,7 @@ def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(ranks, stage, top):
     model = Adapted(WIDTH)
     engine = _build(ranks, stage, top=top)
     engine.eval()
-    with torch.no_grad():  # each forward repacks the weights and restores them afterwards
+    with torch.no_grad():  # each forward repacks the weights and then restores them
         assert {engine(batches[0]).item() for _ in range(2)} == {model(batches[0]).item()}
     engine.train()
     expected = train_ddp(model, ranks, batches)
@@ -160,7 +160,7 @@ def test_a_weight_is_put_back_after_an_error_if_it_was_replaced_over_the_same_me
     assert engine(_x(0, 0)).item() == Adapted(WIDTH)(_x(0, 0)).item()
     module.weight = merged = PackedParam.of(torch.ones(WIDTH, WIDTH))
     with torch.no_grad():
-        engine(_x(0, 0))  # the forward must keep the newly assigned weight
+        engine(_x(0, 0))  # must keep the newly assigned weight
     assert module.weight is merged
 
 
@@ -247,7 +247,7 @@ def _deferred():
 def _loaded(ranks, folder, models):
     model = models[ranks.rank]
     zero_core.quantize_blocks(model, _quantize, pretrained=folder, process_group=ranks)
-    # Sharded parameters read as NaN.
+    # The weights are sharded, so they read as NaN.
     assert bool(model.blocks[1][3].weight.state.absmax.isnan().all())
     model.adapter = nn.Linear(WIDTH, WIDTH)
     engine = _build(ranks, 3, model)

@@ -49,7 +49,7 @@ def _make(is_frozen):
     return net
 
 
-# Whether the blocks need no gradient, by step: on the last rank, and on other ranks.
+# Whether no block needs a gradient, by step: on the last rank, and on other ranks.
 WITHOUT = [(True, False), (False, False), (True, False), (True, True), (True, True), (False, False)]
 
 
@@ -79,7 +79,7 @@ def test_blocks_that_no_rank_needs_in_backward_are_not_gathered_from_the_second_
         log.clear()
         train(engine, [(_inputs(step, ranks, False)[0], True)])
         found.append(sum(launch.kind == "b" for launch in log))
-    assert found == [3, 0, 0]  # in the first step the last block is still gathered
+    assert found == [3, 0, 0]  # in the first step, the last of four blocks stays gathered
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

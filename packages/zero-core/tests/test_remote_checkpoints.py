@@ -141,7 +141,7 @@ def test_writer_that_is_killed_between_objects_leaves_the_checkpoint_before(
     dies = pytest.raises(ProcessExitedException) if last < NUM_WRITES else nullcontext()
     with dies:
         run_alone(_save_and_die, root, last)
-    # The last two writes are the manifest and then `latest`.
+    # The manifest is written before `latest`, which is the last write.
     assert read_latest(objects) == ("two" if last == NUM_WRITES else "one")
     whole = ["one", "two"] if last >= NUM_WRITES - 1 else ["one"]
     assert zero_core.inspect_checkpoint(str(objects))["tags"] == whole

@@ -40,7 +40,7 @@ CURVES = {
         {"warmup_min_lr": [0.0, 1.0], "warmup_max_lr": [1.0, 3.0], "warmup_num_steps": 2, **LINEAR},
         [[0.0, 0.0, 0.5, 1.0, 1.0], [1.0, 1.0, 2.0, 3.0, 3.0]],
     ),
-    # transformers' Trainer passes 0 steps by default, and 1 instead of 0 to DeepSpeed.
+    # transformers' Trainer has 0 warm-up steps by default.
     "no warm-up is the shortest": ("WarmupLR", {"warmup_num_steps": 0}, [[0.0, 0.0, 0.9, 0.9]]),
     "a warm-up of 1 step is the shortest": (
         "WarmupLR",
@@ -105,7 +105,7 @@ def test_schedule_goes_on_from_a_given_iteration():
     optimizer = optimizer_of(8.0)
     params = {"warmup_num_steps": 4, "last_batch_iteration": 1, **LINEAR}
     schedule = make_scheduler(optimizer, "WarmupLR", params)
-    # unchanged, because loading a checkpoint sets the rate
+    # loading a checkpoint sets the rate
     assert optimizer.param_groups[0]["lr"] == 8.0
     with pytest.raises(AssertionError, match=r"need to call step\(\) first"):
         schedule.get_last_lr()

@@ -66,7 +66,7 @@ def reinforce(ranks, policy_of, critic_of, frozen_of, sleeps):
         inputs = batch(step, 0, ranks.rank)
         if not step % 2:  # a backward through two engines needs the same branches on all ranks
             inputs["use_side"] = True
-        if sleeps:  # another program generates samples meanwhile
+        if sleeps:  # as if another program used the devices meanwhile
             for one in everyone:
                 one.offload_states()
             for one in reversed(everyone):

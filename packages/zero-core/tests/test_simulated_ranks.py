@@ -1,4 +1,4 @@
-"""Simulated ranks compute like real ones. A simulated device has CUDA's stream hazards."""
+"""Simulated ranks compute like real ones. The fake CUDA has a device's stream hazards."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from zero_core.testing.ranks import alone, run_on_processes
 from zero_core.testing.simulated import SimulatedRanks, simulate
 from zero_core.testing.training import assert_same
 
-STEPS = 5  # ranks take different branches in step 5
+STEPS = 5  # in the fifth, only rank 0 uses each block's side branch
 CASE = Case(stage=3, accumulation=2, clipping=0.5)
 OF_DDP = [
     Case(accumulation=2),
@@ -65,9 +65,9 @@ def test_a_missing_wait_or_record_stream_shows():
             if records:
                 value.record_stream(side)
             del value
-            for _ in range(3):  # reuses the freed memory in stream order
+            for _ in range(3):  # reuse the freed memory
                 _ = source * 3
-            (main if late == "copies" else side).synchronize()  # all streams except the delayed one
+            (main if late == "copies" else side).synchronize()  # the stream without a delay
         torch.accelerator.synchronize(DEVICE)
         return torch.equal(out.cpu(), torch.arange(1000.0) * 2)
 

@@ -18,7 +18,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class _Reference:
-    """DDP with torch.optim.AdamW, up to the backward of its third step."""
+    """DDP with torch.optim.AdamW, after the backward of its third step."""
 
     def __init__(self, ranks):
         self.model = make_model()
@@ -98,7 +98,7 @@ def test_what_is_set_is_what_the_step_uses(ranks, is_local):
         engine = _engine(stage, ranks)
         for name, what in whats:
             value = _new(name, what, reference.params[name].shape)
-            if is_local:  # reads this rank's part of a full value, and writes the part
+            if is_local:  # write this rank's part only
                 engine.states.set_full(name, value, what)
                 part = engine.states.get_local(name, what)
                 engine.states.set_full(name, torch.zeros_like(value), what)
@@ -108,7 +108,7 @@ def test_what_is_set_is_what_the_step_uses(ranks, is_local):
             assert torch.equal(engine.states.get_full(name, what), value)
         engine.states.set_full("frozen.0.up.bias", torch.full((23,), 0.5))
         engine.step()
-        # Gradients were set directly, so no reduction rounds them differently.
+        # The engine's gradients were set, so they have no rounding errors of a reduction.
         after = engine.full_state_dict()
         for name in (*NAMES, "frozen.0.up.bias"):
             torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Step records: bounded in size, one line per step and rank, without an effect on numbers."""
+"""Step records: their contents, the bound on their size, and no effect on numbers."""
 
 import gc
 import itertools
@@ -99,7 +99,6 @@ def test_times_of_places_and_waits_make_up_the_step(tmp_path):
 def test_a_file_stays_within_its_bound_and_keeps_the_whole_course(tmp_path):
     bound = 2**16
     file = RecordFile(tmp_path, 0, bound)
-    # Each `DetailRecord` takes a third of the bound, and the file is still rewritten rarely.
     spans = [("compute", "backward of unit 12 (blocks.11)", 0.1, 0.2, False)] * 300
     num_rewrites, inode = 0, file.path.stat().st_ino
     for step in range(1, 2001):
@@ -140,7 +139,6 @@ def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(tmp_pat
 
 
 def test_a_dropped_engine_leaves_nothing_of_its_records(tmp_path):
-    # The engine records details and is never closed.
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
 

@@ -51,7 +51,7 @@ def _strides(model):
 
 
 class _Whole(torch.optim.AdamW):
-    """An AdamW that the engine does not recognise as elementwise."""
+    """An AdamW subclass, which the engine does not treat as elementwise."""
 
 
 def _adamw(model, kind):

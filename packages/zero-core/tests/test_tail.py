@@ -184,8 +184,8 @@ def _is_awaited(log, what):
 
 @pytest.mark.parametrize(
     ("stage", "accumulation", "num_late"),
-    # At stages 0 and 1, backward never reuses the buffer of a launched reduction. At stages 2 and 3
-    # a unit reuses the buffer of the unit two before it.
+    # Backward waits for a reduction only before another unit uses its buffer: never at stages 0 and
+    # 1, and before the unit after the next one at stages 2 and 3.
     [(0, 1, 4), (0, 2, 4), (1, 1, 4), (2, 1, 2), (3, 1, 2)],
 )
 @on_ranks(2)
@@ -198,7 +198,7 @@ def test_backward_waits_only_for_memory_that_it_uses_again(ranks, stage, accumul
         for micro in range(accumulation):
             engine.backward(engine(**batch(step, micro, ranks.rank))["loss"])
             launched = _launched(logged.log, "reduce" if stage else "gather of gradients")
-            assert len(launched) == 4 or not stage  # at stage 0 these gathers may start in `step`
+            assert len(launched) == 4 or not stage  # at stage 0 these gathers may start in step()
             assert not any(_is_awaited(logged.log, one) for one in launched[-num_late:])
             engine.step()
         launched = _launched(logged.log, "reduce" if stage else "gather of gradients")
@@ -213,7 +213,7 @@ class _LoggingTier(MadeTier):
         return max(i for i, first in enumerate(self.starts) if first <= start)
 
     def are_params_ready(self, start, stop):
-        return False  # simulates a tier whose updates are pending
+        return False  # as if updates were pending
 
     def wait_params(self, start, stop):
         self.log.append(f"waited for unit {self._unit(start)}")
@@ -271,7 +271,7 @@ def test_what_a_forward_left_gathered_is_read_by_one_rank_until_it_changes(ranks
         engine(_ids(0, ranks.rank))
     handle.remove()
     expected = _Net().head.weight
-    if ranks.rank == 0:  # rank 0 alone reads, because a read starts no collective
+    if ranks.rank == 0:  # one rank may read, because a read starts no collective
         assert torch.equal(model.head.weight, expected)
     for _ in range(2):
         engine.states.set_full("head.weight", expected.detach() / 2)

@@ -117,7 +117,7 @@ def test_a_piece_that_lost_its_state_steps_beside_pieces_that_have_one():
     params = [nn.Parameter(part.clone()) for part in _parts(_drawn(1))]
     plain = fused[0](params, **fused[1])
     for step in range(5):
-        if step == 3:  # simulates loading a checkpoint that lacks this parameter's state
+        if step == 3:  # as if a checkpoint without this parameter's state was loaded
             tier.write_scalars(4, {"num_steps": 0.0})
             del plain.state[params[4]]
         _offer(tier, step)
@@ -125,7 +125,7 @@ def test_a_piece_that_lost_its_state_steps_beside_pieces_that_have_one():
         for param, grad in zip(params, _parts(_drawn(10 + step)), strict=True):
             param.grad = grad
         beside = [p for p in params if p is not params[4]]
-        # torch creates states for all parameters of a call, or for none
+        # torch's fused SGD creates momentum for all parameters of a call, or for none
         for some in (beside, params[4:5]):
             plain.param_groups[0]["params"] = some
             plain.step()

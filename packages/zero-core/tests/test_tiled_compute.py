@@ -16,7 +16,7 @@ from zero_core.tiled import TiledLogits
 
 VOCAB, WIDTH, TOKENS = 37, 12, 11
 TILED = {
-    "tile_tokens": 8,  # with two sequences: 4 tokens of each per tile, and a shorter last tile
+    "tile_tokens": 8,  # with two sequences: 4 tokens of each in a tile, and a shorter last tile
     "modules": {"name_suffixes": ["mlp"]},
     "logits": {"names": ["head"]},
 }
@@ -30,7 +30,7 @@ class _Mlp(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
-        flat = x.view(-1, x.shape[-1])  # GPT-2's Conv1D flattens its input in the same way
+        flat = x.view(-1, x.shape[-1])  # like GPT-2's Conv1D
         y = self.down(functional.gelu(self.up(flat * self.gain)))
         return y.view(x.shape)
 
@@ -46,7 +46,7 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    """A language model that computes its loss like transformers' models."""
+    """A language model that computes its loss in forward, like transformers' models."""
 
     def __init__(self, width=WIDTH, vocab=VOCAB):
         super().__init__()
@@ -195,7 +195,7 @@ def test_logits_are_read_on_one_rank_without_gradients_and_refused_by_name_too_l
     expected = _Model()(_ids(0, 0))
     with torch.no_grad():
         found = engine(_ids(0, 0))
-    if ranks.rank == 0:  # one rank may read the output, because reading gathers nothing
+    if ranks.rank == 0:  # one rank may read the output, because a read gathers nothing
         torch.testing.assert_close(found["logits"], expected["logits"])
         torch.testing.assert_close(found["loss"], expected["loss"])
     found = engine(_ids(0, ranks.rank))

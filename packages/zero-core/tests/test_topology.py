@@ -69,11 +69,11 @@ def test_each_launcher_tells_its_nodes(ranks):
     # ranks of a node are not consecutive
     assert _count({"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank % 2)}) == 1
     assert _count({"SLURM_NODEID": half}) == 2
-    # Open MPI does not number nodes, so round-robin placement looks the same. Host names decide.
+    # Open MPI numbers no nodes, so a round-robin placement cannot be excluded. Host names decide.
     assert _count({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(rank)}) == 4
-    # torchrun inside a SLURM allocation: the innermost launcher's variables win.
+    # In a SLURM allocation, torchrun's variables win, because torchrun is the innermost launcher.
     assert _count({"LOCAL_WORLD_SIZE": "2", "SLURM_NODEID": "0"}) == 2
-    # Ranks started by different launchers compare host names.
+    # If ranks have different variables, they compare host names.
     assert _count({"SLURM_NODEID": "0"} if rank else {}) == 4
 
 
@@ -135,14 +135,14 @@ def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank(
     assert _found() == "cuda:0"
     assert _found(LOCAL_RANK="2") == "cuda:2"
     assert _found(LOCAL_RANK="3") == "cuda:2"  # the device that the program selected wins
-    # srun and mpirun set no LOCAL_RANK. srun starts mpirun's proxies. Both may start torchrun.
+    # A launcher in `LOCAL_RANKS` may run within those behind it, so its variable wins.
     given = {}
     for variable, number in zip(reversed(LOCAL_RANKS), "14567", strict=True):
         torch.accelerator.set_device_index(0)
         given[variable] = number
         assert _found(**given) == f"cuda:{number}"
     torch.accelerator.set_device_index(0)
-    assert _found(LOCAL_RANK="8") == "cuda:0"  # as if each rank saw only its own device
+    assert _found(LOCAL_RANK="8") == "cuda:0"  # each rank may see only its own device
     world = dist.group.WORLD
     assert world is not None
     world.bound_device_id = torch.device("cuda", 1)

@@ -55,7 +55,7 @@ def test_interpreted_kernels_give_sum_norm_and_ranks_of_plain_torch():
         del sys.modules[name]
     from zero_core.comm.triton_sum import TILE, sum_by_triton
 
-    # The interpreter runs on NumPy, which warns about the NaN and overflow of this test.
+    # The interpreter runs on NumPy, which warns about NaN and overflow.
     warnings.simplefilter("ignore", RuntimeWarning)
     shapes = ((1, 1), (3, 37), (2, TILE), (5, 2 * TILE + 16), (8, 3 * TILE - 1))
     for (dtype, outs), shape in product(INPUTS.items(), shapes):

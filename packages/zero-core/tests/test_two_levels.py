@@ -19,7 +19,7 @@ from zero_core.testing.simulated import device_collectives, simulate
 from zero_core.testing.training import train_steps
 
 NODES = [(4, 2), (6, 2), (6, 3)]
-"""World sizes, each with the number of ranks per node."""
+"""(world size, ranks per node)"""
 
 
 def _full(rank, size, dtype):
@@ -63,7 +63,7 @@ def test_a_sum_is_taken_by_one_tree(size, per_node, dtype):
 
 
 def _send(ranks, config):
-    """Return the bytes that a rank sends in a step, and the size of its receive buffers."""
+    """Return a rank's report of bytes sent in a step, and the bytes of its receive buffers."""
     assert ranks.per_node is not None
     meter = Meter(Links(ranks.size, ranks.per_node, is_ring=True))
     device = device_collectives(ranks, meter)
@@ -109,7 +109,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _device(rank, world_size, per_node):
-    """Return the collectives of one rank whose communication library moves no data."""
+    """Return the collectives of one rank, over a library that moves no data."""
 
     def library(rank, size):
         def subgroup(ranks, lane):

@@ -65,7 +65,7 @@ _VALUES = {
     "number missing": (("scalars", "2.bias", "step"), _GONE),
     "number for a moment": (("scalars", "2.bias", "exp_avg"), 0.5),
 }
-"""Paths in a manifest, and the wrong values that the tests put there."""
+"""Paths in a manifest, with wrong values."""
 _FILES = {
     "no moment": ("exp_avg_sq-00000.safetensors", lambda found: {}),
     "short moment": (
@@ -79,7 +79,7 @@ _FILES = {
     ),
     "buffer of a parameter": (BUFFERS, lambda found: {**found, "0.weight": torch.zeros(4, 6)}),
 }
-"""Files, and functions that change their tensors."""
+"""Data files, with functions that change their tensors."""
 
 
 def _make_up(source, folder, edit):
@@ -105,7 +105,7 @@ def _make_up(source, folder, edit):
 
 _OF_MUON = ("no whole tensor", "other structure")
 _OF_THE_OPTIMIZER = ("number missing", "number for a moment", "further state")
-"""Changes that only a load with the optimizer detects, not `verify`."""
+"""Changes that only a load with an optimizer detects."""
 
 
 @pytest.mark.parametrize("edit", [*_VALUES, *_FILES, "further state"])
@@ -118,7 +118,7 @@ def test_what_no_engine_can_load_is_refused_and_not_whole(saved, tmp_path, edit)
             zero_core.verify_checkpoint(tmp_path / "made-up")
     engine = _build(optimizer)
     _train(engine)
-    # A refused load changes nothing, so the saves before and after it have the same bytes.
+    # The refused load must change nothing, so the saves before and after it have the same bytes.
     before = engine.save_checkpoint(tmp_path / "own", "before")
     with pytest.raises(CheckpointError):
         engine.load_checkpoint(tmp_path / "made-up")

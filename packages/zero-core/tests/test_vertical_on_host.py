@@ -88,7 +88,7 @@ def test_host_memory_is_what_was_planned(ranks):
     blocks = [r.writes[0] for r in trace if r.kind == "pinned_alloc"]
     taken = sum(stop - start for start, stop in blocks if stop - start >= INPUT_BYTES)
     planned = plan.memory.host["activations"] + plan.memory.host["gradients of tied weights"]
-    # The measured bytes exceed the tensors' bytes, because pinned buffers have power-of-two sizes.
+    # Pinned buffers have power-of-two sizes, so they take more than their tensors.
     least = STEPS * (DEPTH * INPUT_BYTES + GRADIENT_BYTES)
     assert least <= taken <= planned <= 1.7 * least
     copies = [r for r in trace if r.kind == "launch" and r.name == "copy up"]
@@ -115,7 +115,7 @@ def _rise(ranks, steps):
 @pytest.mark.cuda
 @alone
 def test_device_has_two_gradients_however_many_micro_batches():
-    fake_cuda.set_delays(seed=1, copy_s=1e-2)  # copies are the slowest operation
+    fake_cuda.set_delays(seed=1, copy_s=1e-2)  # copies are slower than kernels
     (few,), (many,) = (simulate_on_devices(_rise, 1, steps) for steps in (4, 8))
     # The allowance covers gradients between two blocks, which have the size of an input.
     assert many - few < 4 * INPUT_BYTES + GRADIENT_BYTES / 2

@@ -312,7 +312,7 @@ CASES_OF = {
     1: [("compiled", {"activation_checkpointing": again}, "vertical") for again in (None, {})],
     2: [
         *(("dropout", {"world_size_invariant": is_so}, "vertical") for is_so in (False, True)),
-        ("a weight with a hook and dropout", {}, "auto"),  # the hook makes "auto" horizontal
+        ("a weight with a hook and dropout", {}, "auto"),  # the hook makes "auto" choose horizontal
     ],
 }
 
@@ -372,7 +372,7 @@ def test_memory_has_the_blocks_inputs_of_all_micro_batches_and_the_logits_of_one
         block.register_forward_pre_hook(note_input)
     engine.module.out.register_forward_hook(note_logits)
     engine.train_batch(_batches(0))
-    # Each micro-batch passes through the last block and the head before the next one does.
+    # A micro-batch passes through the last block and the head before the next one does.
     assert num_alive == [[3 * (NUM_BLOCKS - 1) + number, 1] for number in (1, 2, 3)]
     assert all(ref.expired() for ref in (*inputs, *logits))
 
@@ -520,7 +520,7 @@ def test_paused_forwards_are_unwound_and_the_error_has_the_line_of_the_model(err
                     left.append(x.shape[0])
                     if x.shape[0] == 3:
                         raise
-                    if x.shape[0] == 2 and error is KeyboardInterrupt:  # as the frames unwind
+                    if x.shape[0] == 2 and error is KeyboardInterrupt:  # while the frames unwind
                         raise error("missing") from None
         return x
 
@@ -604,7 +604,7 @@ def test_step_needs_all_of_its_micro_batches_and_none_before(schedule):
     ("kind", "further", "said"),
     [
         ("plain", {}, "auto chose vertical: gathers are saved"),
-        # The reason is detected within or after the first forward.
+        # The reason is found within or after the first forward.
         ("called again", {}, "auto chose horizontal: rank 0: accumulation_schedule = 'vertical'"),
         ("a weight with a hook", {}, "auto chose horizontal: rank 0: accumulation_schedule ="),
         *(

@@ -33,8 +33,6 @@ class _Walk:
 
 
 class _Four(nn.Module):
-    """A root and four blocks, the model of the FSDP2 comparison."""
-
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(16, 16)

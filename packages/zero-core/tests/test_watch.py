@@ -21,7 +21,7 @@ FORWARD = [f"forward of unit {u} (blocks.{u - 1})" for u in range(1, 5)]
 
 
 class _Ranks:
-    """Ranks that follow a scripted program. Each collective ends when all ranks have entered it."""
+    """Ranks that follow a script. Each collective ends when all ranks have entered it."""
 
     def __init__(self, size, *, within_s=WITHIN_S):
         self.now = 0.0
@@ -62,7 +62,7 @@ class _Ranks:
 
 
 class _Stalled:
-    """A store whose host is suspended while the store is read."""
+    """A store whose reads block, like those of a suspended host, and fail at last."""
 
     def __init__(self):
         self.has_resumed = threading.Event()
@@ -84,7 +84,7 @@ def far(monkeypatch):
 def healthy(num_steps, size):
     """Yield stages of healthy training for `_Ranks.run`.
 
-    They contain a compilation, saves that rank 0 writes, and times when rank 1 is slow.
+    Rank 1 compiles in the first step and is slow in some later ones. Rank 0 writes checkpoints.
     """
     chance = random.Random(1)
     for step in range(num_steps):
@@ -92,7 +92,7 @@ def healthy(num_steps, size):
             compiled = 50.0 if step == 0 else 0.0  # seconds of compilation on rank 1
             wait = f"all_gather of unit {number + 1}"
             yield [(doing, wait, compiled * (r == 1) + chance.random() / 9) for r in range(size)]
-            # Rank 1 is slow in four units in a row. The other ranks wait for 24 s.
+            # The other ranks wait 6 s for rank 1 in each of four units.
             for _ in range(4 if step % 1000 == 7 else 0):
                 wait = f"all_gather of unit {number}"
                 yield [(doing, wait, 6.0 if rank == 1 else 0.1) for rank in range(size)]
@@ -177,9 +177,9 @@ class _Device:
     ("way", "begin", "times"),
     [
         ("hangs", 1, range(40)),
-        ("ends late", 1, range(40)),  # while this rank sends its last beat
-        ("of the host", 99, range(40)),  # a wait of the host that ends while its cause is sought
-        ("begins after a pause", 41, (0, 1, 41)),  # a pause of the process
+        ("ends late", 1, range(40)),  # ends while this rank sends its last heartbeat
+        ("of the host", 99, range(40)),  # a wait of the host, which ends while its cause is sought
+        ("begins after a pause", 41, (0, 1, 41)),  # the process pauses
         ("paused", 1, (0, 1, 2, 42)),
     ],
 )
@@ -251,7 +251,7 @@ def test_reads_are_bounded_and_a_rank_that_stops_is_named_in_time(size, caplog, 
     text = f"no sign of life of rank {size // 2} for"
     assert [text in record.message for record in caplog.records] == [True] * 8
     before = [board.num_read for board in ranks.boards]
-    assert max(before) <= 9 * 8  # 8 reads of its own beat and those of a window of 8 ranks
+    assert max(before) <= 9 * 8  # 8 times, a rank reads its own entry and 8 other ones
     ranks.tick(ranks.now + 20 * WITHIN_S)
     more = [board.num_read - num for board, num in zip(ranks.boards, before, strict=True)]
     assert max(more) <= 9 * 60

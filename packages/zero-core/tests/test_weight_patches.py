@@ -40,7 +40,7 @@ def _bits(value):
 
 
 def _assert_same(engine, receiver):
-    """Compare on rank 0. Every rank must call it."""
+    """Compare the weights on rank 0. All ranks must call it."""
     found = receiver.state_dict()
     for name, value in engine.full_state_dict(rank=0).items():
         assert found[name].dtype == value.dtype
@@ -55,7 +55,8 @@ def _assert_same(engine, receiver):
 def test_a_receiver_follows_every_version(ranks, tmp_path, stage, dtype):
     steps = 11
     engine = _case(stage, dtype).build(ranks)
-    receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]  # all versions, or every fifth
+    # The first receiver gets all versions, the second every fifth.
+    receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]
     versions = [0, 0]
     for step in range(steps):
         train_steps(engine, step, step + 1)
@@ -115,11 +116,10 @@ def test_a_patch_is_small_at_a_small_rate(ranks):
     for _ in range(5):
         _train(engine, width=512)
         shares.append(engine.weight_patch(since=engine.patch_version).nbytes / whole)
-    # Five steps have made five versions.
     held = engine.memory_report()["weight patches"]
     assert 0 < held < 0.15 * whole / ranks.size
-    # The plan counts per element 1/4 byte for marks, 5/32 byte for each of eight versions, and the
-    # page-locked memory of marks under way from a device, here a little above a power of two.
+    # Bytes per element in the plan: 1/4 for marks, 1/2 for pinned memory of marks from a device
+    # (1/4, rounded up to a power of two), 5/32 for each of eight versions.
     most, bounded = (
         zero_core.plan(_mlp(0, 512), _mlp_config(3, **more), ranks.size).memory.host
         for more in ({}, {"weight_patches": {"versions": 8, "max_bytes": 1000}})
@@ -129,7 +129,6 @@ def test_a_patch_is_small_at_a_small_rate(ranks):
     assert held <= most["weight patches"]
     assert bounded["weight patches"] < numel * 0.8
     if ranks.rank == 0:
-        # Adam's first step moves each value by the full learning rate.
         assert shares[0] < 0.04
         assert sum(shares) / len(shares) < 0.03
 
@@ -233,7 +232,7 @@ def _to_folder(ranks, folder, num_files):
         version = patch.version
         if ranks.rank == 0:
             there = set(folder.iterdir())
-            given = None if number else 0  # for later patches the folder records the version
+            given = None if number else 0  # for later patches the folder holds its version
             zero_core.apply_patch(folder, folder.parent / "patch.safetensors", version=given)
             if num_files > 1 and number:
                 assert len(set(folder.iterdir()) - there) == num_files
@@ -343,7 +342,7 @@ def test_a_comparison_finds_every_differing_bit(bits, data):
     for place, flip in zip(where, flips, strict=True):
         new[place] ^= flip
     shift = data.draw(st.integers(0, min(3, numel - 1)))
-    for dtype in (torch.bfloat16, torch.float16):  # random bits include NaNs of all kinds
+    for dtype in (torch.bfloat16, torch.float16):  # random bits include NaN
         changed, far = compare(old.view(dtype)[shift:], new.view(dtype)[shift:])
         found = changed.nonzero().view(-1).tolist()
         assert found == [place - shift for place in where if place >= shift]
@@ -397,7 +396,7 @@ def test_low_bits_lead_to_the_new_value_from_any_old_one_nearby(new, distance, b
 
     for form, limit in ((Form.LOW4, 7), (Form.LOW8, 127)):
         old = min(max(new + max(-limit, min(limit, distance)), -(2**15)), 2**15 - 1)
-        nearer = new + (old - new) * between // 127  # a receiver between the old and the new value
+        nearer = new + (old - new) * between // 127  # between the old and the new value
         for start in (old, nearer):
             found = from_low_bits(value(start), to_low_bits(value(new), form), form)
             assert torch.equal(found.view(torch.int16), value(new).view(torch.int16))

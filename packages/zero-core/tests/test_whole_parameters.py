@@ -41,7 +41,7 @@ class LionLike(Own):
         average = state.setdefault("exp_avg", torch.zeros_like(param))
         update = (0.9 * average + 0.1 * param.grad).sign_()
         average.mul_(0.99).add_(param.grad, alpha=0.01)
-        # Some optimizers assign new memory instead of writing in place.
+        # Some optimizers assign new memory.
         param.data = param.data - group["lr"] * (update + group["decay"] * param.data)
 
 
@@ -116,7 +116,7 @@ def test_update_is_the_optimizers_own_at_every_stage_and_on_the_host(ranks, name
 
 ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 13, "hysteresis": 1}}
-CASES = [  # with the tolerated gap from DDP, which sums gradients in their dtype
+CASES = [  # tolerated gap from DDP, which sums gradients in their dtype
     (Case(dtype="bf16", accumulation=2, clipping=0.5, top=ADAFACTOR), 2e-3),
     (Case(dtype="fp16", zero=HOST, top={**ADAFACTOR, **FP16}), 2e-4),
     (Case(accumulation=2, is_local=True, clipping=0.5, top=ADAFACTOR), 1e-6),
@@ -148,7 +148,7 @@ def _resumes(ranks, name, stages, folder, sizes):
         return
     if sizes == (2, 2):
         expected, _ = train_whole(make, ranks, 4)
-    else:  # the reference resumes at stage 0, where every rank has complete states
+    else:  # the reference resumes at stage 0, where each rank has complete states
         engine = engine_of(make, 0, ranks)
         engine.load_checkpoint(folder)
         expected = trained(engine, ranks.rank, range(2, 4)).full_state_dict()
@@ -170,7 +170,7 @@ def _resumes(ranks, name, stages, folder, sizes):
         ("LionLike", (2, 3), (2, 1)),
         ("Shampoo", (3, 1), (2, 2)),  # compared with an uninterrupted run
         ("Adafactor", (3, 1), (2, 2)),
-        ("of two kinds", (3, 1), (2, 3)),  # sliced states, and states of a whole parameter
+        ("of two kinds", (3, 1), (2, 3)),  # sliced states, and states of whole parameters
     ],
 )
 def test_checkpoint_resumes_with_other_ranks_and_another_stage(tmp_path, name, stages, sizes):
@@ -269,7 +269,7 @@ def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones(ranks):
     for num_blocks in (6, 2):
         train(engine, [(torch.ones(2, 48), num_blocks)])
         (row,) = [row for row in engine.comm_report() if row.content == "whole parameters"]
-        assert row.num_calls == 12  # two calls per block: gradient to the owner, values back
+        assert row.num_calls == 12  # two calls per block: to the owner and back
         found.append(row.sent_bytes)
     matrix = model.blocks[0].weight.nbytes
     # 2/3 of a matrix and of its gradient go to the owner, 2/3 of the new values to other ranks.
@@ -277,7 +277,7 @@ def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones(ranks):
     assert sent == pytest.approx([6 * 2 * matrix, 2 * 2 * matrix], rel=0.03)
     settings = Case(3, top=ADAFACTOR).config()
     planned = zero_core.plan(Deep(), settings, 3).memory.device["whole parameters in a step"]
-    owned = 2 * matrix  # bytes per rank
+    owned = 2 * matrix
     numels = [w.numel for w in assign_owners(engine.layout) if w.owner == ranks.rank]
     assert 4 * sum(numels) == owned
     assert 2 * owned < planned <= 2 * (owned + 2 * matrix)

@@ -76,7 +76,7 @@ def plain_torch(_):
     return {name: param.detach().view(torch.int32) for name, param in params.items()}
 
 
-# One case per gradient path. integration/faults runs all combinations on processes.
+# One case for each path of gradients. integration/faults runs all combinations on processes.
 KINDS = {
     "fp32": {},
     "clipped": {"gradient_clipping": 0.5},
@@ -98,7 +98,7 @@ def test_losses_norms_and_weights_have_the_bits_of_one_rank(kind):
         changed = {**KINDS[kind], "zero_optimization": {"stage": stage}}
         assert_same_bits(run(world_size, changed), alone)
     if kind == "fp32":
-        # Run on a simulated rank, too: the number of torch's threads changes the bits.
+        # Simulate plain torch too, because the number of torch's threads changes the bits.
         (expected,) = simulate(plain_torch, 1)
         assert all(torch.equal(alone[2][name], expected[name]) for name in expected)
 
@@ -204,7 +204,7 @@ def test_a_micro_batch_that_is_repeated_draws_the_same_numbers():
     engine.backward(engine(torch.ones(1, 4)).sum())
     assert len(masks) == 5
     assert all(torch.equal(mask, masks[0]) for mask in masks)
-    engine(torch.ones(1, 4))  # the second forward of a micro-step
+    engine(torch.ones(1, 4))  # the second forward in a micro-step
     assert not torch.equal(masks[-1], masks[0])
     engine.close()
 

@@ -30,7 +30,7 @@ from zero_offload.testing.virtual_time import VirtualThread, VirtualTime
 from zero_offload.tiers.twin import TwinTier
 from zero_offload.transfers.mover import HostMover
 
-SEGMENTS = ((256, 360), (0, 256))  # in the order of backward, the last unit first
+SEGMENTS = ((256, 360), (0, 256))  # in the order of backward
 RATIOS = (0.0, 0.3, 1.0)
 
 
@@ -59,7 +59,7 @@ def _tier(space: Space, count: int, **options: Any) -> TwinTier:
 def _train(
     count: int, dtype: torch.dtype = BF16, *, is_by_unit: bool = False, **block: Any
 ) -> dict[str, Tensor]:
-    """Accumulate gradients. Update all at the end, or each unit after its last gradient."""
+    """Train three steps. Update all units at the end, or each unit after its last gradient."""
     space = Space(dtype)
     tier = _tier(space, count, **block)
     for step in range(3):
@@ -95,7 +95,7 @@ def _train_on_sums(count: int, dtype: torch.dtype = BF16, **block: Any) -> dict[
 
 @pytest.fixture(params=["torch", "one gradient", "cpu_adam"])
 def kernel(request: pytest.FixtureRequest) -> Any:
-    """Provide torch's update, a kernel for one gradient, and a kernel for several."""
+    """Provide None for torch's update, a kernel for one gradient, and a kernel for several."""
     makers = {"torch": lambda: None, "one gradient": ReferenceKernel, "cpu_adam": cpu_adam}
     return makers[request.param]()
 
@@ -222,7 +222,7 @@ def test_an_error_while_adding_is_raised_by_the_next_call_and_changes_nothing(
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_range_without_a_gradient_is_refused(ratio: float, count: int) -> None:
-    """The device's copy of an earlier gradient, from before a step or discard, does not count."""
+    """A gradient that the device still holds from before a step or discard does not count."""
     space = Space(BF16)
     tier = _tier(space, count, ratio=ratio)
 

@@ -89,7 +89,7 @@ def test_it_settles_on_the_fastest_ratio_that_fits(
     assert auto.report.ratio == auto.ratio
     assert all(ratio >= least for ratio in ratios)
     best = machine.best(least)
-    # The result may be below `best` by the resolution, or above by a stall within noise.
+    # The result may be lower by the resolution, or higher if the stall is within the noise.
     assert best - RESOLUTION - 1e-3 <= auto.ratio <= best + NOISE + 1e-3
     held = auto.ratio
     assert set(run(auto, machine, 50, least)) == {held}

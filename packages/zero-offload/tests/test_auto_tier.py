@@ -60,7 +60,7 @@ class Scripted(AutoRatio):
 
 
 class LateThread(VirtualThread):
-    """Thread whose worker runs only when the caller waits for it."""
+    """Thread whose jobs run only when the caller waits for them."""
 
     def catch_up(self) -> None:
         """Do nothing."""
@@ -68,7 +68,7 @@ class LateThread(VirtualThread):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
-    """Replace all clocks by virtual time that only kernels advance."""
+    """Replace the tier's clocks by virtual time that only kernels advance."""
     made = VirtualTime()
     monkeypatch.setattr("zero_offload.tiers.factory.perf_counter", made.now)
     monkeypatch.setattr("zero_offload.tiers.flat_tier.HostThread", lambda _: LateThread(made))
@@ -149,7 +149,7 @@ def test_a_skipped_step_is_not_measured_twice() -> None:
 
 
 def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -> None:
-    """The tier must not resplit, because such a gradient does not show that a step began."""
+    """A parameter's first gradient does not show that a step began: the tier must not resplit."""
     results, script = [], Scripted(RATIOS)
     for is_auto in (True, False):
         space, kernel = Space(), ReferenceAdam()
@@ -166,7 +166,7 @@ def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -
             tier.wait_params(0, 360)
         results.append(snapshot(tier, space))
     assert_same(*results)
-    assert len(script.samples) == 3  # The tier did not notice the starts of steps 1 and 4.
+    assert len(script.samples) == 3  # the starts of steps 1 and 4 go unnoticed
 
 
 def test_a_host_that_is_always_late_gives_all_to_the_device(
@@ -175,7 +175,7 @@ def test_a_host_that_is_always_late_gives_all_to_the_device(
     """The kernel takes 4 ms for any share, so the search ends at ratio 0 and logs it once."""
     caplog.set_level(logging.INFO, logger="zero_offload")
     space = Space()
-    # The last piece must fill the space, so that any share has elements to update.
+    # The last piece fills the space, so that any share has elements to update.
     space.pieces[-1] = (272, 360, 0)
     tier = make_auto(space, TimedAdam(clock, 0.004, 1e-5))
     assert tier.ratio_report is None

@@ -148,7 +148,7 @@ def test_an_error_of_the_device_part_is_raised_by_step_itself() -> None:
 def test_a_missing_gradient_is_refused_before_anything_is_updated(
     ratio: float, start: int, stop: int
 ) -> None:
-    """The host has the elements from 144 on. Host or device may have all of its gradients."""
+    """At ratio 0.6 the host has the elements from 144 on. Host or device may lack gradients."""
     space = Space()
     tier = make_tier(space, ratio=ratio, kernel=ReferenceAdam())
     before = snapshot(tier, space)

@@ -22,7 +22,7 @@ NUM_PARTS = 2
 
 
 class LoggedFile(BlockFile):
-    """File that logs its transfers in order, and delays records in ``gates``."""
+    """File that logs its transfers, and delays those in ``gates`` until their event is set."""
 
     def __init__(self, folder: Path, sizes: Sequence[int]) -> None:
         super().__init__(folder, sizes)
@@ -76,7 +76,7 @@ def test_every_update_of_every_block_counts(
     buffer_count: int,
     passes: list[tuple[bool, list[int]]],
 ) -> None:
-    """Blocks are taken in any order, repeatedly, within a pass and across passes."""
+    """Blocks are used in any order and repeatedly, within a pass and across passes."""
     file = BlockFile(tmp_path_factory.getbasetemp(), _sizes(num_blocks))
     pipeline = BlockPipeline(file, NUM_PARTS, buffer_count)
     expected = [0] * num_blocks

@@ -116,7 +116,7 @@ def test_block_that_is_overwritten_in_part_keeps_the_rest() -> None:
 def test_staging_copy_is_the_upper_half_on_the_way_to_a_device(
     kernel: Any, state_dtype: str
 ) -> None:
-    """The upload buffer stores the upper halves, as it does on an accelerator."""
+    """The upload buffer has the upper halves of the masters, as on an accelerator."""
     space, plain = Space(BF16), Space(BF16)
     tier, mover = host_tier(space, kernel, state_dtype=state_dtype, is_staged=True)
     other = make_tier(plain, kernel=kernel, state_dtype=state_dtype)

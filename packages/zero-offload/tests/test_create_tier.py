@@ -84,7 +84,7 @@ def test_optimizers_that_are_not_elementwise_are_refused_by_name(cls: Any) -> No
 
 
 def test_every_torch_optimizer_is_known_to_be_one_or_the_other() -> None:
-    """A new torch optimizer fails this test until it is classified."""
+    """A new torch optimizer fails this test until it is added to one of the two sets."""
     found = {
         cls
         for cls in vars(optim).values()

@@ -45,7 +45,7 @@ PAIRS = [(0, 0.0), (0, 1.0), (1, 0.3), (2, 0.3)]
 def shard(
     model: nn.Sequential, *, is_mixed: bool = False, mesh: DeviceMesh | None = None
 ) -> nn.Sequential:
-    """Apply FSDP2 with one unit per linear layer. ``is_mixed`` computes in bf16."""
+    """Apply FSDP2 to each linear layer and to the model. ``is_mixed`` computes in bf16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_mixed else None)
     for module in (model[0], model[3], model[4], model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -91,7 +91,7 @@ def _equal_at_every_ratio(train: Callable[[Callable[..., Any]], Tensor]) -> None
 
 
 def _late_ddp(rank: int, world_size: int) -> None:
-    """Check that master weights follow DDP's first broadcast after the optimizer was created."""
+    """Check that master weights follow DDP's broadcast if DDP is created after the optimizer."""
 
     def train(make: Callable[..., Any]) -> Tensor:
         model = make_model()

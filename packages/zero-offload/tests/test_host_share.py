@@ -44,7 +44,7 @@ def _host_elements(tier: TwinTier) -> set[int]:
 @pytest.mark.parametrize(
     ("block", "expected"),
     [
-        # The padding after block.0 goes with it.
+        # The padding behind block.0 is on the host too.
         ({"parameters": ["block.0.*"]}, {*range(37, 256 + 4)}),
         ({"parameters": ["*.bias", "head.weight"]}, {*range(37, 42), *range(260, 360)}),
         ({"parameters": ["*"]}, {*range(360)}),
@@ -143,7 +143,7 @@ def test_a_budget_holds_the_sums_of_micro_steps(
     ("numel", "adds_grads", "expected", "more"),
     [
         (1 << 20, True, (4 + 8 + 4) << 20, 0),  # a sum is fp32 already
-        # An accelerator's tier converts 16-bit gradients to fp32, 64 Mi elements at once.
+        # An accelerator's tier converts 16-bit gradients to fp32, at most 64 Mi elements at once.
         (1 << 20, False, 14 << 20, 4 << 20),
         (1 << 28, False, 14 << 28, 4 << 26),
     ],
@@ -160,7 +160,7 @@ def test_gradients_that_are_widened_on_an_accelerator_count(
 
 
 def _net() -> Any:
-    """Make a model whose parameter names match patterns. One parameter is empty."""
+    """Make a model with named layers and an empty parameter."""
     torch.manual_seed(0)
     parts = {"embed": nn.Linear(7, 7), "relu": nn.ReLU(), "head": nn.Linear(7, 3)}
     net = nn.Sequential(OrderedDict(parts))
@@ -191,7 +191,7 @@ def test_an_optimizer_takes_names_or_parameters(name: str, host_numel: int) -> N
     loop(net, optimizer)
     assert torch.equal(weights(net), weights(plain))
     assert optimizer.tier.host_numel == host_numel
-    if name == "pattern":  # The state_dict of named parameters also loads at a ratio.
+    if name == "pattern":  # The state_dict also loads at a ratio.
         saved = optimizer.state_dict()
         second = OffloadedOptimizer(optim.NAdam, _net().parameters(), ratio=0.3, lr=1e-1)
         second.load_state_dict(saved)

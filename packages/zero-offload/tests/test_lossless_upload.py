@@ -163,7 +163,7 @@ def test_steps_leave_the_bits_of_whole_values_and_send_less(
 
 
 def test_queued_steps_check_what_the_step_before_has_sent() -> None:
-    streams = LateStreams(up_s=0.02)  # the copies end after the next step's checksums
+    streams = LateStreams(up_s=0.02)  # copies end after the next step's checksums
     pair = Pair(streams)
     for found, of in pair.both:
         for step in (0, 1, 3, 4):
@@ -205,7 +205,7 @@ def test_values_that_others_changed_are_sent_whole_and_then_as_differences(
     before = pair.differences.num_changed
     pair.space.params[1][1][17] += 1.0  # other code writes to the shard
     pair.train(range(3, 4))
-    assert pair.differences.num_changed == before + 1  # the part with the edit was sent whole
+    assert pair.differences.num_changed == before + 1  # the edited part was sent whole
     nbytes = pair.mover.bytes_h2d
     pair.train(range(4, 5))
     assert pair.mover.bytes_h2d - nbytes < 138_001 / 2

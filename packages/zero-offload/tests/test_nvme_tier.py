@@ -89,7 +89,7 @@ def test_every_rule_gives_the_bits_of_host_memory(
     block_numel: int,
     buffer_count: int,
 ) -> None:
-    """The same holds for state that is copied from host memory after two steps."""
+    """The third tier gets its state from the first, in host memory, after two steps."""
     _set_block_numel(monkeypatch, block_numel)
     cls, settings, state_dtype = rule
     groups = [group_of(cls, lr=lr, **settings) for lr in (1e-2, 3e-3)]
@@ -155,7 +155,7 @@ def test_a_cleared_piece_starts_again_and_its_neighbours_stay(tmp_path: Path) ->
 def test_bytes_moved_per_step_are_those_of_the_touched_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Reads ahead for the next step would count too.
+    # Otherwise, reads ahead for the next step would count.
     monkeypatch.setattr(BlockPipeline, "prefetch", lambda self: None)
     space = Space(num_groups=2)
     tier = _make(space, tmp_path)
@@ -273,7 +273,7 @@ def test_a_full_disk_stops_the_step_and_the_checkpoint_goes_on(
         _offer_and_step(tier, space, 2)
         path = _file(tier).path
         _assert_dead(tier, space, StorageError, f"{path}: No space left on device: writing")
-    _assert_dead(tier, space, StorageError, "No space left")  # also when the disk has room again
+    _assert_dead(tier, space, StorageError, "No space left")  # even if the disk has room again
     again = _make(restored := Space(num_groups=2), tmp_path)
     copy_state(host, again, other)
     train(host, other, GROUPS, range(2, 4))

@@ -33,7 +33,7 @@ BACKWARD_S, UPDATE_S, COPY_S = 0.020, 0.015, 0.002  # seconds per unit
 
 
 class Recorded(ReferenceAdam):
-    """Kernel that computes nothing and records the unit of each call."""
+    """Kernel that only records the unit of each call and takes virtual time."""
 
     def __init__(self, time: VirtualTime, masters: Tensor) -> None:
         super().__init__()
@@ -134,7 +134,6 @@ def test_a_chunk_waits_for_its_own_part_of_the_gradient_alone() -> None:
 
 
 def test_updates_that_queue_run_in_ascending_order_of_offsets() -> None:
-    """Steps that queue behind a running update are updated in ascending order of offsets."""
     space, kernel = Space(), GatedAdam()
     tier, _ = host_tier(space, kernel)
     grads = space.grad(0)
@@ -185,7 +184,7 @@ def test_a_gradient_is_kept_until_it_was_copied_or_released() -> None:
     offer()
     second = offer()
     assert alive() == [True, True]
-    streams.release(second)  # copies are in order: the last release covers all
+    streams.release(second)  # copies end in order, so the last release covers all
     assert alive() == [False, False]
     offer()
     clock.caller = 10.0

@@ -111,7 +111,7 @@ def test_what_updates_leave_out_is_read_once(tmp_path: Path) -> None:
         nbytes = expected.nbytes
         assert tier.file_traffic() == (read + 2 * nbytes, written + version * nbytes)
     assert torch.equal(_fetch(tier, 3), expected)
-    # Each of these writes skips different elements.
+    # Each of these writes skips other elements than the one before.
     for start, stop, version in ((4000, 4128, 4), (0, 4000, 5), (0, 4128, 9), (0, 4000, 6)):
         expected[start:stop] = _values(3, version)[start:stop]
         tier.write(3, start, expected[start:stop])
@@ -206,7 +206,7 @@ def test_a_write_beside_a_fetch_makes_its_values_stale(
 
     def copy_and_write(out: Tensor, source: Tensor) -> Copy:
         copy = start_copy(out, source)
-        tier.write(3, 0, _values(3, 1))  # the update thread may write at this time
+        tier.write(3, 0, _values(3, 1))  # as the thread of updates may
         return copy
 
     monkeypatch.setattr(param_tier, "start_copy", copy_and_write)

@@ -78,7 +78,7 @@ def _by_torch(
     space = Space()
     weights = space.initial.clone()
     params = [nn.Parameter(weights[a:b].clone()) for a, b, _ in space.pieces]
-    # Adagrad only reads its initial sum from a constructor argument.
+    # Adagrad reads its initial sum only from a constructor argument.
     initial = "initial_accumulator_value"
     settings = {initial: groups[0][initial]} if initial in groups[0] else {}
     optimizer = cls([{**groups[0], "params": params}], **settings)
@@ -123,7 +123,7 @@ def test_kernel_gives_torchs_numbers_and_the_same_bits_at_every_ratio(
         assert torch.equal(result["params"], result["master_weight"].to(dtype))
     if dtype == FP32:
         # Square roots of Adam and Adagrad differ by a few ulps. Other rules use torch's operations
-        # in torch's order, so fp32 weights near 1 are equal.
+        # in torch's order.
         exact = not issubclass(cls, optim.Adagrad | optim.Adam)
         tolerance = 0 if exact else 1e-6
         expected = _by_torch(cls, groups, steps, grad_scale=0.5)
@@ -136,7 +136,7 @@ def test_kernel_gives_torchs_numbers_and_the_same_bits_at_every_ratio(
 def test_compact_states_give_the_same_bits_at_every_ratio(
     kernel: Any, state_dtype: str, dtype: torch.dtype
 ) -> None:
-    """A piece is split at a block boundary. Padding may lose the lower half of a split master."""
+    """Pieces are split at block boundaries. Padding may lose the lower halves of split masters."""
     groups = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
     block: dict[str, Any] = {"kernel": kernel, "state_dtype": state_dtype, "padding": False}
     expected = trained(groups=groups, space=Space(dtype), **block)

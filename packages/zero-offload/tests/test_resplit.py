@@ -116,7 +116,7 @@ def test_offered_gradients_forbid_a_resplit() -> None:
 
 
 def test_settings_switched_on_since_construction_are_kept() -> None:
-    """Nesterov momentum is enabled after construction. Tiers of a resplit must have it."""
+    """Nesterov momentum is enabled after construction. Tiers made by a resplit must use it."""
     results = []
     for moves in (False, True):
         space = Space()

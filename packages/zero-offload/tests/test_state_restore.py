@@ -90,7 +90,7 @@ def test_num_steps_of_zero_makes_a_piece_new(
 def test_state_crosses_between_kernel_and_torch(
     cls: Any, settings: dict[str, Any], to_kernel: bool
 ) -> None:
-    """Names, scalars and the state of a piece without updates are equal in both."""
+    """Names, scalars and the state of a piece without updates are equal in both tiers."""
     groups, kernels = [group_of(cls, **settings)], [None, ReferenceKernel()]
     space, resumed = Space(), Space()
     tier = make_tier(space, cls, groups, kernel=kernels[not to_kernel], ratio=0.4)

@@ -57,7 +57,6 @@ def test_inactive_pieces_and_padding_are_left_alone(route: Any, ratio: float) ->
 
 @some_ratios
 def test_pieces_of_unequal_age_use_their_own_step_count(route: Any, ratio: float) -> None:
-    """A piece whose updates start late has the bias correction of its own step count."""
     space = Space()
     tier = make_tier(space, groups=GROUPS, ratio=ratio, kernel=route)
     train(tier, space, GROUPS, range(2), active=[0, 2])
@@ -108,7 +107,7 @@ def test_settings_are_copied_before_step_returns() -> None:
     tier = make_tier(space, optim.SGD, groups)
     offer(tier, space, 0)
     tier.step(groups, range(5), grad_scale=1.0)
-    groups[0]["lr"] = 1e6  # a scheduler's change while the worker may be updating
+    groups[0]["lr"] = 1e6  # as a scheduler may do while the worker updates
     assert_same(snapshot(tier, space), trained(*SGD_TIER, steps=range(1)))
 
 

@@ -131,7 +131,6 @@ def test_a_read_leaves_the_memory_beside_its_tensor_alone(tmp_path: Path) -> Non
 
 
 def test_direct_io_is_used_where_the_file_system_has_it(tmp_path: Path) -> None:
-    """The test probes the file system, and reads the flags of the open file."""
     probe = tmp_path / "probe"
     probe.touch()
     try:

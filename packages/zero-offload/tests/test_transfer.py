@@ -81,7 +81,6 @@ def test_pinned_landing_memory_is_no_larger_than_it_must_be(
 def test_memory_that_cannot_be_pinned_is_used_pageable_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This covers machines without locked memory and torch builds without an accelerator."""
     _refuse_to_lock(monkeypatch)
     memory, direct = HostMemory(should_pin=True), HostMemory(should_pin=True)
     with pytest.warns(RuntimeWarning, match="pageable") as caught:
@@ -135,7 +134,7 @@ def test_staging_is_two_buffers_of_the_largest_chunk() -> None:
 
 
 def _refuse_to_lock(monkeypatch: pytest.MonkeyPatch, *, limit: int = 0) -> list[int]:
-    """Limit torch's locked memory to ``limit`` bytes, and return the bytes of each lock."""
+    """Limit torch's locked memory to ``limit`` bytes. Return a list that gets each lock's bytes."""
     empty, locked = torch.empty, list[int]()
 
     def lock(numel: int, *, dtype: torch.dtype, pin_memory: bool = False, **kwargs: Any) -> Tensor:

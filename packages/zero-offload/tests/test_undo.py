@@ -37,7 +37,7 @@ PIECES, NUMEL = range(5), 318
 )
 @settings(deadline=None)
 def test_spans_of_a_ring_lie_in_it_and_apart(capacity: int, calls: list[int]) -> None:
-    """A call takes a span of that many bytes or, if negative, frees the span at that index."""
+    """Positive ``calls`` take spans of that many bytes. Negative ones free a held span by index."""
     ring = HostRing(capacity)
     held: list[RingSpan] = []
     for call in calls:
@@ -77,7 +77,7 @@ class Pair:
             train(tier, space, steps=range(1))
 
     def begin(self, step: int, active: Any = PIECES) -> None:
-        """Offer a step's gradients to the first tier, and begin the step there."""
+        """Offer a step's gradients to the first tier, and update there speculatively."""
         offer(self.tier, self.space, step)
         self.tier.speculate(ADAM, active, grad_scale=1.0)
 
@@ -92,7 +92,7 @@ class Pair:
             part.drain()
 
     def counts(self) -> tuple[int, int]:
-        """Wait for the host, and return the elements that were kept and undone."""
+        """Wait for the host, and return the numbers of elements that were kept and undone."""
         self.drain()
         reports = [part.tier for part in self.tier.report() if part.tier is not None]
         return sum(r.num_kept for r in reports), sum(r.num_undone for r in reports)

@@ -22,7 +22,7 @@ HYPER: dict[str, Any] = {
 
 
 def spread(rng: np.random.Generator, numel: int) -> np.ndarray:
-    """Draw random numbers over many orders of magnitude, where rounding errors are most visible."""
+    """Draw numbers over many orders of magnitude, where rounding errors are most visible."""
     values = rng.standard_normal(numel) * 10.0 ** rng.integers(-12, 6, numel)
     return values.astype(np.float32)
 
@@ -38,7 +38,7 @@ def make_arrays(numel: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def to_bits(array: np.ndarray) -> np.ndarray:
-    """Return the bits, with all NaNs equal, because a NaN's sign and payload depend on the CPU."""
+    """Return the bits. All NaNs are equal, because a NaN's sign and payload depend on the CPU."""
     if array.dtype == np.uint16:
         is_nan = (array & 0x7FFF) > 0x7F80
         return np.where(is_nan, np.uint16(0x7FC0), array)

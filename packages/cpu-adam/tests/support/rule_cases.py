@@ -91,8 +91,6 @@ def make_rule(
 
 @dataclass(frozen=True)
 class Update:
-    """An update function and how to call it."""
-
     function: str
     make: Callable[..., dict[str, np.ndarray]]
     options: dict[str, Any]

@@ -54,8 +54,8 @@ class Lossless:
     pair: Callable[
         [int, torch.dtype, float, float, int], Pair
     ]  # (numel, dtype, share, octaves, seed)
-    all_modes: Callable[[torch.dtype], Pair]  # tensors whose blocks have all modes
-    # The package's functions and messages, in terms of ``old`` and ``new``.
+    all_modes: Callable[[torch.dtype], Pair]  # tensors with blocks of all modes
+    # The package's functions and messages, called with ``old`` and ``new``.
     encode_checked: Callable[[Tensor, Tensor], Tensor]
     decode_checked: Callable[[Tensor, Tensor], None]
     message: Callable[[Tensor, Tensor], Tensor]
@@ -65,9 +65,9 @@ class Lossless:
         return find_codec(self.name, device)
 
     def cases(self, most: int) -> Iterator[Pair]:
-        """Yield tensors with all modes, both itemsizes, and lengths near whole blocks.
+        """Yield pairs with all modes, both itemsizes, and lengths near whole blocks up to ``most``.
 
-        The longest length is ``most``. Below 2049 every mode has one block only.
+        If ``most`` is below 2049, the pairs with all modes have one block of each mode.
         """
         for dtype in (torch.bfloat16, torch.float32):
             old, new = self.all_modes(dtype)
@@ -137,7 +137,7 @@ class Lossless:
         return expected
 
 
-# Zeros, denormals, infinities and NaN, with both signs.
+# Bits of zeros, denormals, infinities and NaN, with both signs.
 SPECIAL = {
     16: [x | sign for x in (0, 1, 0x7C00, 0x7E01, 0x7F80, 0x7F81, 0x7FFF) for sign in (0, 1 << 15)],
     32: [x | sign for x in (0, 1, 0x7F800000, 0x7F800001, 0x7FC01234) for sign in (0, 1 << 31)],
@@ -255,7 +255,7 @@ DIFFERENCES, VALUES = Differences(), Values()
 
 
 def decoded(codec: Any, buffer: Tensor, old: Tensor, around: int = 7) -> tuple[bool, Tensor]:
-    """Decode between guard bytes, and return whether the buffer was accepted, and the values."""
+    """Decode between guard bytes. Return whether the buffer was accepted, and the values."""
     numel, nbytes = old.numel(), buffer.numel()
     placed = torch.full((GAP + nbytes + GAP,), around, dtype=torch.uint8, device=old.device)
     placed[GAP : GAP + nbytes] = buffer
@@ -289,7 +289,7 @@ def damaged(buffer: Tensor, numel: int, count: int, seed: int) -> Iterator[Tenso
         other[at] ^= 1 << drawn(0, 8)
         yield other
     yield from (buffer[:-1], buffer[: start - 1], torch.cat([buffer, buffer[:2]]))
-    # The total length is right, but the first block is too long and the second too short.
+    # The total length is right, but not those of the first two blocks.
     lengths = buffer.clone()
     lengths[:start].view(torch.int16)[:2] += torch.tensor([1, -1])[: start // 2]
     yield lengths

@@ -78,7 +78,7 @@ def _run(
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values that ``rank`` contributes, equal in every process."""
+    """Return the values that ``rank`` contributes. They are equal in every process."""
     generator = torch.Generator().manual_seed(1000 * numel + rank)
     return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 

@@ -159,7 +159,7 @@ def run_ranks(network: Network, program: Callable[[SimulatedTransport], Any]) ->
         transport = SimulatedTransport(network, range(network.world_size), rank)
         try:
             results[rank] = program(transport)
-        except BaseException as error:  # `run_ranks` raises it
+        except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(r,)) for r in range(network.world_size)]

@@ -24,7 +24,7 @@ def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, rank: int, *, num_steps: int = NUM_STEPS) -> list[float]:
-    """Train with plain SGD, which is sensitive to the gradients' scale. Return average losses."""
+    """Train with SGD, which is sensitive to the gradients' scale. Return rank-average losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     dtype = next(model.parameters()).dtype
     losses = []

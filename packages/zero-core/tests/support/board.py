@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Board:
-    """`zero_core.watch.watch.ThreadedBoard` of one rank, stored in a table that all ranks share."""
+    """Stand-in for `zero_core.watch.watch.ThreadedBoard` on one rank. All ranks share ``table``."""
 
     host = "the table"
     is_lost = False

@@ -1,5 +1,3 @@
-"""Checkpoints with a changed manifest."""
-
 from __future__ import annotations
 
 import json
@@ -11,7 +9,7 @@ from zero_core.checkpoint.manifest import MANIFEST, seal
 
 
 def rewrite(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Apply ``change`` to a manifest and recompute its digest."""
+    """Apply ``change`` to the manifest of the checkpoint at ``place`` and recompute its digest."""
     path = place / MANIFEST
     content = json.loads(path.read_bytes())
     change(content)

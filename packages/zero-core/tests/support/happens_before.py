@@ -26,7 +26,7 @@ Range = tuple[int, int]
 
 
 class _Access(NamedTuple):
-    """An access by an operation, with the operation's position in the trace."""
+    """An access by an operation. ``number`` is the operation's sequence number in the trace."""
 
     stream: int
     number: int
@@ -47,15 +47,15 @@ class HappensBefore:
     """Checks the trace records of one device in call order."""
 
     def __init__(self, ranges: Iterable[Range]) -> None:
-        self.races: list[Race] = []  # one per pair of operations
+        self.races: list[Race] = []  # one per pair of operations with equal descriptions
         self._bounds = sorted({bound for a, numel in ranges for bound in (a, a + numel)})
         self._handler = EventHandler()
         self._numbers: dict[tuple[str, int], int] = {}
         self._fresh = count(1)
         self._seen: set[tuple[str, str]] = set()
-        self._last_write: dict[int, _Access] = {}  # last write of each part
-        self._reads: dict[int, list[_Access]] = {}  # reads of each part since its last write
-        self._readers: dict[Range, set[int]] = {}  # streams passed to `record_stream`
+        self._last_write: dict[int, _Access] = {}  # by part
+        self._reads: dict[int, list[_Access]] = {}  # reads since the last write, by part
+        self._readers: dict[Range, set[int]] = {}  # streams passed to `record_stream`, by block
 
     def feed(self, record: TraceRecord, thread: int, streams: Iterable[int]) -> None:
         """Check the next record, a call of ``thread``. ``streams`` are the device's streams."""
@@ -93,7 +93,7 @@ class HappensBefore:
                 handler._handle_event_wait(handover, host)
 
     def _free(self, host: int, stream: int, memory: Range) -> None:
-        """Order reuse of freed memory after its own stream and those given to `record_stream`."""
+        """Order the reuse of freed memory after its stream and those given to `record_stream`."""
         readers = self._readers.pop(memory, set())
         reuse = self._number("stream", stream)
         if readers:
@@ -106,7 +106,7 @@ class HappensBefore:
             self._forget(memory)
 
     def _forget(self, memory: Range) -> None:
-        """Forget accesses to freed memory, whose next contents are unrelated."""
+        """Forget accesses to freed memory, because its next contents are unrelated."""
         for part in self._parts(memory):
             self._last_write.pop(part, None)
             self._reads.pop(part, None)
@@ -170,7 +170,7 @@ _WAITS = {
 
 
 def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
-    """Return the innermost frame of an explicit wait in a file below ``roots``, or ""."""
+    """Return the innermost frame below ``roots`` of an explicit wait, or "" for other records."""
     if record.kind not in _WAITS or record.name:
         return ""
     return next(
@@ -181,10 +181,10 @@ def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
 def find_races(
     trace: Sequence[TraceRecord], *, workers: Collection[int] = (), without: Collection[int] = ()
 ) -> Iterator[Race]:
-    """Yield the races in a trace of the fake CUDA. ``without``: positions of waits to ignore.
+    """Yield the races in a trace of the fake CUDA. ``without``: positions of records to ignore.
 
-    The threads of a device count as one thread, except ``workers``: the others never run at the
-    same time. For example, a caller waits for its autograd thread.
+    Threads in ``workers`` are tracked separately. The others count as one thread, because they
+    never run at the same time. For example, a caller waits for its autograd thread.
     """
     devices: dict[int, int] = {}  # the first device that each thread used
     for record in trace:
@@ -205,7 +205,7 @@ def find_races(
         if device < 0:
             device = devices.get(record.thread, -1)
         if device not in checkers or position in dropped:
-            continue  # a thread may synchronise with an unused device
+            continue
         if record.stream >= 0:
             streams[device].add(record.stream)
         thread = record.thread if record.thread in workers else 0

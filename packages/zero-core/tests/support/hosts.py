@@ -22,7 +22,7 @@ def control_of(rank: int, world_size: int) -> ControlGroup:
 def connect(
     rank: int, world_size: int, per_node: int | None = None
 ) -> tuple[HostCollectives, SharedMemory]:
-    """Connect ranks in nodes of ``per_node`` ranks that share memory. None: a single node."""
+    """Connect this rank. Each node of ``per_node`` ranks (None: all ranks) shares memory."""
     per_node = per_node or world_size
     shared = SharedMemory(control_of(rank, world_size), timeout_s=300, ranks_per_node=per_node)
     node = rank // per_node * per_node

@@ -1,5 +1,3 @@
-"""The engine's collectives with a log of launches."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

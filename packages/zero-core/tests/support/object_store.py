@@ -22,7 +22,7 @@ class Objects(DirFileSystem):  # type: ignore[misc]
     protocol = "objects"
     num_written = 0
     is_down = False
-    """Whether listings fail, as if the store did not answer."""
+    """Whether listings fail, like those of a store that does not answer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(path=os.environ[ROOT], fs=LocalFileSystem(auto_mkdir=True), **options)
@@ -62,7 +62,7 @@ class Objects(DirFileSystem):  # type: ignore[misc]
         raise NotImplementedError("a store has no renames")
 
     def _count(self) -> None:
-        """Count a write. Kill the process if the count exceeds the limit in ``LAST``."""
+        """Count a write. Kill the process if the count exceeds the limit in variable `LAST`."""
         Objects.num_written += 1
         if Objects.num_written > int(os.environ.get(LAST, "1000000")):
             os.kill(os.getpid(), signal.SIGKILL)

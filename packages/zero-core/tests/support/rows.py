@@ -22,18 +22,18 @@ TWO_KERNELS = re.compile(
     r"\bratio\b|border that moves|budget|names on the host|first half|all in files|NAdam"
     "|4-bit messages, updates in backward"
 )
-"""Variants that update a share of the elements on the device.
+"""Variants that update some elements with another kernel than their base.
 
-torch's kernel there rounds differently than cpu-adam (NAdam: than torch's loop on the host). So
-their results have only to be near the base's, and equal to those of a run with other delays.
+On the device torch's kernel updates, on the host cpu-adam's (for NAdam: torch's loop). Their
+results are only close to the base's. They must not depend on delays, unless the border moves.
 """
 
 
 def check(row: Row, variant: Variant, folder: Path, seed: int = 0) -> None:
-    """Compare both sides of a row bit by bit.
+    """Compare both sides of a row, bit by bit except for `TWO_KERNELS`.
 
-    On devices, jobs are delayed at random, and the base's bits must be those of the CPU too. The
-    variant's devices run one collective at a time, so that orders that differ between ranks hang.
+    On devices, jobs are delayed at random, and rows with `_has_cpu_bits` are compared with the CPU.
+    The variant's collectives run one at a time, so that ranks with different orders hang.
     """
     if not IS_ON_DEVICES:
         equal.check(row, variant, folder)
@@ -61,7 +61,7 @@ def _run_on_devices(
     torch.accelerator.set_device_index(rank)  # all simulated nodes are on one host
     ranks = find_ranks(None, None)
     assert ranks.device == torch.device("cuda", rank)
-    if os.environ.get("TRITON_INTERPRET") == "1":  # otherwise, operators replace Triton's kernels
+    if os.environ.get("TRITON_INTERPRET") == "1":  # otherwise, operators replace Triton
         triton_jobs.install()
 
     def run(side: Variant, name: str) -> equal.Trace:
@@ -78,7 +78,7 @@ def _run_on_devices(
             # If all steps are skipped, states exist only on accelerators, as zeros.
             on_cpu.values[name] = torch.zeros_like(plain.values[name])
         (_compare_nearly if "NAdam" in row.variant else equal.compare)(ranks, row, plain, on_cpu)
-    # Leave out collectives that delay their work: the fake device already delays collectives.
+    # Leave out collectives with delays, because the fake device already delays collectives.
     further = {k: v for k, v in variant.further.items() if k != "collectives"}
     variant = dataclasses.replace(variant, further=further)
     found = run(variant, "variant")

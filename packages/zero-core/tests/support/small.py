@@ -1,5 +1,3 @@
-"""A small engine for tests of checkpoint files."""
-
 from __future__ import annotations
 
 import torch

@@ -6,7 +6,7 @@ from zero_core.optim.device_tier import DeviceTier
 
 
 class MadeTier(DeviceTier):
-    """A `DeviceTier` whose ``made`` is a factory for ``build(state_tier=...)``."""
+    """A `DeviceTier`. Use: ``build(state_tier=MadeTier.made)``."""
 
     @classmethod
     def made(cls, **given: Any) -> DeviceTier:

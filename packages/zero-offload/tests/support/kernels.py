@@ -18,9 +18,9 @@ TIMEOUT_S = 120.0
 
 
 class ReferenceAdam:
-    """Adam in single torch operations. The bits of an element do not depend on its position.
+    """Adam in elementwise torch operations. Results do not depend on an element's position.
 
-    The kernel records the number of elements of each call.
+    ``calls`` has the number of elements of each call.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ def _publish(master: Any, out: Any) -> None:
 
 
 class GatedAdam(ReferenceAdam):
-    """Adam that waits for ``gate`` before its ``gate_at``-th call, or raises ``error`` there."""
+    """Adam whose call number ``gate_at`` (from 0) waits for ``gate``, or raises ``error``."""
 
     def __init__(self, gate_at: int = 0, error: BaseException | None = None) -> None:
         super().__init__()

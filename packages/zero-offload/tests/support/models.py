@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Create a model whose layer sizes are not divisible by any world size.
+    """Create a model with layer sizes that 2, 3 and 4 ranks cannot divide.
 
     Under FSDP2 some ranks have no element of the last layer.
     """
@@ -35,7 +35,7 @@ def loop(
     steps: range = range(5),
     max_norm: float = 0.0,
 ) -> list[float]:
-    """Train a few steps on this rank's batches. Return losses and gradient norms."""
+    """Train on this rank's batches. Return the losses, each after its gradient norm if clipped."""
     schedule = optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     found: list[float] = []
     for step in steps:
@@ -53,10 +53,10 @@ def loop(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor, which may be a DTensor. This is a collective."""
+    """Return all elements of a tensor. For a DTensor this is a collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def weights(model: nn.Module) -> Tensor:
-    """Return all weights as one fp32 vector. This is a collective for DTensors."""
+    """Return all weights as one fp32 vector. For DTensors this is a collective."""
     return torch.cat([whole(p.detach()).flatten().float() for p in model.parameters()])

@@ -48,7 +48,7 @@ _POOL: list[_Rank] = []
 def spawn(worker: Callable[..., None], world_size: int, *args: Any) -> None:
     """Run ``worker(rank, world_size, *args)`` on gloo ranks, and raise if a rank fails.
 
-    The ranks use a file as store. ``worker`` is a module-level function.
+    ``worker`` must be a module-level function. The ranks use a file as store.
     """
     _POOL.extend(_Rank() for _ in range(world_size - len(_POOL)))
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +73,7 @@ def spawn(worker: Callable[..., None], world_size: int, *args: Any) -> None:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # excludes imported modules from collection
+    gc.freeze()  # garbage collections then skip imported modules
     while True:
         rank, worker, world_size, store, args = pipe.recv()
         message, keys = "", {"rank": rank, "world_size": world_size}

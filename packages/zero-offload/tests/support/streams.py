@@ -1,6 +1,6 @@
 """A device whose copies run late in their own threads, like an accelerator's.
 
-A missing wait therefore gives wrong numbers even without an accelerator.
+A missing wait can then give wrong numbers even without an accelerator.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _Stream(ThreadPoolExecutor):
 class LateStreams(HostStreams):
     """Streams whose copies run late, in one queue per direction.
 
-    The caller's thread is the caller's stream. Each copy to the device is delayed by ``up_s``
-    seconds.
+    The caller's thread is the caller's stream. Each copy to the device starts ``up_s`` seconds
+    late.
     """
 
     def __init__(self, up_s: float = 0.002) -> None:

@@ -33,9 +33,9 @@ _PASSED = ("names", "param_store", "upload_codec")
 
 
 class Space:
-    """A flat space of two shards with padding, several pieces, and gradients by step.
+    """A flat space of two shards with several pieces, and gradients by step.
 
-    The first shard has adjacent pieces, the second a gap. Both end in padding.
+    The first shard has adjacent pieces, the second has gaps. Both end in padding.
     """
 
     numel = 360

@@ -7,14 +7,14 @@ this torch then sees 8 fake H100 devices. torch's allocator, streams, autograd t
 - An operator is a **job** of the current stream, whose thread runs the CPU's kernel later. A job
   holds addresses, not tensors. An operator without a CPU kernel raises an error.
 - The host cannot access device memory: it gets SIGSEGV, and stderr names the device.
-- A block freed to torch's allocator is overwritten with NaN in the order of its stream. A missing
-  ``wait_event`` or ``record_stream`` then yields NaN. New memory is NaN, fresh pinned memory too.
+- A block freed to torch's allocator is overwritten with NaN in the order of its stream. Without a
+  ``wait_event`` or ``record_stream``, reads can then give NaN. New memory is NaN, also if pinned.
 - Copies to and from pinned memory run later. A copy from pageable memory stages its data at once.
   The host waits for a copy to pageable memory.
 - A collective is a job that exchanges data with its peers over shared memory. While a peer is dead
   or in another collective, the job waits until the communicator is aborted.
-- Every later call that uses the device reports the error of a failed job.
-- A job that touches memory after ``cudaFree`` dies by SIGSEGV.
+- After a job has failed, every call that uses the device reports the job's error.
+- If a job touches memory after ``cudaFree``, the process dies by SIGSEGV.
 
 Environment: ``FAKE_CUDA_DEVICES`` (number), ``FAKE_CUDA_CAPACITY`` (bytes per device),
 ``FAKE_CUDA_ONE_COLLECTIVE`` (see `set_one_collective_at_a_time`), and for `set_delays`
@@ -82,7 +82,7 @@ def held(kind: Literal["kernels", "copies"]) -> Iterator[None]:
 
 
 def contexts() -> list[int]:
-    """Return the devices used, or set as a thread's current device, since `forget_contexts`."""
+    """Return the devices that were used or made current since the last `forget_contexts`."""
     bits = _library().fake_contexts()
     return [index for index in range(64) if bits >> index & 1]
 
@@ -94,17 +94,18 @@ def forget_contexts() -> None:
 
 @dataclass(frozen=True)
 class Counters:
-    """Work of a device since `reset_counters`."""
+    """Work of a device since the last `reset_counters`."""
 
     launches: int  # kernels, copies and collectives
     by_name: dict[str, int]  # "aten::mm", "copy up", "copy down", "nccl all_gather", ...
     bytes_read: int  # bytes of tensors that jobs read and did not write
     bytes_written: int  # bytes of tensors that jobs wrote, also in place
-    # Number of times the host waited, by kind. "event", "stream", "device": synchronizations.
-    # "item": an operator needs a value or shape on the host. "copy": a blocking copy, or one to
-    # pageable memory. "staged copy" counts non-blocking copies from pageable memory: no wait.
+    # Synchronizations of the host by kind. "event", "stream", "device": explicit ones. "item": an
+    # operator needs a value or shape on the host. "copy": a blocking copy, or one to pageable
+    # memory. "staged copy": a non-blocking copy from pageable memory, for which the host does not
+    # wait.
     syncs: dict[str, int]
-    stacks: list[tuple[str, str]]  # kind and Python stack, innermost frame first
+    stacks: list[tuple[str, str]]  # kind, and Python stack, innermost frame first
 
 
 def reset_counters(*, with_stacks: bool = False) -> None:
@@ -113,7 +114,6 @@ def reset_counters(*, with_stacks: bool = False) -> None:
 
 
 def counters(device: int = 0) -> Counters:
-    """Return the counters of ``device``."""
     values = json.loads(_library().fake_counters(device))
     values["stacks"] = [tuple(stack) for stack in values["stacks"]]
     return Counters(**values)
@@ -168,7 +168,7 @@ def start_trace() -> None:
 
 
 def stop_trace() -> list[TraceRecord]:
-    """Stop recording and return the records since `start_trace` in call order."""
+    """Stop recording and return the records in call order."""
     _library().fake_set_tracing(0)
     found = []
     for kind, device, stream, name, event, version, *ranges, thread, stack in json.loads(
@@ -189,7 +189,7 @@ def note_host_access(
 
 
 def note_handover(kind: Literal["send", "receive"], what: int) -> None:
-    """Record that this thread sends object number ``what`` to another thread or received it."""
+    """Record that this thread sends object number ``what`` to another thread, or received it."""
     _note_host(kind, "", what, (), ())
 
 

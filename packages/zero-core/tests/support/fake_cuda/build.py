@@ -1,7 +1,7 @@
 """Build of the fake CUDA libraries into torch's folder: ``python build.py HEADERS BUILD``.
 
-torch's CUDA wheel needs NVIDIA's libraries to be imported. This program creates in ``torch/lib`` of
-the wheel for CUDA ``BUILD``, such as ``cu130``,
+torch's CUDA wheel cannot be imported without NVIDIA's libraries. For the wheel of CUDA ``BUILD``,
+such as ``cu130``, this program creates in ``torch/lib``
 
 - ``libcudart``, ``libnccl`` and ``libfake_cuda_ops``, compiled from the sources in this folder;
 - stub libraries with every other function that torch imports. Most stubs print their name and fail.
@@ -25,7 +25,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 _FLAGS = ("g++", "-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-shared", "-w")
-_PREFIXES = {  # the library of a function whose symbol has no version, by the prefix of its name
+_PREFIXES = {  # prefixes of function names, for functions whose symbol has no version
     "nccl": "libnccl",
     "cusparseLt": "libcusparseLt",
     "cuFile": "libcufile",
@@ -47,7 +47,7 @@ static int told(const char* name, int silent) {
 }
 """
 _CAPTURE = "void* stream, int* status) { *status = 0; return 0; }"
-_WRITTEN = {  # arguments and bodies of stubs that return values
+_WRITTEN = {  # handwritten stubs: arguments and body
     "cudaStreamGetCaptureInfo": _CAPTURE,
     "cudaStreamGetCaptureInfo_v2": _CAPTURE,
     # torch 2.15 registers its allocator's memory with each communicator.
@@ -123,7 +123,7 @@ def build(headers: Path, expected: str) -> None:
     includes = [f"-I{path}" for path in sorted(headers.glob("nvidia/*/include"))]
     includes += [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
     with tempfile.TemporaryDirectory() as folder:
-        for soname, names in sorted(functions.items()):  # libnccl links the earlier libcudart
+        for soname, names in sorted(functions.items()):  # libnccl links libcudart
             _compile_library(Path(folder), soname, names, includes)
         _run(
             *_FLAGS,
@@ -156,7 +156,7 @@ def _compile_library(
     if own:
         objects.append(str(folder / f"{own}.o"))
         _run(*_FLAGS, *includes, "-c", str(HERE / own), "-o", objects[0])
-    # Use the object's names: CUDA's headers rename functions, as to cudaGetDeviceProperties_v2.
+    # Read the object file's names, because CUDA's headers rename some functions (suffix _v2).
     listed = _output("nm", "-g", "--defined-only", *objects).splitlines() if objects else []
     missing = sorted(set(names).difference(line.split()[-1] for line in listed))
     stubs = folder / "stubs.c"

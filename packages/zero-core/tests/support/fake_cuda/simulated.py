@@ -26,7 +26,7 @@ from zero_core.watch.watch import Watch
 
 _T = TypeVar("_T")
 _UINT8 = 1
-"""NCCL's number of the type uint8. Collectives that do not reduce send all dtypes as uint8."""
+"""NCCL's number of the type uint8. Gathers and exchanges send all dtypes as uint8."""
 _TYPES = {torch.float64: 8, torch.float32: 7, torch.int64: 4, torch.int32: 2, torch.uint8: _UINT8}
 
 
@@ -54,7 +54,7 @@ class DeviceNetwork(Network):
         self._communicators: list[ctypes.c_void_p] = []
 
     def join(self, name: str, size: int, rank: int) -> ctypes.c_void_p:
-        """Return this rank's handle of the communicator ``name``, after all its ranks joined."""
+        """Join the communicator ``name`` and return its handle. Blocks until all ranks join."""
         with self._lock:
             if name not in self._ids:
                 self._ids[name] = _UniqueId()
@@ -72,7 +72,7 @@ class DeviceNetwork(Network):
         return DeviceRanks(None, rank, size, device, per_node, base=base)
 
     def fail(self, rank: int) -> None:
-        """Abort the waits of present and later collectives, because ``rank`` has failed."""
+        """Abort all communicators, because ``rank`` has failed."""
         if self.failed is None:
             self.failed = rank
         for communicator in self._communicators:
@@ -90,7 +90,7 @@ class CommunicatorLibrary:
         rank: int,
         device: torch.device,
     ) -> None:
-        """``members`` are the simulation's ranks in this group. ``rank`` is an index into them."""
+        """``members``: the group's ranks in the simulation. ``rank``: an index into ``members``."""
         self.rank = rank
         self.world_size = len(members)
         self._network = network
@@ -108,7 +108,7 @@ class CommunicatorLibrary:
         return self._start("ncclAlltoAll", parts, out, parts.nbytes // self.world_size, _UINT8)
 
     def all_reduce(self, values: Tensor) -> Work:
-        """See `DeviceLibrary`. Values are summed in rank order."""
+        """See `DeviceLibrary`. The fake NCCL sums in rank order."""
         kind, reduction = _TYPES[values.dtype], 0
         return self._start("ncclAllReduce", values, values, values.numel(), kind, reduction)
 
@@ -118,8 +118,6 @@ class CommunicatorLibrary:
     def exchange(
         self, out: Tensor, parts: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> Work:
-        """See `DeviceLibrary`."""
-
         def enqueue(stream: ctypes.c_void_p) -> None:
             nccl().ncclGroupStart()
             for tensor, sizes, call in ((parts, sent, "ncclSend"), (out, received, "ncclRecv")):
@@ -139,7 +137,7 @@ class CommunicatorLibrary:
         return CommunicatorLibrary(self._network, name, members, rank, self._device)
 
     def close(self) -> None:
-        """See `DeviceLibrary.close`. Communicators end with the process."""
+        """Do nothing. Communicators end with the process."""
 
     def _start(self, call: str, given: Tensor, out: Tensor, size: int, *more: int) -> Work:
         def enqueue(stream: ctypes.c_void_p) -> None:
@@ -204,7 +202,7 @@ def simulate_on_devices(
 
 
 def on_device_rank(test: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a test to run on one rank with a device. Its first argument is `DeviceRanks`."""
+    """Make ``test`` run on one rank with a device, with `DeviceRanks` as first argument."""
 
     def run(size: int, arguments: dict[str, Any]) -> None:
         simulate_on_devices(functools.partial(test, **arguments), size)

@@ -34,7 +34,7 @@ def _run(number: int) -> None:
 
 
 def _at_shadow(value: Any) -> Any:
-    """Return a CPU tensor over the memory of a CUDA tensor, and other values unchanged."""
+    """Return a CPU tensor over the memory of a nonempty CUDA tensor. Other values are unchanged."""
     if not isinstance(value, Tensor) or not value.is_cuda or not value.numel():
         return value
     extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
