@@ -1,4 +1,4 @@
-"""Extensions of an engine: optional parts that react to events of training.
+"""Extensions of an engine: objects that react to events of training.
 
 An extension overrides the methods of `Extension` whose events it handles. For each event, an engine
 calls only the overridden methods. An event without handlers costs one loop over an empty list.
@@ -64,16 +64,16 @@ class Extension:
 
         Called after `attach`. A state is a floating-point tensor, 1-D, [state.local_numel], on the
         CPU. Its elements correspond to this rank's master weights. The tensor object stays the
-        same, and only `reset` and `stepped` change its elements. In ``engine.states`` the state's
-        name begins with `PREFIX`.
+        same, and the extension changes its elements only in `reset` and `stepped`. In
+        ``engine.states`` the state's name begins with `PREFIX`.
         """
         return {}
 
     def reset(self) -> None:
         """Set the states to the values that follow from the engine's current weights.
 
-        Called at the end of `zero_core.build`, and by each load before the load writes the states
-        that the checkpoint contains.
+        Called at the end of `zero_core.build`, and in a load before the states that the checkpoint
+        contains are written.
         """
 
     # ----------------------------------------------- events outside of a step
