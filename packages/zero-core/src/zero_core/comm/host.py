@@ -290,7 +290,7 @@ class HostCollectives(Transport):
     ) -> Work:
         """Exchange encoded slices with ``peers`` and decode the received ones into ``parts``.
 
-        Receives of the expected lengths start at once. A job does all else and waits for them.
+        Receives of the expected lengths start at once. A job sends and decodes messages.
         """
         most = codec.max_nbytes(slices.dtype, slices.shape[1])
         room = coded_room(most)

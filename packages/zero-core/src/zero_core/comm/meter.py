@@ -1,7 +1,7 @@
 """Bytes that a rank sends in the collectives of an optimizer step.
 
-`Links` computes the bytes of one collective without compression. A result is a pair: bytes sent to
-ranks of the same node, and bytes sent to other nodes. A read from another rank's shared memory
+`Links` computes the bytes of one collective from its tensors' bytes. A result is a pair: bytes sent
+to ranks of the same node, and bytes sent to other nodes. A read from another rank's shared memory
 counts as bytes sent by that rank.
 
 `Meter` adds up the bytes of a step's collectives, which `zero_core.footprint` predicts.

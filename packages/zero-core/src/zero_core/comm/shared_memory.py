@@ -127,7 +127,7 @@ class SharedMemory:
             if descriptor is not None:
                 os.close(descriptor)
         self._mapped = {r: window for r, window in self._mapped.items() if table[r][self._rank]}
-        self.peers = frozenset(self._mapped)  # each maps this window, and this rank theirs
+        self.peers = frozenset(self._mapped)  # they map this window, and this rank theirs
         self.mailbox.begin(self.peers)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -97,7 +97,7 @@ def _accelerator() -> torch.device:
 
 
 def check_devices(ranks: Ranks) -> None:
-    """Raise ConfigError if two ranks share a device that NCCL needs for one. All must call it."""
+    """Raise ConfigError if ranks share an accelerator without gloo or MPI. All must call it."""
     if not ranks.has_own_device:
         return
     identity = str(ranks.device)

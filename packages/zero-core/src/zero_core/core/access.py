@@ -178,7 +178,7 @@ _set_class = vars(object)["__class__"].__set__
 
 
 class _OwnClasses(dict[type, type]):
-    """Map from a class made by `_Classes` to the class it is for, and from others to themselves."""
+    """Map from a class made by `_Classes` to its parameter class, and from others to themselves."""
 
     def __missing__(self, found: type) -> type:
         return found

@@ -82,7 +82,7 @@ class Extension:
         """Called when the engine is built and its memory holds the first values."""
 
     def before_write(self) -> None:
-        """Called before the program reads or writes states outside of a step."""
+        """Called before the program reads or writes parameters, gradients or states."""
 
     def saved(self, call: str, seconds: float) -> None:
         """Called after the engine method ``call`` has saved a checkpoint or started to."""
@@ -119,10 +119,10 @@ class Extension:
         """
 
     def before_early_update(self) -> None:
-        """Called before backward updates units, ahead of the step's decision."""
+        """Called at the start of a backward that may update units ahead of the step's decision."""
 
     def before_local_sums(self) -> None:
-        """Called before gradients accumulate on their rank without being reduced."""
+        """Called in ``no_sync()`` and ``set_requires_gradient_sync(False)``, at their start."""
 
     def before_update(self, number: int) -> None:
         """Called at the start of ``step()``, with the step's ``number``.

@@ -34,7 +34,7 @@ class GradientBuffers:
     full: Tensor | None  # ``full_grad``, or None if a pool lends it
     shard: Tensor | None  # ``grad_shard``, or None if only the state tier keeps it
     total: Tensor | None  # ``grad_sum``, or None except at stage 0 with several ranks
-    full_pools: Mapping[torch.dtype, BufferPool]  # lend ``full_grad`` in dtypes other than that of ``full``
+    full_pools: Mapping[torch.dtype, BufferPool]  # lend ``full_grad`` in other dtypes
     shard_pool: BufferPool  # lends the reduction's output if ``shard`` is None
     rounded_pool: BufferPool  # lends memory for gradients rounded for the tier
     term_pool: BufferPool  # lends outputs of a step's later reductions

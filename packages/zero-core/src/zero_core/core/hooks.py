@@ -2,8 +2,8 @@
 
 [Note: the engine's hooks and others]
 Other hooks on a unit's module (such as weight normalization) may read the unit's parameters. So the
-unit is gathered before any of these hooks and released after all of them. The engine's pre-forward
-hook is the first. At each forward, the engine's forward hook is moved behind hooks added later.
+unit is gathered before these hooks and released after them. The engine's pre-forward hook is
+prepended. At each forward, the engine's forward hook is moved behind hooks added later.
 """
 
 from __future__ import annotations

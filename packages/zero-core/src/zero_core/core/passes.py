@@ -17,10 +17,10 @@ Hooks on the model call this module: `zero_core.core.hooks`.
    `zero_core.step.update`.
 
 [Note: order]
-Units are gathered in the order of the module tree in forward, and in reverse in backward, which
-also reduces them in reverse (`zero_core.core.order`). So every rank launches the same collectives
-in the same order, even if ranks take different branches within a block. The first block's gather is
-launched before waiting for the root's gather.
+Forward gathers each unit that it uses, and the next ones of the module tree ahead of use. Backward
+gathers and reduces units in the reverse order (`zero_core.core.order`). So every rank launches the
+same collectives in the same order, even if ranks take different branches within a block. The first
+block's gather is launched before waiting for the root's gather.
 
 [Note: idle ranks]
 A rank without data takes part in the other ranks' collectives. An idle forward uses the blocks and
