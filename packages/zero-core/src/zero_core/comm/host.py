@@ -15,11 +15,10 @@ therefore end with an **acknowledgement**. Gathers need none, because the caller
 only after all ranks have waited for its gather (`zero_core.protocols.Collectives`).
 
 [Note: once per node]
-With N > 1 nodes of R > 1 ranks, a rank sends its shard once to each other node. The rank
-at the same position there receives the shard and forwards it within its node. A rank thus sends
-N - 1 shards to other nodes instead of (N - 1) R. Forwarding must wait for the shard, so the gather
-is a job of the gathers' queue. Reductions stay direct, because a first sum within each node would
-change the rounding.
+With N > 1 nodes of R > 1 ranks, a rank sends its shard once to each other node. The rank at the
+same position there receives the shard and forwards it within its node. A rank thus sends N - 1
+shards to other nodes instead of (N - 1) R. Forwarding must wait for the shard, so the gather is a
+job of the gathers' queue. Reductions stay direct: first sums per node would change the rounding.
 
 [Note: coded slices]
 With a codec (`zero_core.protocols.SliceCodec`), ranks of other nodes receive encoded slices. A
@@ -36,8 +35,8 @@ message. (A separate message with the length would queue behind other data.)
 Ranks that take different branches of a program start different exchanges. gloo's collectives match
 exchanges by order alone. If sizes differ, gloo ends the receiving process with ``std::terminate``.
 `HostLibrary` matches messages by sender and by a tag that contains the kind of exchange and the
-number of bytes (modulo `_NUM_SIZES`). Ranks whose exchanges differ in either therefore wait for
-each other until the timeout raises an error.
+number of bytes (modulo `_NUM_SIZES`). Ranks whose tags differ therefore wait for each other
+until the timeout raises an error.
 """
 
 from __future__ import annotations
@@ -364,7 +363,7 @@ class _Parcel:
 
 @dataclass(eq=False)
 class _Several:
-    """Several works as one. With ``reader``, `wait` also acknowledges near peers' all-to-all."""
+    """Several works as one. With ``reader``, `wait` also acknowledges near peers' slices."""
 
     works: Sequence[Work]
     reader: HostCollectives | None = None

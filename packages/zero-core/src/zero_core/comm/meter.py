@@ -85,7 +85,7 @@ class Links:
 
     @property
     def codes_slices(self) -> bool:
-        """Whether reductions can encode slices. Accelerators encode all slices of one or none."""
+        """Whether reductions can encode slices. An accelerator encodes all slices or none."""
         is_mixed = self.is_ring and self.ranks_per_node > 1 and not self.sums_in_two_levels
         return self.num_nodes > 1 and not is_mixed
 
@@ -97,7 +97,7 @@ class Links:
         return near * self.num_nodes * slice_bytes, others * sum_bytes
 
     def among(self, ranks: Sequence[int]) -> Links:
-        """Return the links of ``ranks``. Each is a node unless nodes have equal runs of them."""
+        """Return the links of ``ranks``, each a separate node unless nodes hold equal runs."""
         nodes = [rank // self.ranks_per_node for rank in ranks]
         size = nodes.count(nodes[0])
         runs = [nodes[i : i + size] for i in range(0, len(nodes), size)]

@@ -92,7 +92,7 @@ class ProcessMessages:
     """`Messages` between processes, over torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
-        """Use ``group``, or all ranks. ``timeout_s`` limits each wait. None: the group's timeout."""
+        """Use ``group`` or all ranks. ``timeout_s`` limits each wait. None: the group's timeout."""
         if not dist.is_available() or not dist.is_initialized():
             group = None
         elif group is None:

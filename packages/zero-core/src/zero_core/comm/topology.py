@@ -10,7 +10,7 @@ one machine count as two. All nodes are treated as having equally many ranks: se
 [Note: a rank's device]
 If the process group has a backend for accelerators other than gloo, a rank uses the device bound to
 the group (``init_process_group(device_id=...)``). If none is bound, the rank uses the current
-device, unless that is device 0, the default. It then uses the device of its local rank
+device, unless that is device 0, the default. In that case it uses the device of its local rank
 (`LOCAL_RANKS`), or device 0 if there is none (each rank may see one device only).
 """
 
@@ -97,7 +97,7 @@ def _accelerator() -> torch.device:
 
 
 def check_devices(ranks: Ranks) -> None:
-    """Raise ConfigError if ranks share an accelerator without gloo or MPI. All must call it."""
+    """Raise ConfigError if ranks share an accelerator without gloo or MPI. Every rank calls it."""
     if not ranks.has_own_device:
         return
     identity = str(ranks.device)

@@ -74,7 +74,7 @@ _CONVERSIONS = frozenset(
         *(Tensor.bfloat16, Tensor.double),
     }
 )
-"""Functions that return an unconverted parameter itself, or a name (`Tensor.type`)."""
+"""Functions that convert a tensor, or return the tensor itself or the name of its type."""
 get_data, set_data = _PROPERTIES["data"].__get__, _PROPERTIES["data"].__set__
 """Read and set ``param.data``, whatever the parameter's class."""
 _get_version = _PROPERTIES["_version"].__get__
@@ -367,7 +367,7 @@ class ShownParams:
             self.is_shown = True
 
     def withdraw(self) -> None:
-        """Hide the parameters before their buffer is reused. Record one replaced and one written.
+        """Hide the parameters before their buffer is reused. Record a replaced and a written one.
 
         A write to the buffer would be lost when another unit uses the buffer.
         """

@@ -21,7 +21,7 @@ class EndedStep:
     """One step that has ended on this rank.
 
     Attributes:
-        number: number of optimizer steps so far, including this one.
+        number: number of optimizer steps so far, including skipped steps and this one.
         why_skipped: why parameters were not updated, or an empty string.
         rates: learning rates of the step, by parameter group.
         micro_steps: number of micro-steps in the step.
@@ -72,8 +72,8 @@ class Extension:
     def reset(self) -> None:
         """Set the states to the values that follow from the engine's current weights.
 
-        Called at the end of `zero_core.build`, and in a load before the states that the checkpoint
-        contains are written.
+        Called at the end of `zero_core.build`, and in a load before the extensions' saved states
+        are written.
         """
 
     # ----------------------------------------------- events outside of a step
@@ -82,7 +82,7 @@ class Extension:
         """Called when the engine is built and its memory holds the first values."""
 
     def before_write(self) -> None:
-        """Called before the program reads or writes parameters, gradients or states."""
+        """Called before an engine method that reads, writes or moves values for the program."""
 
     def saved(self, call: str, seconds: float) -> None:
         """Called after the engine method ``call`` has saved a checkpoint or started to."""

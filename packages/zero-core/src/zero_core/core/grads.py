@@ -34,7 +34,7 @@ class GradientBuffers:
     full: Tensor | None  # ``full_grad``, or None if a pool lends it
     shard: Tensor | None  # ``grad_shard``, or None if only the state tier keeps it
     total: Tensor | None  # ``grad_sum``, or None except at stage 0 with several ranks
-    full_pools: Mapping[torch.dtype, BufferPool]  # lend ``full_grad`` in other dtypes
+    full_pools: Mapping[torch.dtype, BufferPool]  # lend ``full_grad`` if it is not in ``full``
     shard_pool: BufferPool  # lends the reduction's output if ``shard`` is None
     rounded_pool: BufferPool  # lends memory for gradients rounded for the tier
     term_pool: BufferPool  # lends outputs of a step's later reductions
@@ -115,7 +115,7 @@ class FullGrad:
                 self._add_held()
         elif position in self._added:
             self._sum([view], [grad], wide)
-        else:  # divide in the wider of the two dtypes, before the cast to the memory's
+        else:  # divide in the wider of the two dtypes, then cast
             self._added.add(position)
             torch.mul(grad if given is wide else grad.to(wide), self._predivide, out=view)
 
@@ -599,9 +599,9 @@ class FlatGrads:
     def result(self) -> ReducedGrad:
         """Return the gradient to offer to the state tier.
 
-        It is the step's gradient, or the micro-step's if the tier accumulates. At stage 0
-        with several ranks, the call starts an all-gather. Read the result after `wait`, or
-        immediately if the tier owns gradients.
+        It is the step's gradient, or the micro-step's if the tier accumulates. At stage 0 with
+        several ranks, the call starts an all-gather. Read the result after `wait`, or immediately
+        if the tier owns gradients.
         """
         rounded = self.shard.rounded()
         if self.shard.is_part:
