@@ -5,10 +5,10 @@ Reading a parameter returns its current value or raises an error where it is rea
 
 open      The parameter holds its value and has its own (original) class. Reads cost nothing. If
           the master weight has separate memory, reads of ``data`` are recorded: see `aliased`.
-deferred  The value is being gathered, as after a step at stages 1 and 2, or as the values of the
-          tail unit in a forward. The first read waits for the gather.
-refused   The value is not on this rank, as between two uses at stage 3. A read raises an error that
-          says what to do.
+deferred  The value is being updated or gathered, as after a step at stages 1 and 2, or, in the tail
+          unit, during a forward at stage 3. The first read waits for the value.
+refused   The value is not current or not on this rank, as between two uses at stage 3. A read
+          raises an error that says what to do.
 
 1. A read starts no collective. Otherwise a log line on one rank would wait forever for the other
    ranks. `UnitSet.publish` and `UnitSet.launch_tail` launch the gathers of deferred parameters, in

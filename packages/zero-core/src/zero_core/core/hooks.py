@@ -50,7 +50,7 @@ def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:
             continue  # each read of the weight calls this module, and a read must not gather
         own = passes.units_of(module, recurse=False)
         is_one_graph = False
-        if is_own_graph(module):  # compiled or captured as one graph with its submodules
+        if is_own_graph(module):  # compiled, together with its submodules
             within = passes.units_of(module)
             if len(within) == 1:
                 own, is_one_graph = within, True

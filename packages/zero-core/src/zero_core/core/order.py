@@ -42,7 +42,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _NUM_KEPT = 16
-"""Number of newest trails kept even if no saved weight is alive: blocks may be recomputed."""
+"""Number of newest trails kept even if no saved weight is alive, as blocks may be recomputed."""
 
 
 class Forward:
