@@ -1,24 +1,24 @@
-"""Collectives of CPU ranks, by direct exchange between each pair of ranks.
+"""Collectives of CPU ranks, made of messages between pairs of ranks.
 
-gloo's all-gather is a ring of copies, and its reduce-scatter is a whole all-reduce. A direct
-exchange takes about a third of that time.
+gloo's all-gather passes shards along a ring, and its reduce-scatter is an all-reduce. Direct
+messages take less time.
 
 [Note: near and far]
 A **far** peer receives the bytes point to point over torch.distributed. A **near** peer shares
-memory with this rank (`zero_core.comm.shared_memory`). It receives a **token** with the offset and
-size of the bytes, and reads them in place when it waits. A gather thus costs one copy and a
-reduction none. Tensors outside of shared memory (a plug-in's buffers) are sent to all peers as if
-they were far. All ranks must use the same kind of memory in the same call.
+memory with this rank (`zero_core.comm.shared_memory`). It receives a message with the offset and
+size of the bytes, and reads them in place when it waits. Between near peers, a gather thus costs
+one copy and a reduction none. Tensors outside of shared memory (a plug-in's own buffers) are sent
+to near peers as to far ones, so near peers must use the same kind of memory in the same call.
 
-Near bytes must not change while a peer may still read them. Reductions and all-to-alls therefore
-end with an **acknowledgement**. Gathers need none: shards change only after an exchange of all
-ranks that follows their gathers (`zero_core.protocols.Collectives`).
+Bytes in shared memory must not change while a peer may still read them. Reductions and all-to-alls
+therefore end with an **acknowledgement**. Gathers need none, because the caller changes a shard
+only after all ranks have waited for its gather (`zero_core.protocols.Collectives`).
 
 [Note: once per node]
-With N nodes of R ranks, a rank sends its shard once to each other node. The rank at the same
-position there receives the shard and forwards it within its node. A rank thus sends N - 1 shards to
-other nodes instead of (N - 1) R. Forwarding must wait for the shard, so the gather is a job of the
-gathers' queue. Reductions stay direct: a first sum within each node would change the rounding.
+With N > 1 nodes of R > 1 ranks, a rank sends its shard once to each other node. The rank at the
+same position there receives the shard and forwards it within its node. A rank thus sends N - 1
+shards to other nodes instead of (N - 1) R. Forwarding must wait for the shard, so the gather is a
+job of the gathers' queue. Reductions stay direct: first sums per node would change the rounding.
 
 [Note: coded slices]
 With a codec (`zero_core.protocols.SliceCodec`), ranks of other nodes receive encoded slices. A
@@ -26,17 +26,17 @@ slice is decoded into the buffer where the raw slice would have arrived, so the 
 the same. Encoding takes a pass over the slices. It runs as a job of the queue of reductions, in
 parallel with backward.
 
-The receiver does not know a message's length in advance. Both sides therefore expect slightly more
-bytes than in the unit's last message. The receiver posts a receive of this size early, and the
-sender sends as many bytes, starting with the true length. Excess bytes follow in a second message.
-(Sending the length first costs 18 ms per unit at 200 Mbit/s, because it queues behind other data.)
+The receiver does not know a message's length in advance. Both sides therefore compute an expected
+length, slightly above that of the unit's last message. The receiver posts a receive of this length
+early, and the sender fills it, starting with the true length. Excess bytes follow in a second
+message. (A separate message with the length would queue behind other data.)
 
 [Note: messages of different sizes never meet]
 Ranks that take different branches of a program start different exchanges. gloo's collectives match
 exchanges by order alone. If sizes differ, gloo ends the receiving process with ``std::terminate``.
 `HostLibrary` matches messages by sender and by a tag that contains the kind of exchange and the
-number of bytes (modulo `_NUM_SIZES`). Ranks in different branches therefore wait for each other
-until the timeout raises an error that names them.
+number of bytes (modulo `_NUM_SIZES`). Ranks whose tags differ therefore wait for each other
+until the timeout raises an error.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from zero_core.protocols import EXACT_GRADIENTS, Gathered, Reduced, SliceCodec, 
 _ALIGNMENT = 64
 """Alignment of encoded messages in bytes, and size of the length field in front of each."""
 _SLACK = 128
-"""An encoded message is expected to be at most ``1 / _SLACK`` longer than the unit's last one."""
+"""A message's expected length exceeds that of the unit's last one by ``1 / _SLACK``, rounded up."""
 _NUM_SIZES = 32_749
 """Modulus of message sizes in tags: the largest prime below 2**15, as tags have 31 bits."""
 
@@ -81,7 +81,7 @@ class Transport:
         self._codec: SliceCodec | None = None
 
     def coded(self, codec: SliceCodec) -> Self:
-        """Return a copy of these collectives that encodes gradients with ``codec``."""
+        """Return a copy of these collectives whose reductions encode slices with ``codec``."""
         found = copy.copy(self)
         found._codec = codec
         return found
@@ -96,7 +96,7 @@ class Transport:
         raise NotImplementedError
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # training cannot write to inference tensors
+        with torch.inference_mode(False):  # inference tensors are read-only in training
             return torch.zeros(numel, dtype=dtype, device=device)
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
@@ -106,7 +106,7 @@ class Transport:
         """Release resources that only these collectives use. Does not wait for other ranks."""
 
     def prepare(self, gathered: Gathered, reduced: Reduced, device: torch.device) -> None:
-        """Allocate buffers and compile kernels for reductions before the first backward."""
+        """Prepare reductions before the first backward. Does nothing on hosts."""
 
     def _chosen(self, ranks: Sequence[int]) -> list[int]:
         is_sound = len(set(ranks)) == len(ranks) and all(0 <= r < self.world_size for r in ranks)
@@ -165,7 +165,7 @@ class HostCollectives(Transport):
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._shared is None or device.type != "cpu":
             return super().zeros(numel, dtype, device)
-        with torch.inference_mode(False):  # training cannot write to inference tensors
+        with torch.inference_mode(False):  # inference tensors are read-only in training
             return self._shared.zeros(numel, dtype)
 
     def all_gather(
@@ -212,7 +212,7 @@ class HostCollectives(Transport):
 
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
         slices = full.view(self.world_size, -1)
-        codec, coded = self._codec, list[int]()  # peers that receive encoded slices
+        codec, coded = self._codec, list[int]()  # ``coded``: peers that receive encoded slices
         if codec is not None and codec.serves(full.dtype, out.numel()):
             per_node = self._links.ranks_per_node
             coded = [p for p in self._peers if p // per_node != self.rank // per_node]
@@ -258,7 +258,7 @@ class HostCollectives(Transport):
     def _exchange(
         self, given: Tensor, offset: int | None, into: Tensor, peer: int, kind: Kind, unit: int
     ) -> _Parcel:
-        """Send ``given`` and receive ``into``. ``offset``: where ``given`` is in shared memory."""
+        """Start to exchange ``given`` for ``into``. ``offset``: `_locate` of ``given``, or None."""
         if offset is None or peer not in self._near:
             works = [self._receive(into, peer, kind, unit), self._send(given, peer, kind, unit)]
             return _Parcel(into, works)
@@ -275,7 +275,7 @@ class HostCollectives(Transport):
         return self._messages.irecv(into, self._members[peer], tag_of(self._channel, kind, unit))
 
     def _acknowledge(self, kind: Kind, unit: int) -> Work:
-        """Report to near peers that their bytes were read. ``wait`` waits for their reports."""
+        """Report to near peers that their bytes were read. The result waits for their reports."""
         tag = tag_of(self._channel, kind, unit)
         assert self._shared is not None, "it has near peers"
         mailbox, near = self._shared.mailbox, [self._members[peer] for peer in self._near]
@@ -289,7 +289,7 @@ class HostCollectives(Transport):
     ) -> Work:
         """Exchange encoded slices with ``peers`` and decode the received ones into ``parts``.
 
-        The receives start at once. A job encodes and sends slices, and decodes received ones.
+        Receives of the expected lengths start at once. A job sends and decodes messages.
         """
         most = codec.max_nbytes(slices.dtype, slices.shape[1])
         room = coded_room(most)
@@ -345,10 +345,10 @@ class _Parcel:
     into: Tensor
     works: Sequence[Work]
     shared: SharedMemory | None = None
-    token: Letter | None = None  # set for a near peer only
+    token: Letter | None = None  # set if the bytes are read in the peer's window
 
     def receive(self) -> Tensor:
-        """Wait for the peer's bytes. Return ``into`` (far peer) or a view of its memory (near)."""
+        """Wait for the peer's bytes. Return ``into`` or, with ``token``, a view of its window."""
         if self.shared is not None and self.token is not None:
             return self.shared.receive(self.token, self.into)
         wait_all(self.works)
@@ -363,7 +363,7 @@ class _Parcel:
 
 @dataclass(eq=False)
 class _Several:
-    """Several works as one. With ``reader``, `wait` also acknowledges an all-to-all's bytes."""
+    """Several works as one. With ``reader``, `wait` also acknowledges near peers' slices."""
 
     works: Sequence[Work]
     reader: HostCollectives | None = None
@@ -387,7 +387,7 @@ class _HostReduction:
 
     owner: HostCollectives
     out: Tensor
-    # After `wait`: each rank's slice of the gradient, in rank order.
+    # Between `wait` and `acknowledge`: each rank's contribution to ``out``, in rank order.
     contributions: list[Tensor]
     parcels: dict[int, _Parcel]
     received: Tensor | None
@@ -398,7 +398,7 @@ class _HostReduction:
     is_summed: bool = False
 
     def wait(self) -> None:
-        """Sum the slices in rank order, or add them to ``out``. Further calls do nothing."""
+        """Write the slices' sum to ``out`` or add it, in rank order. Further calls do nothing."""
         if not self.is_summed:
             self.is_summed = True
             self.arrival.wait()
@@ -416,7 +416,7 @@ class _HostReduction:
 
 
 class _Buffers:
-    """Reusable buffers for received slices, usable from any thread."""
+    """Pool of buffers for received and encoded slices. Any thread may use it."""
 
     def __init__(self) -> None:
         self.nbytes = 0  # bytes allocated so far
@@ -428,7 +428,7 @@ class _Buffers:
             return free.pop()  # no prior check: another thread may pop the last buffer
         except IndexError:
             self.nbytes += numel * dtype.itemsize
-            with torch.inference_mode(False):  # training cannot write to inference tensors
+            with torch.inference_mode(False):  # inference tensors are read-only in training
                 return torch.empty(numel, dtype=dtype)
 
     def release(self, buffer: Tensor) -> None:
@@ -436,12 +436,12 @@ class _Buffers:
 
 
 def coded_room(max_nbytes: int) -> int:
-    """Return the size of a buffer for a length field and a message of at most ``max_nbytes``."""
+    """Return the bytes of a buffer for a length field and a message of at most ``max_nbytes``."""
     return _ALIGNMENT + -(-max_nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def check_announced(nbytes: int, most: int, rank: int, sender: int, *, multiple: int = 1) -> None:
-    """Raise CollectiveError if ``sender`` announces a message length that is not possible."""
+    """Raise CollectiveError unless 0 <= ``nbytes`` <= ``most`` and ``multiple`` divides it."""
     if not 0 <= nbytes <= most or nbytes % multiple:
         raise CollectiveError(
             f"rank {rank} expects at most {most} bytes of a coded gradient of rank {sender}, which "
@@ -485,7 +485,7 @@ class HostLibrary:
 
     def all_reduce(self, values: Tensor) -> Work:
         rows = values.new_empty(self.world_size, values.numel())
-        own = rows[self.rank]  # sent from here: sends that outlive an exception still read it
+        own = rows[self.rank]  # a copy: after an exception, pending sends still read it
         own.copy_(values.view(-1))
         work = self._gather(rows, own, Kind.CONTROL_SUM)
 
@@ -498,10 +498,10 @@ class HostLibrary:
         return Pending(add_up)
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
-        """Broadcast along a binomial tree. A rank sends at most ceil(log2(ranks)) messages."""
+        """Wait for ``tensor`` and forward it along a binomial tree."""
         size = self.world_size
         place = (self.rank - source) % size
-        # A position's parent has its lowest bit cleared. Children have one more, lower bit set.
+        # Clearing the lowest set bit of ``place`` gives its parent, setting a lower bit a child.
         reach = place & -place if place else 1 << (size - 1).bit_length()
         flat = tensor.view(-1)
         if place:

@@ -1,10 +1,10 @@
-"""Bytes that a rank sends per optimizer step: computed from the topology, and measured.
+"""Bytes that a rank sends in the collectives of an optimizer step.
 
-`Links` computes the bytes of one collective, for plans and for meters. A result is a pair: bytes
-sent to ranks of the same node, and bytes sent to other nodes. A read from another rank's shared
-memory counts as bytes sent by that rank.
+`Links` computes the bytes of one collective from its tensors' bytes. A result is a pair: bytes sent
+to ranks of the same node, and bytes sent to other nodes. A read from another rank's shared memory
+counts as bytes sent by that rank.
 
-`Meter` adds up the bytes of a step's collectives. `zero_core.footprint` predicts the same numbers.
+`Meter` adds up the bytes of a step's collectives, which `zero_core.footprint` predicts.
 Collectives after a step (for example in an evaluation) count towards the next step.
 """
 
@@ -24,19 +24,19 @@ ORDER = [
     ("all_reduce", FACTS),
     ("all_to_all", WHOLES),
 ]
-"""The pairs (collective, content) in which meters and plans count, in the order of their rows."""
+"""Pairs (collective, content) that a `Meter` counts, in the order of its rows."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Transfers of one kind in one optimizer step, all micro-steps included."""
+    """Transfers of one ``collective`` and ``content`` in all micro-steps of an optimizer step."""
 
     # "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "to_host" or "to_device"
     collective: str
-    content: str  # "parameters", "gradients", ...: constants at the top of this module
-    num_calls: int  # calls in the step
-    within_node_bytes: int = 0  # sent to ranks of the same node (mean over ranks)
-    between_nodes_bytes: int = 0  # sent to other nodes (mean over ranks)
+    content: str  # a constant at the top of this module
+    num_calls: int
+    within_node_bytes: int = 0  # sent to ranks of the same node (in a ring: mean over ranks)
+    between_nodes_bytes: int = 0  # sent to other nodes (in a ring: mean over ranks)
     host_link_bytes: int = 0  # sent between a rank's device and its host
 
     @property
@@ -46,21 +46,21 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Links:
-    """Layout of ranks over nodes, and the algorithm of all-gathers."""
+    """Layout of ranks over nodes, and the algorithms of collectives."""
 
     world_size: int
     ranks_per_node: int  # ranks of a node have consecutive numbers
-    # True for accelerators: the library all-gathers along a ring, as NCCL does. False for hosts: a
-    # shard is sent once to each other node and forwarded within that node.
+    # True for accelerators: their library is assumed to all-gather along a ring. False for hosts:
+    # a shard is sent once to each other node and forwarded within that node.
     is_ring: bool
-    is_sequential: bool = False  # gradients are added rank by rank, even if there are several nodes
+    is_sequential: bool = False  # gradients are added rank by rank, not first per node
 
     @property
     def num_nodes(self) -> int:
         return self.world_size // self.ranks_per_node
 
     def direct(self, slice_bytes: int) -> tuple[int, int]:
-        """Return the bytes of sending a slice to each other rank: an all-to-all or reduction."""
+        """Return the bytes of sending a slice to each other rank, as in an all-to-all."""
         near = self.ranks_per_node - 1
         return near * slice_bytes, (self.world_size - 1 - near) * slice_bytes
 
@@ -74,7 +74,7 @@ class Links:
         return near * self.num_nodes * shard_bytes, (self.num_nodes - 1) * shard_bytes
 
     def all_reduce(self, nbytes: int) -> tuple[int, int]:
-        """Return the bytes of `ControlGroup.sum`: two ring passes, or values to each other rank."""
+        """Return the bytes of `ControlGroup.sum`: two ring passes or, on hosts, direct messages."""
         return self.gather(2 * nbytes // self.world_size) if self.is_ring else self.direct(nbytes)
 
     @property
@@ -85,19 +85,19 @@ class Links:
 
     @property
     def codes_slices(self) -> bool:
-        """Whether reductions can encode slices. Accelerators encode all of an exchange or none."""
+        """Whether reductions can encode slices. An accelerator encodes all slices or none."""
         is_mixed = self.is_ring and self.ranks_per_node > 1 and not self.sums_in_two_levels
         return self.num_nodes > 1 and not is_mixed
 
     def reduction(self, slice_bytes: int, sum_bytes: int) -> tuple[int, int]:
-        """Return the bytes of a reduction. ``sum_bytes``: size of a partial sum of slices."""
+        """Return the bytes of a reduction. ``sum_bytes``: size of the sum of a node's slices."""
         if not self.sums_in_two_levels:
             return self.direct(slice_bytes)
         near, others = self.ranks_per_node - 1, self.num_nodes - 1
         return near * self.num_nodes * slice_bytes, others * sum_bytes
 
     def among(self, ranks: Sequence[int]) -> Links:
-        """Return the links of ``ranks``. If nodes have unequally many, each rank is a node."""
+        """Return the links of ``ranks``, each a separate node unless nodes hold equal runs."""
         nodes = [rank // self.ranks_per_node for rank in ranks]
         size = nodes.count(nodes[0])
         runs = [nodes[i : i + size] for i in range(0, len(nodes), size)]
@@ -112,7 +112,7 @@ class Meter:
 
     def __init__(self, links: Links) -> None:
         self.links = links
-        self._lock = threading.Lock()  # threads of `HostQueues` call `add` too
+        self._lock = threading.Lock()  # the threads of `HostQueues` call `add`, too
         self._open: dict[tuple[str, str], list[int]] = {}
         self._last: tuple[Traffic, ...] = ()
 
@@ -127,7 +127,7 @@ class Meter:
             row[2] += sent[1]
 
     def end_step(self) -> None:
-        """End the step. From now on, `report` returns this step's rows."""
+        """End the step, so that `report` returns its rows."""
         with self._lock:
             rows, self._open = self._open, {}
         self._last = tuple(Traffic(*key, *rows[key]) for key in ORDER if key in rows)

@@ -1,10 +1,10 @@
 """Point-to-point messages, matched by sender and tag.
 
 [Note: channels and threads]
-A tag combines the channel, the unit and the kind of exchange. Each subgroup of each engine over a
-process group has a different channel. Engines, subgroups, units and queues may therefore interleave
-freely, provided that sender and receiver start the messages of one tag in the same order. Any
-thread may send and receive, because gloo and `zero_core.comm.shared_memory.Mailbox` use locks.
+A tag combines a channel, the kind of exchange and a number (a unit, or the size of a control
+message). Each subgroup of each engine over a process group has a different channel, until the 4,095
+channels repeat. Engines, subgroups, units and queues may therefore interleave freely if sender and
+receiver start the messages of one tag in the same order. Any thread may send and receive.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from zero_core.protocols import Work
 
 _NUM_CHANNELS = 4096
 CONTROL_CHANNEL = 0
-"""Channel that all control groups of a process group share. Separate channels would differ between
-ranks after an engine's ``build`` has failed on some of them."""
+"""Default channel of a process group's control messages. Channels from `Messages.next_channel`
+would differ between ranks after an engine's ``build`` has failed on only some of them."""
 
 _numbers: defaultdict[str, count[int]] = defaultdict(count)
-"""Next channel number of each process group. Engines over one group use different channels."""
+"""Counter of `ProcessMessages.next_channel`, by the process group's name."""
 _under_way: WeakKeyDictionary[dist.ProcessGroup, set[_Message]] = WeakKeyDictionary()
 """Messages of each process group whose `wait` has not returned."""
 
@@ -59,13 +59,13 @@ class Messages(Protocol):
     """Point-to-point messages among the ranks of a group."""
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
-        """Start to send a CPU tensor, which must not change until the returned work is done."""
+        """Start to send a CPU tensor, which must not change until ``wait`` returns."""
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Start to receive from ``source`` into a CPU tensor of the size of the sent tensor."""
 
     def next_channel(self) -> int:
-        """Return an unused channel number. Every rank must call it."""
+        """Return the next channel number. All ranks must call it equally often."""
 
 
 class _Message:
@@ -92,7 +92,7 @@ class ProcessMessages:
     """`Messages` between processes, over torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
-        """Use ``group``. ``timeout_s`` limits each wait. None: the timeout of ``group``."""
+        """Use ``group`` or all ranks. ``timeout_s`` limits each wait. None: the group's timeout."""
         if not dist.is_available() or not dist.is_initialized():
             group = None
         elif group is None:
@@ -101,7 +101,7 @@ class ProcessMessages:
         self._limits = [] if timeout_s is None else [timedelta(seconds=timeout_s)]
         self._under_way = set[_Message]() if group is None else _under_way.setdefault(group, set())
 
-    # The checks of `dist.isend` and `dist.irecv` would take as long as sending a small message.
+    # Not `dist.isend` and `dist.irecv`: their checks take as long as sending a small message.
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
         assert self._group is not None, "a single rank sends nothing"

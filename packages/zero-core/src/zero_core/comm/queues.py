@@ -36,7 +36,7 @@ _Tasks = SimpleQueue["tuple[_Job, Future[None], bool] | None"]
 
 
 class HostQueues:
-    """A daemon thread per queue. The threads end when this object is deleted."""
+    """A daemon thread per queue, which ends when this object is deleted and its jobs are done."""
 
     def __init__(self) -> None:
         self._queues: dict[bool, tuple[threading.Thread, _Tasks]] = {}
@@ -80,7 +80,7 @@ class StreamQueues:
         stream = self._streams[is_reduction]
         outcome: Future[None] = Future()
         current = torch.accelerator.current_stream(self._device)
-        if current == stream:  # called by a job of this queue; torch 2.10 cannot re-enter a stream
+        if current == stream:  # called by a job of this queue (torch 2.10 cannot re-enter a stream)
             _run(job, outcome)
         else:
             # The job may read tensors that the caller has written on its current stream.
@@ -112,8 +112,8 @@ def _run(job: _Job, outcome: Future[None]) -> None:
 def _serve(queue: _Tasks) -> None:
     while (task := queue.get()) is not None:
         job, outcome, is_inference = task
-        # Torch's inference and grad modes are per thread. Tensors created in inference mode can be
-        # written only in inference mode, so the job runs in its caller's mode.
+        # Torch's inference mode is per thread. Tensors created in inference mode can be written
+        # only in inference mode, so the job runs in its caller's mode.
         with torch.inference_mode(is_inference), torch.no_grad():
             _run(job, outcome)
         del task, job, outcome  # otherwise an idle thread keeps buffers and process groups alive

@@ -1,15 +1,15 @@
 """Memory of one rank that other ranks of the host can read, and short messages between them.
 
 Between processes of one host, gloo sends bytes through the loopback interface, with two copies in
-the kernel and wake-ups. With this module a rank sends only the offset of its bytes, and its peers
-read them in place.
+the kernel and wake-ups. With this module a rank sends only the offset and size of its bytes, and
+its peers read them in place.
 
 [Note: one window per rank]
 Each rank has a **window**: a memfd, an anonymous file outside any file system and not limited by
-``/dev/shm``. The window is as large as the host's memory, and its pages are allocated at their
-first write. When the engine is built, all peers map the whole window through ``/proc/PID/fd``.
-Ranks that cannot map it (another host, user or PID namespace) share no memory. Buffers are
-allocated from the window in ascending order. An offset in a window is valid on every rank.
+``/dev/shm``. The window is at most as large as the host's memory, and its pages are allocated at
+their first write. When the engine is built, all peers on the node map the whole window through
+``/proc/PID/fd``. Ranks that cannot map it (another host, user or PID namespace) do not use it.
+Buffers are allocated from the window in ascending order.
 
 The window is **sealed** at its size, because shrinking it would kill every process that reads it
 afterwards (SIGBUS). Mapped pages stay readable until the reader unmaps them. A rank may therefore
@@ -19,14 +19,13 @@ exit, drop its engine or be killed while a slower peer still reads its last gath
 Each rank has one pipe per peer, which the peer opens through ``/proc/PID/fd`` for writing. A
 message is a single write of its tag, two numbers, and a serial number among the messages with the
 same sender and tag. Messages can therefore be awaited in any order and read from the pipe by any
-thread. End of file on a pipe means that its writer has died. (gloo's thread polls for the lock of a
-connection. If ranks have one core each, its messages take a scheduler tick of 4 ms.)
+thread. End of file on a pipe means that its writer has exited or dropped its engine. (gloo's thread
+polls for the lock of a connection, so a message may take a scheduler tick if a rank has one core.)
 
 [Note: interrupts]
-Ctrl-C raises KeyboardInterrupt between two calls in the main thread. Data read from a pipe is
-therefore stored by the same C call that reads it, and sorted in steps that can be repeated. An
-interrupted reader finds that it is still registered as the reader and continues. Other threads wait
-for it.
+Ctrl-C raises KeyboardInterrupt between bytecode instructions of the main thread. Data read from a
+pipe is therefore stored by the same C call that reads it, and sorted in steps that can be repeated.
+If the interrupted thread stays registered as the reader, others wait until it reads again.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ _log = logging.getLogger(__name__)
 _SECRET_BYTES = 16
 """Length of the secret at the start of each window, by which peers recognize the window."""
 _MAX_BYTES_PER_NODE = 2**45
-"""Limit of the address space for a node's windows. A process has 2**47 bytes of address space."""
+"""Limit of the address space for a node's windows. An x86-64 process has 2**47 bytes of it."""
 
 Letter = tuple[int, int, int]
 """An expected message: peer, tag and serial number."""
@@ -74,14 +73,15 @@ _MESSAGE = struct.Struct("=qqqq")
 """Tag, serial number and two numbers. Shorter than ``PIPE_BUF``, so a write is atomic."""
 _MAX_READ = 2048 * _MESSAGE.size
 _FULL_S = 0.01
-"""Longest time in seconds between two attempts to write to a full pipe."""
+"""Longest wait in seconds between two attempts to write to a full pipe."""
 _MAX_POLL_S = 3600.0
 
 _Secret = Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * _SECRET_BYTES}}}$")]
 _Card = tuple[
     PositiveInt, NonNegativeInt | None, NonNegativeInt, _Secret, str, dict[str, NonNegativeInt]
 ]
-"""A rank's process id, its window's descriptor, bytes and secret, its namespace and pipe ends."""
+"""A rank's process id, its window's descriptor, size and secret, its PID namespace, and the write
+ends of its pipes by peer."""
 _CARD: TypeAdapter[_Card] = TypeAdapter(_Card)
 
 
@@ -91,9 +91,9 @@ class SharedMemory:
     def __init__(
         self, control: ControlGroup, *, timeout_s: float, ranks_per_node: int | None = None
     ) -> None:
-        """Map the windows of the ``ranks_per_node`` ranks of this node (default: all ranks).
+        """Create a window, and map those of this node's ``ranks_per_node`` ranks (default: all).
 
-        Every rank must call it. ``timeout_s`` is the longest wait for a message.
+        Every rank must call it. ``timeout_s`` limits each wait for a message.
         """
         self._rank = control.rank
         self._window: mmap.mmap | None = None
@@ -101,7 +101,7 @@ class SharedMemory:
         self._nbytes = 0
         self._stop = mmap.PAGESIZE  # end of the allocated part of the window
         self._buffers: list[Tensor] = []  # kept alive by this object, because peers read them
-        self._mapped: dict[int, Tensor] = {}  # whole windows, by rank
+        self._mapped: dict[int, Tensor] = {}  # peers' whole windows as uint8, by rank
         self._found: dict[tuple[int, int, int, torch.dtype], Tensor] = {}  # cache of `at`
         per_node = ranks_per_node or control.world_size
         first = self._rank // per_node * per_node
@@ -121,17 +121,17 @@ class SharedMemory:
                     window = _map(pid, theirs, nbytes, bytes.fromhex(hidden))
                     if window is not None and self.mailbox.connect(rank, pid, end):
                         self._mapped[rank] = window
-            # After this exchange the descriptor may be closed: all peers have mapped this window.
+            # After this exchange the descriptor can be closed: no peer will open the window again.
             table = control.gather_bytes(bytes(r in self._mapped for r in range(len(cards))))
         finally:
             if descriptor is not None:
                 os.close(descriptor)
         self._mapped = {r: window for r, window in self._mapped.items() if table[r][self._rank]}
-        self.peers = frozenset(self._mapped)  # ranks that share memory with this one, both ways
+        self.peers = frozenset(self._mapped)  # they map this window, and this rank theirs
         self.mailbox.begin(self.peers)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a 1-D tensor of zeros in shared memory, valid as long as this object lives."""
+        """Allocate 1-D zeros in the window. Raises CollectiveError if too little memory is left."""
         start = self._stop
         stop = start + numel * dtype.itemsize
         if self._window is None or stop > self._nbytes:
@@ -140,7 +140,7 @@ class SharedMemory:
                 f"{max(self._nbytes - start, 0)} left of this host's memory"
             )
         self._stop = -(-max(stop, start + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        # One storage per buffer: saving a tensor saves its whole storage.
+        # One storage per buffer, because `torch.save` saves the whole storage of a tensor.
         buffer = torch.frombuffer(self._window, dtype=dtype, count=max(numel, 1), offset=start)
         self._buffers.append(buffer)
         return buffer[:numel]
@@ -162,7 +162,7 @@ class SharedMemory:
         return self.at(peer, offset, like.numel(), like.dtype)
 
     def at(self, peer: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a read-only view of ``numel`` elements in rank ``peer``'s window."""
+        """Return a view of rank ``peer``'s window at byte ``offset``, which must not be written."""
         key = (peer, offset, numel, dtype)
         found = self._found.get(key)
         if found is not None:
@@ -218,7 +218,7 @@ def _advice(error: OSError) -> str:
 
 
 def _map(pid: int, descriptor: int, nbytes: int, secret: bytes) -> Tensor | None:
-    """Map a window of another process read-only. Returns None if there is no such window."""
+    """Map a window of another process read-only. Returns None if that is not possible."""
     try:
         opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -229,7 +229,7 @@ def _map(pid: int, descriptor: int, nbytes: int, secret: bytes) -> Tensor | None
         finally:
             os.close(opened)
     except OSError as error:
-        # Other errors mean that the process belongs to another host or user.
+        # Other errors are expected if the process belongs to another host or user.
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             _log.warning("cannot share memory with process %d: %s; %s", pid, error, _advice(error))
         return None
@@ -248,17 +248,17 @@ class Mailbox:
         self._descriptors: set[int] = set()
         weakref.finalize(self, _close, self._descriptors)
         _mailboxes.add(self)
-        self.ends: dict[int, int] = {}  # write ends that peers open, kept until `begin`
+        self.ends: dict[int, int] = {}  # by peer: write ends for the peers to open, until `begin`
         self._writers: dict[int, int] = {}
         self._peer_of: dict[int, int] = {}  # peer, by the read end of its pipe
-        self._poll: select.poll  # polls the read ends; not on Windows
+        self._poll: select.poll  # polls the read ends (missing on Windows)
         self._sent: defaultdict[tuple[int, int], count[int]] = defaultdict(count)
         self._expected: defaultdict[tuple[int, int], count[int]] = defaultdict(count)
         self._raw: deque[tuple[int, tuple[int, int, int, int]]] = deque()  # received but not sorted
-        # Guards the attributes below. Ctrl-C could interrupt `Condition.__enter__`, not an RLock.
+        # Guards the attributes below. Ctrl-C may interrupt `Condition.__enter__`, not an RLock's.
         self._lock = RLock()
         self._changed = Condition(self._lock)
-        self._reader: int | None = None  # thread that reads the pipes
+        self._reader: int | None = None  # id of the thread that reads the pipes
         self._ended: set[int] = set()  # peers whose pipe is closed
         self._contents: dict[Letter, tuple[int, int]] = {}
 
@@ -294,7 +294,7 @@ class Mailbox:
             self._poll.register(reader, select.POLLIN)
 
     def post(self, peer: int, tag: int, first: int, second: int) -> None:
-        """Send a message. If the peer has exited, the message is dropped."""
+        """Send a message. If the peer has closed its pipe, the message is dropped."""
         message, deadline = _MESSAGE.pack(tag, next(self._sent[peer, tag]), first, second), None
         while True:
             try:
@@ -341,7 +341,7 @@ class Mailbox:
                 self._read(min(deadline - now, _MAX_POLL_S))
 
     def _become_reader(self, seconds: float) -> bool:
-        """Make this thread the reader of the pipes, or wait for the reader and return False."""
+        """Make this thread the pipes' reader, or wait up to ``seconds`` and return False."""
         if self._reader in (None, get_ident()):
             self._reader = get_ident()
             return True
@@ -349,7 +349,7 @@ class Mailbox:
         return False
 
     def _read(self, seconds: float) -> None:
-        """Read and sort all messages that have arrived, waiting up to ``seconds`` for the first."""
+        """Wait up to ``seconds`` for messages, then read and sort them."""
         try:
             for descriptor, event in self._poll.poll(seconds * 1000):
                 peer = self._peer_of[descriptor]

@@ -8,11 +8,10 @@ launchers differ between ranks, the host name identifies the node. Two torchrun 
 one machine count as two. All nodes are treated as having equally many ranks: see `fold`.
 
 [Note: a rank's device]
-A rank uses the device bound to its process group (``init_process_group(device_id=...)``). If none
-is bound, it uses the current device, unless that is device 0, the default. In that case the rank
-uses the device of its local rank (`LOCAL_RANKS`: torchrun, mpirun or srun), if that exists. With
-``CUDA_VISIBLE_DEVICES`` set per rank, only device 0 exists. ``build`` compares the devices of all
-ranks (`check_devices`).
+If the process group has a backend for accelerators other than gloo, a rank uses the device bound to
+the group (``init_process_group(device_id=...)``). If none is bound, the rank uses the current
+device, unless that is device 0, the default. In that case it uses the device of its local rank
+(`LOCAL_RANKS`), or device 0 if there is none (each rank may see one device only).
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from zero_core.comm.groups import Ranks, backend_on, exchange_once, group_of_mes
 from zero_core.errors import ConfigError
 
 _log = logging.getLogger(__name__)
-# Variables of torchrun, Open MPI, MPICH, Cray PALS and SLURM for a process's rank on its node. One
-# launcher may start another: variables of inner launchers precede those of outer ones.
+# Variables of torchrun, Open MPI, MPICH, Cray PALS and SLURM for a process's rank on its node. The
+# first that is set counts. SLURM is last, because it may start the other launchers.
 LOCAL_RANKS = (
     "LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -46,9 +45,9 @@ LOCAL_RANKS = (
 
 
 def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Ranks:
-    """Return the ranks of ``group`` or ``mesh``, by default all ranks. Each of them must call it.
+    """Return the ranks of ``group`` or ``mesh``, by default all. Each of these ranks must call it.
 
-    Makes this rank's accelerator the current device.
+    In a process group with accelerators, makes this rank's accelerator the current device.
     """
     if mesh is not None and group is not None:
         raise ConfigError("build() takes process_group or mesh, found both: pass the mesh")
@@ -98,7 +97,7 @@ def _accelerator() -> torch.device:
 
 
 def check_devices(ranks: Ranks) -> None:
-    """Raise ConfigError if ranks share a device and need their own. Every rank must call it."""
+    """Raise ConfigError if ranks share an accelerator without gloo or MPI. Every rank calls it."""
     if not ranks.has_own_device:
         return
     identity = str(ranks.device)
@@ -151,7 +150,8 @@ def count_per_node(control: ControlGroup, ranks: Ranks) -> int:
 def fold(nodes: Sequence[str], *, is_told: bool = False) -> int:
     """Return the greatest common divisor of the numbers of ranks of all nodes.
 
-    ``nodes``: by rank. Returns 1 if a node's ranks are not consecutive. ``is_told``: log warnings.
+    ``nodes``: each rank's node. Returns 1 if a node's ranks are not consecutive. ``is_told``: log
+    warnings.
     """
     sizes = [len(list(run)) for _, run in groupby(nodes)]
     if len(sizes) > len(set(nodes)):

@@ -1,9 +1,9 @@
 """Triton kernels of `zero_core.comm.fused_sum`: a sum in rank order and its statistics.
 
-Each program adds one **tile** of all slices and writes the tile's sum of squares to a separate
-element. A second kernel adds the tiles' sums in order, so the norm does not depend on the programs'
-order. If any term is non-finite, so is the sum. Only tiles with a non-finite sum are read again, to
-find the ranks.
+Each program adds one **tile** of all slices. For the norm, it writes the sum of squares of its tile
+to a separate element, and a second kernel adds these in a fixed order, so the norm does not depend
+on the programs' order. If any addend is non-finite, so is the sum. Only tiles with a non-finite sum
+are read again, to find the ranks of non-finite slices.
 """
 
 # No `from __future__ import annotations`: Triton reads the kernels' annotations.
@@ -117,7 +117,7 @@ def norm_kernel(
 
 @triton.jit
 def _load(ptrs: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Load elements as fp32. Float64 elements stay float64."""
+    """Load elements as fp32, or as float64 if ``DTYPE`` is "fp64". Masked elements are 0."""
     raw = tl.load(ptrs, mask=mask, other=0)
     if DTYPE == "bf16":
         return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -129,7 +129,7 @@ def _load(ptrs: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _has_nonfinite(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Check the exponent bits of fp32 or float64 ``x`` for NaN or Inf."""
+    """Return whether ``x``, float64 for ``DTYPE`` "fp64", else fp32, contains NaN or Inf."""
     if DTYPE == "fp64":
         bits = x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
         return tl.max(bits, axis=0) >= 0x7FF0000000000000

@@ -1,9 +1,9 @@
 """Blocks of the configuration: every key with its type, range and default.
 
-Names and defaults are DeepSpeed's, except for keys marked as not in DeepSpeed's configuration.
-`zero_core.config.schema` reads a configuration. `zero_core.config.rules` checks keys against each
-other. A key without effect has its default and the reason in a call of `unneeded`. Two tables,
-`OPTIMIZER_PARAMS` and `SCHEDULER_PARAMS`, have the types and ranges of the keys in ``params``.
+Most names and defaults are DeepSpeed's. `zero_core.config.schema` reads a configuration, and
+`zero_core.config.rules` checks keys against each other. A key that never has an effect has its
+default and the reason in a call of `unneeded`. Two tables, `OPTIMIZER_PARAMS` and
+`SCHEDULER_PARAMS`, have the types and ranges of the keys in ``params``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST = 2**63
-"""Largest whole number in a configuration. DeepSpeed's largest is `sys.maxsize`, one less."""
+"""Largest integer at most keys. DeepSpeed's largest is `sys.maxsize`, one less."""
 
 
 def as_whole(value: Any) -> Any:
@@ -30,7 +30,7 @@ def as_whole(value: Any) -> Any:
 
 
 def as_kind(value: Any, *kinds: Any) -> Any:
-    """Return ``value`` converted to the first of ``kinds`` that accepts it, or unchanged."""
+    """Convert ``value`` to the first bool, int or float of ``kinds`` that accepts it, if needed."""
     if not isinstance(value, str | int | float) or type(value) in kinds:
         return value
     for kind in kinds:
@@ -326,14 +326,14 @@ class ZeroConfig(_Block):
 
     @property
     def rounding_key(self) -> str | None:
-        """Path of the first key that quantizes messages, which rounds values."""
+        """Path of the first enabled key that quantizes messages, which rounds values, or None."""
         kinds = ("weights", "nontrainable_weights", "gradients")
         keys = [f"zero_quantized_{kind}" for kind in kinds]
         return next((f"zero_optimization.{key}" for key in keys if getattr(self, key)), None)
 
     @property
     def quantized_key(self) -> str | None:
-        """Path of the first key that compresses messages or keeps secondary shards."""
+        """Path of the first enabled key that compresses messages or keeps secondary shards."""
         exact = {
             "zero_lossless_weights": self.zero_lossless_weights,
             "zero_lossless_gradients": self.zero_lossless_gradients,
@@ -349,7 +349,7 @@ class Fp16Config(_Block):
     enabled: bool = False
     loss_scale: _NonNegative = 0.0
     """Static loss scale. 0 selects a dynamic one."""
-    initial_scale_power: Annotated[NonNegativeInt, Field(le=127)] = 16  # 2**127 is fp32's limit
+    initial_scale_power: Annotated[NonNegativeInt, Field(le=127)] = 16  # fp32's largest power of 2
     loss_scale_window: PositiveInt = 1000
     hysteresis: PositiveInt = 2
     consecutive_hysteresis: bool = False
@@ -664,7 +664,7 @@ class Config(_Block):
 
     @property
     def has_bf16_masters(self) -> bool:
-        """Whether bf16 parameters are their own master weights (never with offload)."""
+        """Whether bf16 parameters are their own master weights: never with offloaded states."""
         is_here = self.zero_optimization.offload_optimizer.device == "none"
         return self.bf16.enabled and self.bf16.bf16_master_weights_and_grads and is_here
 
@@ -692,7 +692,7 @@ class Config(_Block):
 
     @property
     def can_cancel_steps(self) -> bool:
-        """Whether a step may be clipped or skipped because of a gradient."""
+        """Whether a step may be clipped or skipped because of its gradient."""
         return bool(self.gradient_clipping or self.loss_scaling.enabled or self.check_grad_overflow)
 
     @property

@@ -3,7 +3,7 @@
 ``python -m zero_core.config.json_schema`` writes `SCHEMA_FILE` from the typed blocks. The schema
 accepts the configurations of `load_config`, except for numbers and booleans of another JSON type
 ("2", "true", 1). It also accepts "auto" in the ``params`` of an optimizer or a schedule, which
-zero-engine and Hugging Face Trainers replace. Only `load_config` checks rules between keys.
+zero-engine and Hugging Face Trainers replace. Its only rule between keys requires a batch size.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _taken(value: _Schema) -> _Schema:
 
 
 def _of_params(model: type[BaseModel]) -> _Schema:
-    """Return the schema of ``params``. "auto" is valid at every key, and a scalar for a list."""
+    """Return the schema of ``params``, with "auto" as a valid value of every key."""
     params = model.model_json_schema()
     for key, value in params["properties"].items():
         choices = [{k: v for k, v in value.items() if k not in ("default", "title")}]

@@ -1,7 +1,7 @@
 """Rules between the keys of a configuration, and the keys that have no effect.
 
 Each key is used, or accepted because this engine does not need it (`UNNEEDED` has the reason), or
-refused with a `ConfigError`. No key is silently ignored.
+refused with a `ConfigError`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ FURTHER_KEYS: Mapping[str, Any] = {
     **{key: {"enabled": False} for key in _BLOCKS},
     **dict.fromkeys(_ON, True),
 }
-"""DeepSpeed's further top-level keys, each with the value that describes this engine."""
+"""DeepSpeed's top-level keys that `Config` lacks, each with the value that fits this engine."""
 
 
 def drop_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop ``$schema`` and those of DeepSpeed's further keys whose values match this engine."""
+    """Drop ``$schema`` and `FURTHER_KEYS`. Raises ConfigError if one has an unsupported value."""
     for key, same in FURTHER_KEYS.items():
         value = as_kind(raw.get(key, same), type(same))
         is_off = isinstance(value, Mapping) and as_kind(value.get("enabled"), bool) is False

@@ -1,9 +1,7 @@
 """Loading of the configuration: DeepSpeed's JSON, typed, with every default filled in.
 
-In a `Config` the batch sizes are consistent, and no key was silently ignored.
-`zero_core.config.blocks` has the keys, `zero_core.config.rules` the rules between them. Names and
-defaults follow DeepSpeed's documentation of its JSON configuration, except that
-``gradient_clipping`` is off by default.
+The batch sizes of the `Config` that `load_config` returns are consistent. `zero_core.config.blocks`
+has the keys, `zero_core.config.rules` the rules between them.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
         world_size: number of data-parallel ranks, which also resolves the batch sizes.
 
     Raises:
-        ConfigError: with the path of the key, what was found, and what to do.
+        ConfigError: ``source`` cannot be read, or a key or value is not valid.
     """
     if world_size < 1:
         raise ConfigError(f"world_size = {world_size}: must be at least 1")
@@ -93,7 +91,7 @@ def load_effective(written: Mapping[str, Any]) -> Config:
     defaults as explicit values, such as a ratio without offload.
 
     Raises:
-        ConfigError: a key or a type that the configuration does not have.
+        ConfigError: a key is unknown, or a value is not valid.
     """
     try:
         return Config.model_validate(written)
@@ -155,7 +153,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
 
 
 def check_plain(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for non-string keys, non-finite numbers and numbers above 64 bits."""
+    """Raise ConfigError for non-string keys, non-finite floats, long integers and deep nesting."""
     for path, value in _walk(config):
         name = _name_path(path)
         if isinstance(value, Mapping):
@@ -214,7 +212,7 @@ def as_typed(block: Mapping[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
     """Return ``block``, of type ``kind``, with strings converted to numbers and booleans.
 
     As in DeepSpeed, "2" is a valid number, and "true", 1 and 0 are valid booleans: templates and
-    command lines write them. Other values stay unchanged, and the type check refuses them.
+    command lines write them. Other values stay unchanged.
     """
     typed: dict[str, Any] = {}
     for key, value in block.items():
@@ -305,7 +303,7 @@ def _leaves(kind: type[BaseModel], place: str = "") -> Iterator[tuple[str, str]]
 
 
 def _key_of(loc: _Path, kind: type[BaseModel], raw: Any) -> tuple[_Path, type[BaseModel] | None]:
-    """Return the path in ``raw`` of an error's ``loc``, without union members, and its block."""
+    """Return the path in ``raw`` of a pydantic error's ``loc``, and the type of its last block."""
     block: type[BaseModel] | None = None
     inner: type[BaseModel] | None = kind
     for depth, key in enumerate(loc):

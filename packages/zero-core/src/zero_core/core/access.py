@@ -1,14 +1,14 @@
-"""Reads and writes of parameters between gathers. Only this file changes a parameter's class.
+"""Classes of parameters, by which reads and writes between gathers wait or raise errors.
 
 [Note: access]
 Reading a parameter returns its current value or raises an error where it is read.
 
 open      The parameter holds its value and has its own (original) class. Reads cost nothing. If
-          the master weight has separate memory, reads of ``data`` are recorded: see `Edits`.
-deferred  The value is being gathered, as after a step at stages 1 and 2, or as the values of the
-          tail unit in a forward. The first read waits for the gather.
-refused   The value is not on this rank, as between two uses at stage 3. A read raises an error that
-          says what to do.
+          the master weight has separate memory, reads of ``data`` are recorded: see `aliased`.
+deferred  The value is being updated or gathered, as after a step at stages 1 and 2, or, in the tail
+          unit, during a forward at stage 3. The first read waits for the value.
+refused   The value is not current or not on this rank, as between two uses at stage 3. A read
+          raises an error that says what to do.
 
 1. A read starts no collective. Otherwise a log line on one rank would wait forever for the other
    ranks. `UnitSet.publish` and `UnitSet.launch_tail` launch the gathers of deferred parameters, in
@@ -74,7 +74,7 @@ _CONVERSIONS = frozenset(
         *(Tensor.bfloat16, Tensor.double),
     }
 )
-"""Functions that return the parameter itself, or a name (`Tensor.type`), without a conversion."""
+"""Functions that convert a tensor, or return the tensor itself or the name of its type."""
 get_data, set_data = _PROPERTIES["data"].__get__, _PROPERTIES["data"].__set__
 """Read and set ``param.data``, whatever the parameter's class."""
 _get_version = _PROPERTIES["_version"].__get__
@@ -178,7 +178,7 @@ _set_class = vars(object)["__class__"].__set__
 
 
 class _OwnClasses(dict[type, type]):
-    """Map from a class made here to the class it derives from, and from others to themselves."""
+    """Map from a class made by `_Classes` to its parameter class, and from others to themselves."""
 
     def __missing__(self, found: type) -> type:
         return found
@@ -367,7 +367,7 @@ class ShownParams:
             self.is_shown = True
 
     def withdraw(self) -> None:
-        """Hide the parameters before their buffer is reused, and record replaced or written ones.
+        """Hide the parameters before their buffer is reused. Record a replaced and a written one.
 
         A write to the buffer would be lost when another unit uses the buffer.
         """
@@ -436,7 +436,7 @@ class ShownParams:
     def take_marks(self) -> list[tuple[int, bool]]:
         """Return positions of parameters that user code may have written since the last call.
 
-        Each has a bool, which is True if a write is certain. Changes by the engine do not count.
+        Each has a bool, which is True if a write is certain. `forget_marks` counts as a call.
         """
         with DisableTorchFunction():
             before, self._versions = self._versions, list(map(_get_version, self.params))
@@ -459,7 +459,7 @@ class ShownParams:
     def misplaced(self) -> int | None:
         """Return the position of a parameter whose ``data`` other code has replaced, or None.
 
-        A replacement while shown is reported only once, even if the parameter is hidden by now.
+        A replacement that `withdraw` has recorded is returned once.
         """
         moved, self._moved = self._moved, None
         return self._find_moved() if moved is None else moved

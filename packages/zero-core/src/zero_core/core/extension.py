@@ -1,4 +1,4 @@
-"""Extensions of an engine: optional parts that react to events of training.
+"""Extensions of an engine: objects that react to events of training.
 
 An extension overrides the methods of `Extension` whose events it handles. For each event, an engine
 calls only the overridden methods. An event without handlers costs one loop over an empty list.
@@ -21,7 +21,7 @@ class EndedStep:
     """One step that has ended on this rank.
 
     Attributes:
-        number: number of optimizer steps so far, including this one.
+        number: number of optimizer steps so far, including skipped steps and this one.
         why_skipped: why parameters were not updated, or an empty string.
         rates: learning rates of the step, by parameter group.
         micro_steps: number of micro-steps in the step.
@@ -64,16 +64,16 @@ class Extension:
 
         Called after `attach`. A state is a floating-point tensor, 1-D, [state.local_numel], on the
         CPU. Its elements correspond to this rank's master weights. The tensor object stays the
-        same, and only `reset` and `stepped` change its elements. In ``engine.states`` the state's
-        name begins with `PREFIX`.
+        same, and the extension changes its elements only in `reset` and `stepped`. In
+        ``engine.states`` the state's name begins with `PREFIX`.
         """
         return {}
 
     def reset(self) -> None:
         """Set the states to the values that follow from the engine's current weights.
 
-        Called at the end of `zero_core.build`, and by each load before the load writes the states
-        that the checkpoint contains.
+        Called at the end of `zero_core.build`, and in a load before the extensions' saved states
+        are written.
         """
 
     # ----------------------------------------------- events outside of a step
@@ -82,7 +82,7 @@ class Extension:
         """Called when the engine is built and its memory holds the first values."""
 
     def before_write(self) -> None:
-        """Called before the program reads or writes states outside of a step."""
+        """Called before an engine method that reads, writes or moves values for the program."""
 
     def saved(self, call: str, seconds: float) -> None:
         """Called after the engine method ``call`` has saved a checkpoint or started to."""
@@ -119,10 +119,10 @@ class Extension:
         """
 
     def before_early_update(self) -> None:
-        """Called before backward updates units, ahead of the step's decision."""
+        """Called at the start of a backward that may update units ahead of the step's decision."""
 
     def before_local_sums(self) -> None:
-        """Called before gradients accumulate on their rank without being reduced."""
+        """Called in ``no_sync()`` and ``set_requires_gradient_sync(False)``, at their start."""
 
     def before_update(self, number: int) -> None:
         """Called at the start of ``step()``, with the step's ``number``.

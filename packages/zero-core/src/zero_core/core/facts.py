@@ -1,11 +1,11 @@
-"""Facts of a step, exchanged between ranks by one all-reduce, which the host reads once.
+"""Facts of a step: numbers that one all-reduce sums over the ranks.
 
 [Note: one synchronisation]
 The facts are one vector on the device, made of named slots. The last slot holds the sums of the
-gradient's squares. The host uploads its facts from pinned memory. One all-reduce sums the vectors
-of all ranks, and the sum is copied back to pinned memory, followed by an event. None of these
-operations blocks the host, which waits for the event only when it reads the sum. Kernels on the
-device may read the sum earlier.
+gradient's squares. On an accelerator, the host uploads its facts from pinned memory. One all-reduce
+sums the vectors of all ranks, and the sum is copied back to pinned memory, followed by an event.
+None of these operations blocks the host, which waits for the event only when it reads the sum.
+Kernels on the device may read the sum earlier.
 """
 
 from __future__ import annotations

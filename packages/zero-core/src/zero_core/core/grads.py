@@ -34,10 +34,10 @@ class GradientBuffers:
     full: Tensor | None  # ``full_grad``, or None if a pool lends it
     shard: Tensor | None  # ``grad_shard``, or None if only the state tier keeps it
     total: Tensor | None  # ``grad_sum``, or None except at stage 0 with several ranks
-    full_pools: Mapping[torch.dtype, BufferPool]  # lend ``full_grad`` if ``full`` is None
+    full_pools: Mapping[torch.dtype, BufferPool]  # lend ``full_grad`` if it is not in ``full``
     shard_pool: BufferPool  # lends the reduction's output if ``shard`` is None
     rounded_pool: BufferPool  # lends memory for gradients rounded for the tier
-    term_pool: BufferPool  # lends outputs of reductions added to ``grad_shard``
+    term_pool: BufferPool  # lends outputs of a step's later reductions
 
 
 class ReducedGrad(NamedTuple):
@@ -68,19 +68,19 @@ class FullGrad:
         self.until_read: NamedWork | None = None
         self._segment = segment
         self._plan = plan = buffers.plan
-        # Then nothing is reduced, and gradients accumulate directly in ``grad_shard``.
+        # If true, nothing is reduced, and gradients accumulate directly in ``grad_shard``.
         self._is_shard = plan.case is GradientCase.ALONE
         self._kept = buffers.shard if self._is_shard else buffers.full
         self._pools = buffers.full_pools
         self._views = views
         self._predivide = plan.predivide
-        # _foreach_mul of a CPU rounds a Python number to 16 bits.
+        # On a CPU, _foreach_mul rounds a Python number to the tensors' 16-bit dtype.
         self._factor = torch.tensor(plan.predivide, dtype=torch.float64, device="cpu")
         self._missing = missing
         self._is_small = plan.small_slots(segment, is_cpu=views.placeholders.slots[0].is_cpu)
         self.held: dict[int, Tensor] = {}  # gradients to add, by position
         self._held_numel = 0
-        self._undivided: list[Tensor] = []  # views of gradients copied but not divided
+        self._undivided: list[Tensor] = []  # slots with gradients that were copied but not divided
         self._slots: list[Tensor] = []  # views of the memory, one per parameter
         self._gaps: list[Tensor] = []  # views of padding between and after parameters
         self._added: set[int] = set()  # positions of gradients in the memory
@@ -100,22 +100,22 @@ class FullGrad:
         return self.memory
 
     def add(self, position: int, grad: Tensor) -> None:
-        """Add a gradient. Small gradients are held, and added together later."""
+        """Add a gradient. Gradients of small parameters are held, and added together later."""
         view, is_small = self._slots[position], self._is_small[position]
         given, into = grad.dtype, view.dtype
         wide = given if given is into else torch.promote_types(given, into)
         is_held = into is wide and (is_small or given is not into)
         if position in self.held or (self._undivided and position in self._added and not is_held):
-            self.flush()  # an earlier gradient, which may have another dtype
+            self.flush()  # first the earlier gradient, which may have another dtype
         if is_held:
             self.held[position] = grad
             self._held_numel += view.numel()
-            # Add at least twice per unit, so that held gradients occupy half of its memory at most.
+            # Add once the held gradients have half of the segment's elements, to limit memory.
             if not is_small or 2 * self._held_numel >= self._segment.padded_numel:
                 self._add_held()
         elif position in self._added:
             self._sum([view], [grad], wide)
-        else:  # divide in the wider of the two dtypes, so that only the final cast rounds
+        else:  # divide in the wider of the two dtypes, then cast
             self._added.add(position)
             torch.mul(grad if given is wide else grad.to(wide), self._predivide, out=view)
 
@@ -246,7 +246,7 @@ class GradShard:
         return shard
 
     def add(self, reduced: Tensor) -> bool:
-        """Add a reduction's output. Return whether the gradient is ``reduced`` alone."""
+        """Add a reduction's output. Return whether ``reduced`` is now the whole gradient."""
         self.is_empty = False
         if reduced is self._shard:
             return True
@@ -522,7 +522,7 @@ class FlatGrads:
         self.is_updated = False
 
     def begin_backward(self) -> None:
-        """Called when a backward begins. Subclasses may override this method."""
+        """Called when a backward begins, if ``plan.is_sequential``."""
 
     def add(self, position: int, grad: Tensor) -> None:
         if grad.layout is not _STRIDED:
@@ -563,7 +563,7 @@ class FlatGrads:
         """Add the reduction's output to the step's gradient.
 
         Waits for the reduction, unless the reduction computes its own statistics and the output is
-        not used yet. Then `wait` waits before the output or its memory is used.
+        not used yet. In that case call `wait` before using the output.
         """
         work, self._reduction = self._reduction, None
         if work is None:  # single rank
@@ -599,9 +599,9 @@ class FlatGrads:
     def result(self) -> ReducedGrad:
         """Return the gradient to offer to the state tier.
 
-        It is the step's gradient, or the micro-step's if the tier accumulates. At stage 0 the call
-        starts an all-gather. Read the result after `wait`, or immediately if the tier owns
-        gradients.
+        It is the step's gradient, or the micro-step's if the tier accumulates. At stage 0 with
+        several ranks, the call starts an all-gather. Read the result after `wait`, or immediately
+        if the tier owns gradients.
         """
         rounded = self.shard.rounded()
         if self.shard.is_part:
@@ -653,7 +653,7 @@ class FlatGrads:
     def change(self, changes: Sequence[tuple[int, Tensor]]) -> None:
         """Apply ``changes`` (pairs of a start and new elements), and in-place edits of `covered`.
 
-        Call after all ranks have agreed on the gradient: before, they may read this shard.
+        Call it after all ranks have agreed on the gradient: until then they may read this shard.
         """
         self.wait()
         self._norm = None
@@ -689,7 +689,7 @@ class FlatGrads:
 
 
 class Arithmetic:
-    """Sums and norms of gradients, equal to those of torch and DDP."""
+    """Sums and norms of gradients. A subclass may add in another order."""
 
     num_sums: int = 1  # length of the vector that `add_squares` returns
     grads_class: type[FlatGrads] = FlatGrads

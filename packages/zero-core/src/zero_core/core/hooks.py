@@ -2,8 +2,8 @@
 
 [Note: the engine's hooks and others]
 Other hooks on a unit's module (such as weight normalization) may read the unit's parameters. So the
-unit is gathered before any of these hooks and released after all of them. The engine's pre-forward
-hook is the first. At each forward, the engine's forward hook is moved behind hooks added later.
+unit is gathered before these hooks and released after them. The engine's pre-forward hook is
+prepended. At each forward, the engine's forward hook is moved behind hooks added later.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:
             continue  # each read of the weight calls this module, and a read must not gather
         own = passes.units_of(module, recurse=False)
         is_one_graph = False
-        if is_own_graph(module):  # compiled or captured as one graph with its submodules
+        if is_own_graph(module):  # compiled, together with its submodules
             within = passes.units_of(module)
             if len(within) == 1:
                 own, is_one_graph = within, True

@@ -42,7 +42,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _NUM_KEPT = 16
-"""Number of newest trails kept even if no saved weight is alive: blocks may be recomputed."""
+"""Number of newest trails kept even if no saved weight is alive, as blocks may be recomputed."""
 
 
 class Forward:
@@ -208,7 +208,7 @@ class BackwardOrder:
             yield from self._follow(trail, 0)
 
     def end_backward(self) -> list[int]:
-        """End the backward. Return the units that were not complete."""
+        """End the backward. Return the units that `ready_units` has not returned, in order."""
         rest, self._next = self._order[self._next :], 0
         return rest
 
@@ -235,7 +235,7 @@ class BackwardOrder:
             self._recomputed = None
 
     def _follow(self, trail: _Trail, stop: int) -> Iterator[int]:
-        """Mark units at positions >= ``stop`` as left. Yield those that backward never entered."""
+        """Mark units at positions >= ``stop`` as left. Yield those that backward has skipped."""
         while len(trail.units) > stop:
             unit = trail.units.pop()
             was_passed = unit in trail.passed  # ``unit`` may have been entered for an older forward

@@ -95,7 +95,7 @@ class Shard:
         self.read()[start : start + values.numel()].copy_(values)
 
     def synchronize(self) -> None:
-        """Block until no copy from the shard is under way. The device makes none."""
+        """Block until no copy from the shard is under way. A shard on the device has none."""
 
 
 class Launcher:
@@ -135,7 +135,7 @@ class FlatParams:
         is_kept: whether ``full`` is always in the arena.
         is_exchanged: whether a gather exchanges values with other ranks.
         edited: positions of parameters that `edit` has overwritten, until a caller clears the set.
-        publishing: one lock per engine, held while values change and their exchange is launched.
+        publishing: the engine's lock, held while values change and their exchange is launched.
         is_deferred: whether reads wait for a gather that the unit set has started.
         await_tail: waits for the tail's gather. None except for sharded parameters of the tail.
     """
@@ -289,7 +289,7 @@ class FlatParams:
         if self.is_exchanged or not self.source.is_updated():
             self.shown.defer()
         else:
-            self.gather()  # does not block the host: only the device waits
+            self.gather()  # does not block, because the update has ended
             self.wait()
 
     def await_values(self, param: nn.Parameter) -> None:
@@ -384,7 +384,7 @@ class FlatParams:
     def vacate(self) -> None:
         """Replace the parameters by placeholders before the memory of kept values is freed.
 
-        Afterwards torch refuses a backward that needs saved values of these parameters.
+        Afterwards torch refuses a backward that needs saved values of kept parameters.
         """
         if self.is_kept:
             self.refresh()
@@ -394,7 +394,7 @@ class FlatParams:
         self.shown.why_refused = access.AWAY
 
     def reoccupy(self) -> None:
-        """Note that the memory of kept values exists again, at another address."""
+        """Note that the memory of kept values exists again, maybe at another address."""
         self.shown.why_refused = access.SHARDED
         if self.is_kept:
             self.wait()

@@ -17,10 +17,10 @@ Hooks on the model call this module: `zero_core.core.hooks`.
    `zero_core.step.update`.
 
 [Note: order]
-Units are gathered in the order of the module tree in forward, and in reverse in backward, which
-also reduces them in reverse (`zero_core.core.order`). So every rank launches the same collectives
-in the same order, even if ranks take different branches within a block. The first block's gather is
-launched before waiting for the root's gather.
+Forward gathers each unit that it uses, and the next ones of the module tree ahead of use. Backward
+gathers and reduces units in the reverse order (`zero_core.core.order`). So every rank launches the
+same collectives in the same order, even if ranks take different branches within a block. The first
+block's gather is launched before waiting for the root's gather.
 
 [Note: idle ranks]
 A rank without data takes part in the other ranks' collectives. An idle forward uses the blocks and
@@ -100,7 +100,7 @@ class GradientSink(Protocol):
 class Reductions:
     """Reductions of gradients, one unit at a time. Reduced gradients are passed to the sink.
 
-    One unit's reduction overlaps with the backward of the next unit.
+    With several ranks, a unit's reduction overlaps with the backward of the next unit.
 
     Attributes:
         in_flight: gradients being reduced, and whether each is of the step's last micro-step.
@@ -241,7 +241,7 @@ class BackwardPass:
         self._stay_idle = {i for i, num in uses.items() if num > 1} & self._ever_recomputed
 
     def enter(self, unit: Unit, forward: Forward | None) -> None:
-        """Gather ``unit`` for the backward of ``forward``, or to recompute ``unit`` if None."""
+        """Gather ``unit`` for the backward of ``forward``, or, if None, for a recomputation."""
         units = self._units
         if unit is units.saved.entered:
             return
@@ -296,7 +296,7 @@ class BackwardPass:
         if num_missing <= 0:
             if num_missing == 0 and self._is_reducing:
                 self._reduce_ready()
-            for segment in unit.grads:  # the unit may wait for its turn to be reduced
+            for segment in unit.grads:  # free the held gradients: the unit may be reduced later
                 if segment.full.held:
                     segment.full.flush()
 
@@ -324,7 +324,7 @@ class BackwardPass:
             self.reductions.start(index)
 
     def end(self) -> None:
-        """Reduce the remaining units, wait for all reductions, and release every unit.
+        """Reduce the remaining units if `will_reduce`, and release every unit.
 
         Called by autograd at the end of a backward, and by a step if gradients remain unreduced.
         """
@@ -398,7 +398,7 @@ class BackwardPass:
     def start_agreement(self) -> None:
         """Reduce remaining gradients, and start the all-reduce of the step's facts.
 
-        Every rank must call it. Raises as `check_last`. The host does not wait for the device.
+        Every rank must call it. Raises RuntimeError if `check_last` does.
         """
         self.check_last()
         if not self._sink.is_reduced:
@@ -463,7 +463,7 @@ class ForwardPass:
         self.go_into(unit, module)
 
     def go_into(self, unit: Unit, module: nn.Module) -> None:
-        """Gather ``unit`` for the forward of its ``module``, within a forward of the model."""
+        """Gather ``unit`` for the forward of its ``module``, and record that forward as running."""
         self.running.append(_Running(unit, module, sys.exception()))
         self._place.enter(self._names[unit.index])
         self._use(unit)
@@ -588,7 +588,7 @@ class ForwardPass:
         self.leave(root, needs_grad=True, error=None)
 
     def last_path(self, *, is_trained: bool) -> Sequence[Unit]:
-        """Return the last path, preferably of a forward of the same kind, or all blocks if none."""
+        """Return the last path, preferably of a forward with this ``is_trained``, or all blocks."""
         known = [self._last_paths[k] for k in (is_trained, not is_trained) if k in self._last_paths]
         return known[0] if known else self._units.blocks
 
