@@ -211,7 +211,9 @@ def test_shares_that_cannot_be_are_refused_by_name() -> None:
 
     with pytest.raises(ValueError, match=r"'heat\.\*' matches no parameter; near it are \['head"):
         make(net.named_parameters(), parameters=["head.*", "heat.*"])
-    with pytest.raises(ValueError, match=r"named parameters \(model\.named_parameters"):
+    with pytest.raises(
+        ValueError, match=r"0 of 4 parameters are named: give model\.named_parameters"
+    ):
         make(net.parameters(), parameters=["head.*"])
     with pytest.raises(ValueError, match="ratio and parameters each say"):
         make(net.named_parameters(), parameters=["head.*"], ratio=0.5)

@@ -53,7 +53,6 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 for _name in _ALIKE.split():
     globals()[_name] = _as_torch(getattr(dist, _name))
-get_all_ranks_from_group = dist.get_process_group_ranks
 inference_all_reduce = _as_torch(dist.all_reduce)
 all_gather_into_tensor = _as_torch(_all_gather_single, "output_tensor", "tensor")
 all_to_all_single = _as_torch(dist.all_to_all_single, "output", "tensor")
@@ -61,6 +60,10 @@ allgather_fn = _as_torch(_all_gather_single, "output_tensor", "input_tensor")
 reduce_scatter_fn = reduce_scatter_tensor = _as_torch(
     _reduce_scatter_single, "output_tensor", "tensor"
 )
+
+
+def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
+    return dist.get_process_group_ranks(group)
 
 
 def get_local_rank() -> int:
