@@ -183,7 +183,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """Return ``loss`` times the loss scale and divided by ``over``, for a plain backward.
 
         ``over``: number of micro-steps in this step, by default `gradient_accumulation_steps`. With
-        ``world_size_invariant`` the loss is also divided by the number of ranks.
+        ``world_size_invariant`` the result is also divided by the number of ranks.
         """
         if self._device_states.refuses or self.place.unfinished:
             self._device_states.check("backward()", BACKWARD_PARTS)
@@ -213,10 +213,10 @@ class Engine(TrainingCheckpoints, ShardedModel):
         tensors. `resume` returns it with the in-memory copy of this step (``memory_checkpoint``).
 
         Raises:
-            RuntimeError: the model or the optimizer's groups were changed; or at a boundary within
-                ``no_sync``, after a backward that did not end, while states are offloaded, with
-                ``memory_checkpoint`` before `resume`, or after an exception in the middle of an
-                earlier call. In the last case, load a checkpoint.
+            RuntimeError: the model or the optimizer's groups were changed, a boundary is within
+                ``no_sync``, the last backward did not end, states are offloaded, `resume` was not
+                called (with ``memory_checkpoint``), or an earlier call raised in the middle. In the
+                last case, load a checkpoint.
             CheckpointError: the last copy in memory failed.
             UnusedParameterError: at stages 1 and 2 with ``ignore_unused_parameters`` false, a
                 trainable parameter got no gradient on a rank. All ranks raise it.
@@ -302,10 +302,10 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """Run one step: forward and backward of all its micro-batches, and the update.
 
         Like DeepSpeed's method of this name. The key ``accumulation_schedule`` sets the order of
-        the work, and results do not depend on it: see `zero_core.vertical.schedule`. Every rank
-        must call it. Torch's generators are seeded for each micro-batch from torch's seed and the
-        number of the micro-step, and restored at the end. ``over`` is as in `scale`,
-        ``client_state`` as in `step`.
+        the work, but not results: see `zero_core.vertical.schedule`. Every rank must call it.
+        Torch's generators are seeded for each micro-batch from torch's seed and the number of the
+        micro-step, and restored at the end. ``over`` is as in `scale`, ``client_state`` as in
+        `step`.
 
         Args:
             batches: yields at least ``gradient_accumulation_steps`` micro-batches.
@@ -318,9 +318,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
         Raises:
             ValueError: there are fewer micro-batches than a step has.
-            RuntimeError: as `step`, in the middle of a step, within ``no_sync``, or after
-                `set_gradient_accumulation_boundary`. After an exception before the update, the next
-                call starts the step again.
+            RuntimeError: as `step`, in the middle of a step, or with a boundary set by the program.
+                After an exception before the update, the next call starts the step again.
             AccumulationScheduleError: the vertical schedule cannot run the model.
         """
         self._device_states.check("train_batch()", NO_PARTS)
@@ -452,8 +451,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         and warns.
 
         Raises:
-            RuntimeError: not at an accumulation boundary, within ``no_sync``, or after units were
-                updated in backward.
+            RuntimeError: not at a boundary, within ``no_sync``, or units were updated in backward.
             ValueError: ``max_norm`` or ``norm_type`` is not positive.
         """
         if not (max_norm > 0.0 and norm_type > 0.0):

@@ -29,10 +29,7 @@ def allocator(device: torch.device) -> Allocate:
 
 
 class CopyStream:
-    """Context manager that makes a side stream current, if the device has streams.
-
-    See [Note: the copy stream] in `zero_core.sharded.param_offload`.
-    """
+    """Context manager of a side stream, if any: [Note: the copy stream] in `param_offload`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,10 +45,7 @@ class CopyStream:
             self._stream.__exit__(*error)
 
     def after_readers(self) -> Wait | None:
-        """Return a function that makes this stream wait for work now queued on the current one.
-
-        None if the device has no streams.
-        """
+        """Return a function that makes this stream wait for the current one so far, or None."""
         if self._stream is None:
             return None
         event = torch.accelerator.current_stream(self._device).record_event()
@@ -84,10 +78,7 @@ class Arena:
     def allocate(
         self, kind: str, wanted: Mapping[int, tuple[torch.dtype, int]]
     ) -> dict[int, Tensor]:
-        """Allocate a buffer per dtype. Return, by key of ``wanted``, its 1-D part of a buffer.
-
-        ``wanted``: dtype and number of elements, by key.
-        """
+        """Allocate a buffer per dtype. Return a 1-D view for each (dtype, numel) in ``wanted``."""
         found: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(dtype for dtype, _ in wanted.values()):
             sizes = {key: numel for key, (of, numel) in wanted.items() if of == dtype}
@@ -107,14 +98,12 @@ class Arena:
 class BufferPool:
     """Equally large buffers, which are lent as tensors of any dtype and then returned.
 
-    Reads of a buffer may still be queued when it is returned. So it must be filled on the stream of
-    the reads, or by a collective launched on that stream, unless `release` got a function that
-    waits for the reads.
+    Reads of a returned buffer may still be queued. So it must be filled on their stream, or by a
+    collective launched on that stream, unless `release` got a function that waits for the reads.
 
-    If a buffer is reused, it is the one that ``user`` had last, if that is free. So in identical
-    steps, once the pool has stopped growing, a user's memory keeps its address, as CUDA graphs
-    require. The choice of a buffer depends on the order of calls only, and not on the progress of
-    copies. So the number of buffers can be computed in advance.
+    A reused buffer is the one that ``user`` had last, if free. So in identical steps, once the pool
+    has stopped growing, addresses stay, as CUDA graphs require. The choice depends on the order of
+    calls only, not on the progress of copies, so the number of buffers can be computed in advance.
     """
 
     def __init__(
@@ -239,8 +228,7 @@ class SegmentViews:
 
     def of(self, full: Tensor) -> BufferViews:
         """Return the views of ``full``, [padded_numel], whose buffer must exist until `forget`."""
-        # Buffers of bytes are freed and allocated again. Their address changes, but the storage
-        # object and its views stay valid.
+        # Opaque buffers are freed and refilled: the address changes, the storage's views do not.
         key = (storage_of(full) if self.is_opaque else full.data_ptr(), full.dtype)
         found = self._found.get(key)
         if found is None:

@@ -1,8 +1,8 @@
 """A unit at run time: its flat parameters and flat gradients.
 
 A unit is the root, a block or the tail of the model (see `Unit`). Its parameters are gathered
-together, in *segments*, one per dtype and trainability (and one for quantized parameters). A
-segment is one flat, padded buffer with the parameters one after another. ``shard_numel`` is
+together, in *segments*, one per dtype and trainability, and one for quantized parameters. A segment
+is one flat, padded buffer with the parameters one after another. ``shard_numel`` is
 ``padded_numel`` divided by the world size.
 
 [Note: the tensors of a segment]
@@ -25,8 +25,7 @@ grad_shard  [shard_numel], accumulation dtype, arena: the reduced gradients of t
 grad_sum    [padded_numel], accumulation dtype, at stage 0: all ranks' gathered ``grad_shard``.
 
 `GradientPlan` (`zero_core.layout.gradient_plan`) says which gradient tensors exist, and in which
-memory. The state tier receives ``grad_shard``, ``grad_sum``, or each micro-step's reduced gradient,
-in the dtype `GradientPlan.offered`.
+memory. The state tier receives reduced gradients in the dtype `GradientPlan.offered`.
 
 On a single rank every stage works as stage 0, unless shards are offloaded.
 

@@ -4,10 +4,9 @@
 The engine keeps the values of parameters in its own memory, and gradient hooks on the parameter
 objects. It does not track a parameter that is replaced, added, or tied to another name later, nor
 one whose memory is replaced (``module.double()``, ``param.data = ...``, ``param.set_()``). The next
-forward with gradients, or the next step, raises an error. Operations that keep objects and memory
-are allowed: ``requires_grad_`` of trainable parameters, ``module.to`` of the same device and dtype,
-in-place writes within `gathered`, wrappers around modules, new modules without parameters,
-`torch.func.functional_call`.
+forward with gradients, or the next step, raises an error. Allowed are ``requires_grad_`` of
+trainable parameters, ``module.to`` of the same device and dtype, in-place writes within `gathered`,
+wrappers around modules, new modules without parameters, and `torch.func.functional_call`.
 
 [Note: trainable and frozen]
 A parameter is *trainable* if it is in an optimizer group when the engine is built, and has a
@@ -88,10 +87,7 @@ class ModelGuard(Extension):
             self._state.common_buffers.describe()
 
     def _check(self, *, has_substitutes: bool) -> None:
-        """Raise if a parameter was added, replaced, removed, moved, unfrozen or written.
-
-        ``has_substitutes``: whether `torch.func.functional_call` may have replaced parameters.
-        """
+        """Raise for changed parameters. ``has_substitutes``: allow those of `functional_call`."""
         # Runs at each forward, so the modules' dictionaries are compared in C.
         if (
             any(self._empty)
@@ -220,8 +216,7 @@ class UnusedParameters(Extension):
     """Check that refuses a step in which a rank left a trainable parameter unused.
 
     Used at stages 1 and 2 with ``ignore_unused_parameters`` false. All ranks know how many ranks
-    used each parameter, so all ranks raise. A rank without any gradient is ignored, because it had
-    no data.
+    used each parameter, so all ranks raise. Ranks without any gradient (without data) do not count.
     """
 
     def __init__(self, state: ShardedState, facts: Facts, train: TrainState) -> None:
@@ -253,10 +248,9 @@ class RepeatedRounds(Extension):
     A round is a backward, outside of ``no_sync``, of a forward that began after the previous
     backward. Several rounds in a micro-step are legal: two losses, each with a separate forward.
     But they also occur if the user interrupts a notebook between backward and ``step`` and runs the
-    same lines again. This class assumes such a repetition in three cases: a micro-step has more
-    rounds than each of the last `_NUM_COMPARED`, the first micro-step had more than each of the
-    next two, or an interactive interpreter has reported an error (``sys.last_value``) between two
-    rounds of a micro-step.
+    same lines again. This class warns if a micro-step has more rounds than the last `_NUM_COMPARED`
+    ones, if the first had more than the next two, or if an interactive interpreter reports an error
+    (``sys.last_value``) between two rounds of a micro-step.
     """
 
     def __init__(self, train: TrainState, *, rank: int) -> None:

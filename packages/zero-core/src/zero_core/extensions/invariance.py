@@ -3,9 +3,9 @@
 [Note: random numbers that follow the micro-batch]
 Dropout draws from torch's generators, whose state depends on earlier draws of the rank. So the
 first training forward of a micro-step seeds the generators from the seed, the step, and the number
-of the micro-batch in the step. Thus a micro-batch gets the same random numbers on any rank, at any world
-size. A micro-batch that is repeated, because its forward raised or its gradients were dropped, is
-seeded again.
+of the micro-batch in the step. Thus a micro-batch gets the same random numbers on any rank, at any
+world size. A micro-batch that is repeated, because its forward raised or its gradients were
+dropped, is seeded again.
 
 [Note: one norm for any world size]
 Sums of rounded numbers depend on the order of addition, which depends on the number of ranks. With
@@ -68,7 +68,7 @@ class Invariance(Extension):
         place = self._place
         if place != self._seeded or self._is_running:
             self._seeded = place
-            number = place[1] * self._ranks.size + self._ranks.rank  # of the micro-batch in the step
+            number = place[1] * self._ranks.size + self._ranks.rank  # of the micro-batch
             seed_generators(self._ranks.device, self._seed, self._train.global_steps, number)
         self._is_running = True
 

@@ -3,8 +3,7 @@
 [Note: amounts]
 The amount of a product (matrix product, convolution or attention) is a number of operations, as
 counted by `torch.utils.flop_counter`. The amount of another operator is the bytes of the tensors
-that it reads and writes. A lookup (`_LOOKUPS`) counts the rows that it reads, not its table. Views
-have 0.
+that it reads and writes. Lookups (`_LOOKUPS`) count the rows read, not the table. Views have 0.
 """
 
 from __future__ import annotations
@@ -96,8 +95,7 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 class Trace:
     """Saved bytes and operators of one micro-batch on the meta device."""
 
-    # bytes that autograd saves for backward: activations, and autocast's casts of weights
-    saved_bytes: int
+    saved_bytes: int  # bytes that autograd saves: activations, and autocast's casts of weights
     # the same if blocks are recomputed: inputs of blocks, and saved bytes of the largest block and
     # of all code outside of blocks
     recomputed_bytes: int
@@ -152,10 +150,9 @@ def trace_step(
 ) -> Trace:
     """Run one forward on the meta device, and a backward if the forward returns a loss.
 
-    The loss is a 0-dim tensor that requires a gradient. Both run in the compute dtype, without
-    ``torch_autocast``, and in the model's current mode (train or eval). The model is not changed.
-    ``inputs`` are keyword or positional arguments of one micro-batch. ``units`` are the units'
-    modules, the root first.
+    Both run in the compute dtype, without ``torch_autocast``, and in the model's current mode. The
+    loss is a 0-dim tensor that requires a gradient. ``inputs`` are keyword or positional arguments
+    of one micro-batch. ``units`` are the units' modules, the root first.
     """
 
     def to_meta(value: Any, dtype: torch.dtype | None = config.compute_dtype) -> Any:

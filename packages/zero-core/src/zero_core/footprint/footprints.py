@@ -187,10 +187,7 @@ class Footprints:
     def collectives(
         self, config: Config, links: Links, *, is_worst_case: bool = False
     ) -> CollectivesFootprint | None:
-        """Return the footprint of plug-in collectives, or None if none are configured or found.
-
-        ``is_worst_case``: sizes are upper bounds.
-        """
+        """Return the footprint of plug-in collectives, or None if none are configured or found."""
         zero, asked = config.zero_optimization, config.zero_optimization.quantized_key
         make = None if asked is None else self.load("collectives", asked, "zero-comm")
         if make is None:

@@ -14,9 +14,8 @@ All byte counts are per rank, for rank 0. Other ranks differ only by padding.
 The calls of `zero_core.core.passes` are counted for a step in which every unit is used once per
 micro-step, in the order of the module tree, with gradients up to the first unit. ZeRO (arXiv
 1910.02054), section 7: at stage 3 parameters are gathered once for forward and once for backward.
-The last block, the root and the tail are gathered once per micro-step. With the vertical schedule
-gathers count per step. Gradients are reduced once per micro-step. A quantized gather or reduction
-counts as one call per phase or hop.
+The last block, the root and the tail are gathered once per micro-step. (Vertical schedule: gathers
+per step.) Gradients are reduced once per micro-step. Quantized ones count a call per phase or hop.
 """
 
 from __future__ import annotations
@@ -147,7 +146,6 @@ class Forecast:
         states = probe_states(make, drawn.groups, torch.device("cpu"), updated, shape)
         self._state_bytes = sum(dtype.itemsize for dtype in states.values())
         self.collectives = footprints.collectives(config, links)
-        # number of gradients per element that the tier adds up in a step
         is_each = any(plan.is_passed_on_each for plan in self.gradients.values())
         self.num_added = config.gradient_accumulation_steps if is_each else 1
         self.tier = self._tier_footprint(drawn, memory) if is_offloaded else None
@@ -477,7 +475,7 @@ def gather_calls(
 def reduction_calls(
     segment: Segment, config: Config, links: Links, footprint: CollectivesFootprint | None
 ) -> tuple[list[tuple[int, int]], bool]:
-    """Return a reduction's calls, as bytes within and between nodes, and whether it is quantized."""
+    """Return a reduction's calls (bytes within and between nodes), and whether it is quantized."""
     numel, dtype = segment.shard_numel, communicated_dtype(segment, config)
     hops = None if footprint is None else footprint.reduction(numel, dtype)
     if hops is not None:
@@ -514,8 +512,8 @@ class TrafficChoice:
 def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[TrafficChoice, ...]:
     """Return the traffic as configured, and with each key that would change it.
 
-    Choices that need a missing package are left out. The result is empty for one rank, without
-    choices, or if the configuration itself needs a missing package.
+    Choices that need a missing package are left out. Empty for one rank, if nothing can change, or
+    if the configuration itself needs a missing package.
     """
     if links.world_size == 1:
         return ()

@@ -10,9 +10,9 @@ the host holds and updates (`zero_optimization.offload_optimizer.ratio`; 0 is no
 recomputed, and the placement (`zero_core.footprint.result`). Moments of fewer bits change numbers,
 so they can be the best choice only if rounding is allowed.
 
-The best choice is the configuration if it fits, or else the smallest change: the smallest ratio
-that fits at the configured or a higher stage, at the lowest such stage. If no stage fits, the
-planner toggles recomputation, then tries smaller micro-batches, and then other placements.
+The best choice is the configuration if it fits, or else the smallest ratio that fits at the
+configured or a higher stage, at the lowest such stage. If no stage fits, the planner toggles
+recomputation, then tries smaller micro-batches, and then other placements.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class Planner:
         return self._forecast(self.config_of(choice), choice.placement)
 
     def _forecast(self, config: Config, placement: Placement) -> Forecast:
-        """Return the forecast of a configuration. Recomputation of activations does not change it."""
+        """Return the forecast of a configuration. Recomputing activations does not change it."""
         zero, steps = config.zero_optimization, config.gradient_accumulation_steps
         order = (steps, config.is_vertical, config.has_inputs_on_host)
         key = (zero.stage, zero.offload_optimizer.device, *order, placement)
@@ -265,8 +265,7 @@ class Planner:
     def variants(self, *, are_larger: bool = False) -> list[Variant]:
         """Return variants with the configured and smaller micro-batches, or with larger ones.
 
-        With example inputs, and if there are blocks, each is also returned with recomputation
-        toggled. Smaller changes precede larger ones.
+        With example inputs and blocks, recomputation is toggled, too. Smaller changes come first.
         """
         given = self.given
         sizes = [] if are_larger else [given.micro_batch]

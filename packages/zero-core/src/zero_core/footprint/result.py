@@ -2,8 +2,7 @@
 
 [Note: placements]
 A placement moves parameters to or from host memory (`offload_param`, at stage 3), moves states to
-or from NVMe, or stores Adam's moments on the host in 16 or 8 bits. Only the last one changes
-numbers.
+or from NVMe, or stores Adam's moments on the host in 16 or 8 bits, which alone changes numbers.
 """
 
 from __future__ import annotations
@@ -215,10 +214,7 @@ class Plan:
         return (*found, _table("Choices", heads, rows))
 
     def shown_choices(self) -> list[Choice]:
-        """Return all unvaried choices, `MOST_VARIED` varied ones, and one per further placement.
-
-        Varied choices that fit are preferred.
-        """
+        """Return unvaried choices, `MOST_VARIED` varied ones, and one per further placement."""
         plain = [c for c in self.choices if not c.is_varied]
         varied = [c for c in self.choices if c.is_varied]
         fitting = [c for c in varied if c.is_fitting]

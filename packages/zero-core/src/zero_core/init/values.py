@@ -10,8 +10,7 @@ memory is kept until the build has ended, unless values move to shards: then it 
 segment, because a rank may lack memory for both. If a later failure occurs on all ranks alike,
 sharded values are gathered again: trained ones from the master weights, frozen ones in the compute
 dtype. With ``pretrained`` the model then has the files' values, and the error says so. After other
-failures (a lost peer, Ctrl-C with several ranks) the error says that the values are lost, and reads
-of their parameters raise.
+failures (a lost peer, Ctrl-C with several ranks) the error says that values are lost: reads raise.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ slices: MutableMapping[Tensor, Slice] = WeakIdKeyDictionary()
 def put_in_slices(tensors: Sequence[Tensor], control: ControlGroup) -> None:
     """Keep this rank's slices of ``tensors`` (equal on all ranks) and free their memory.
 
-    Tensors that are the same view of one memory share a slice. One that is not contiguous stays
-    whole.
+    Tensors that are the same view of one memory share a slice. Non-contiguous ones stay whole.
     """
     whole = [tensor.detach() for tensor in tensors]
     for place, tensor in enumerate(tensors):
@@ -179,10 +177,7 @@ class InitialValues:
         return "recorded" if tensor.is_meta else "own"
 
     def check(self, *, has_pretrained: bool) -> None:
-        """Raise ConfigError if a value is unknown, lost, or was changed after `deferred_init`.
-
-        ``has_pretrained``: a file replaces parameters and persistent buffers.
-        """
+        """Raise ConfigError for a value that is unknown, lost or changed, unless a file has it."""
         for path, module in self._model.named_modules():
             kept = set(module._buffers) - module._non_persistent_buffers_set
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -427,9 +422,8 @@ def fill(
 ) -> None:
     """Write rank 0's values to the engine's parameters, and unrounded to its master weights.
 
-    Values in parts are gathered from all ranks instead. With ``rounds_masters``, master weights are
-    rounded to the compute dtype, too. ``former`` frees values that are now in shards. Every rank
-    must call it. An error in computing values raises on all ranks.
+    Values in parts are gathered instead. With ``rounds_masters``, master weights are rounded to the
+    compute dtype, too. ``former`` frees values that are now in shards. Every rank must call it.
     """
     layout, all_params, control = state.layout, state.params, state.control
     # Dtypes that represent a segment's original values exactly.
@@ -522,10 +516,7 @@ def adopt_buffers(
 
 @contextmanager
 def on_all_ranks(control: ControlGroup, kind: type[Exception]) -> Iterator[None]:
-    """Make an error of one rank raise ``kind`` on the others at the end of this context.
-
-    Every rank must enter it.
-    """
+    """Make an error of one rank raise ``kind`` on the others. Every rank must enter it."""
     failure: Exception | None = None
     try:
         yield

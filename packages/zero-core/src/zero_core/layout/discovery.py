@@ -10,10 +10,9 @@ reads a parameter of another module.
 
 The *tail* is one more unit after the blocks, if it has at least `MIN_TAIL_NUMEL` elements. It has
 the parameters of modules after the last block in the module tree (a final norm, a head), except
-quantized parameters and those that other modules hold (tied weights) or read (`note_reader`).
-Forward waits for the tail's values when it leaves the last block, and the tail's gradients precede
-those of the blocks. If the order of use differs from that of the tree, this costs time only: [Note:
-the tail] in `zero_core.core.units`.
+quantized parameters and those that other modules hold (tied weights) or read (`note_reader`). If
+the order of use differs from that of the tree, this costs time only: [Note: the tail] in
+`zero_core.core.units`.
 
 A *leaf* is a module that is one unit with all its submodules, at any depth of the module tree. It
 has ``_is_zero_leaf = True``, or ``zero_optimization.leaf_module`` names it. A leaf without a
@@ -86,14 +85,10 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Discovered:
-    """Parameters and units of a model.
-
-    ``params`` has the components of a quantized parameter instead of the parameter. A component's
-    name is the parameter's name and the attribute path.
-    """
+    """Parameters and units of a model, with components instead of quantized parameters."""
 
     params: tuple[Tensor, ...]  # each parameter once, in the order of the module tree
-    names: tuple[tuple[str, ...], ...]  # all names of each parameter: see `plain_name`
+    names: tuple[tuple[str, ...], ...]  # plain names. A component's end with its attribute path
     # Name, module and parameter indices of each unit. The root is first. With ``has_tail`` the tail
     # is last. The module of root and tail is the model.
     units: tuple[tuple[str, nn.Module, tuple[int, ...]], ...]

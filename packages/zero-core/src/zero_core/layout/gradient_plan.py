@@ -6,8 +6,7 @@ See [Note: the tensors of a segment] in `zero_core.core.unit` for the buffers' n
 A tier that can accumulate adds up the gradients of micro-steps in fp32 (float64 for float64). The
 engine adds them up instead if the user chose a narrower dtype, or at stage 0 with several ranks,
 where each rank's tier needs the whole sum. At stage 0 the engine first rounds each micro-step's
-gradient, as for such a tier. Norms of these sums are computed in float64, so that they do not
-depend on whether the tier or the engine adds.
+gradient, as for a tier. Norms of such sums are in float64, and so do not depend on who adds.
 
 [Note: the same bits at any world size]
 Micro-step k of rank r on W ranks is micro-batch k W + r of the step. The owner of a shard gets
@@ -15,9 +14,8 @@ every rank's gradient of the shard and adds them, in the order of ranks, to the 
 micro-steps. For every W this is the order of micro-batches. The loss is divided by the number of
 micro-batches before backward, and each gradient is rounded to the communicated dtype. A missing
 gradient is -0, which changes no bit of a sum. `zero_core.extensions.invariance` computes the sum
-and its norms. A tier would add the ranks' sum of a micro-step at once, so no tier accumulates. The
-sum is in ``grad_shard``, even if a step has one micro-step, because with fewer ranks it has
-several.
+and its norms. No tier accumulates, because it would add the sum over ranks at once. The sum is in
+``grad_shard``, even if a step has one micro-step, because with fewer ranks it has several.
 """
 
 from __future__ import annotations
