@@ -199,7 +199,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         passed to `torch.Tensor.backward`.
 
         Raises:
-            AccumulationScheduleError: only `train_batch` can run the vertical schedule.
+            AccumulationScheduleError: the vertical schedule joins micro-steps: use `train_batch`.
         """
         _check_apart(self._micro_batches, self._train, "backward()")
         with self.place.during("backward"):
@@ -220,7 +220,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
             CheckpointError: the last copy in memory failed.
             UnusedParameterError: at stages 1 and 2 with ``ignore_unused_parameters`` false, a
                 trainable parameter got no gradient on a rank. All ranks raise it.
-            AccumulationScheduleError: only `train_batch` can run the vertical schedule.
+            AccumulationScheduleError: the vertical schedule joins micro-steps: use `train_batch`.
         """
         _check_apart(self._micro_batches, self._train, "step()")
         self._end_micro_step(client_state)

@@ -45,7 +45,7 @@ class CopyStream:
             self._stream.__exit__(*error)
 
     def after_readers(self) -> Wait | None:
-        """Return a function that makes this stream wait for the current one so far, or None."""
+        """Return a wait by this stream for work now queued on the current one. None on a CPU."""
         if self._stream is None:
             return None
         event = torch.accelerator.current_stream(self._device).record_event()
@@ -60,7 +60,7 @@ class CopyStream:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate memory that this stream writes and the current stream reads."""
         tensor = torch.empty(numel, dtype=dtype, device=self._device)
-        self.follow()  # work queued before may still use the memory
+        self.follow()  # queued work may still use the memory
         return tensor
 
     def synchronize(self) -> None:
@@ -69,7 +69,7 @@ class CopyStream:
 
 
 class Arena:
-    """Long-lived memory on one device, allocated up front. ``buffers``: by kind, all buffers."""
+    """Long-lived memory on one device, allocated up front. ``buffers``: buffers by kind."""
 
     def __init__(self, allocate: Allocate) -> None:
         self._allocate = allocate
@@ -130,7 +130,7 @@ class BufferPool:
         self._last: dict[Hashable, int] = {}  # last address by user
 
     def acquire(self, numel: int, dtype: torch.dtype, user: Hashable) -> Tensor:
-        """Borrow a 1-D view of ``numel`` elements of a free buffer, uninitialized.
+        """Borrow a 1-D view of ``numel`` elements of a free or new buffer, uninitialized.
 
         ``user`` identifies the content. If it is the same in every step, so is the address.
         """

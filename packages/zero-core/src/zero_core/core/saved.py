@@ -108,7 +108,7 @@ class SavedWeights:
         self._low, self._high = sys.maxsize, 0
 
     def begin_forward(self, forward: Forward, backward: Backward) -> None:
-        """Pack tensors that autograd saves in this thread until `end_forward`."""
+        """Pack weights that autograd saves in this thread for ``backward``, until `end_forward`."""
         self._forward, self._backward = forward, backward
         hooks = self._hooks[threading.get_ident()] = self.hooks()
         hooks.__enter__()
@@ -154,7 +154,7 @@ class SavedWeights:
         return _Cast(packed, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def unpack(self, backward: Backward, packed: _Saved) -> Tensor:
-        """Return the saved tensor. ``backward`` gathers its unit again if needed."""
+        """Return the saved tensor. If it is a packed weight, ``backward`` gathers its unit."""
         if isinstance(packed, Tensor):
             return packed
         if isinstance(packed, _Cast):

@@ -257,7 +257,7 @@ class RepeatedRounds(Extension):
         self._train = train
         self._rank = rank
         self._num_rounds = 0
-        self._before: deque[int] = deque(maxlen=_NUM_COMPARED)  # rounds per ended micro-step
+        self._before: deque[int] = deque(maxlen=_NUM_COMPARED)  # rounds of ended micro-steps
         self._is_first_known = False
         self._place = 0, 0  # micro-step, and how often gradients were dropped
         self._reported = 0  # id of the last reported error

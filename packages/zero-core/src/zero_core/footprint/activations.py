@@ -44,7 +44,7 @@ ATTENTION, ATTENTION_BACKWARD = "attention", "attention_backward"
 class Operator:
     """One call of an operator."""
 
-    kind: str  # name without overload. `ATTENTION`, `ATTENTION_BACKWARD`, "view" for groups
+    kind: str  # name without overload, or `ATTENTION`, `ATTENTION_BACKWARD` or "view"
     dtype: str  # name of the first floating-point dtype of results and arguments
     amount: int  # see [Note: amounts]
     is_product: bool  # whether the amount is a number of operations

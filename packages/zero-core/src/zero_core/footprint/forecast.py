@@ -177,7 +177,7 @@ class Forecast:
         steps = config.gradient_accumulation_steps
         are_tied_moved = config.has_inputs_on_host and is_accelerated
         copies = patches = 0
-        if config.memory_checkpoint is not None:  # two slots per copy
+        if config.memory_checkpoint is not None:  # two slots for own and each peer's copy
             frozen = (s for s in layout.segments if not s.is_trainable)
             kept = self.async_save_bytes + sum(s.shard_numel * s.dtype.itemsize for s in frozen)
             has_nodes = links.num_nodes > 1
@@ -506,7 +506,7 @@ class TrafficChoice:
     within_node_bytes: int  # bytes that a rank sends within its node
     between_nodes_bytes: int  # bytes that a rank sends to other nodes
     most_between_nodes_bytes: int  # upper bound of ``between_nodes_bytes``
-    kept_bytes: int  # extra memory: secondary shards, messages and errors
+    kept_bytes: int  # extra memory: secondary shards, messages, quantization errors
 
 
 def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[TrafficChoice, ...]:

@@ -72,7 +72,7 @@ def plan(
     allow_rounding: bool = False,
     nvme_path: str | None = None,
 ) -> Plan:
-    """Compute the memory and traffic of `build` and a training step. Nothing is allocated.
+    """Compute the memory and traffic of `build` and a training step, without allocating it.
 
     Bytes of parameters, gradients and pools are exact, because the allocating code computes them.
     ``outside`` of the result estimates memory of torch's allocator and of CUDA's libraries. The
@@ -265,7 +265,7 @@ class Planner:
     def variants(self, *, are_larger: bool = False) -> list[Variant]:
         """Return variants with the configured and smaller micro-batches, or with larger ones.
 
-        With example inputs and blocks, recomputation is toggled, too. Smaller changes come first.
+        With example inputs and blocks, also with recomputation toggled. Smaller changes come first.
         """
         given = self.given
         sizes = [] if are_larger else [given.micro_batch]
@@ -323,7 +323,7 @@ class Planner:
         )
 
     def choices(self, variant: Variant, ratios: Sequence[float] = ()) -> Iterator[Choice]:
-        """Yield, at each stage, no offload, full offload, the least that fits, and ``ratios``."""
+        """Yield each stage's choices with no, full and least fitting offload, and ``ratios``."""
         is_divisible = self._can_offload and self._drawn.updates_slices
         needs_offload = variant.placement.changes("offload_optimizer")
         tried = [] if needs_offload else [0.0]
@@ -349,7 +349,7 @@ class Planner:
                     yield choice
 
     def placed(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Return ``variants`` with each placement that `is_served`, but not as configured."""
+        """Return ``variants`` with each changed placement that `is_served`, by size of change."""
         zero, path = self.config.zero_optimization, self.machine.nvme_path
         params, states = [AS_CONFIGURED], [AS_CONFIGURED]
         block = "offload_param"

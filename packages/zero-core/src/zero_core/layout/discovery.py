@@ -88,7 +88,7 @@ class Discovered:
     """Parameters and units of a model, with components instead of quantized parameters."""
 
     params: tuple[Tensor, ...]  # each parameter once, in the order of the module tree
-    names: tuple[tuple[str, ...], ...]  # plain names. A component's end with its attribute path
+    names: tuple[tuple[str, ...], ...]  # all names (`plain_name`). Components add attribute paths
     # Name, module and parameter indices of each unit. The root is first. With ``has_tail`` the tail
     # is last. The module of root and tail is the model.
     units: tuple[tuple[str, nn.Module, tuple[int, ...]], ...]

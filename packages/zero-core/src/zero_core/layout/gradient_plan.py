@@ -6,7 +6,7 @@ See [Note: the tensors of a segment] in `zero_core.core.unit` for the buffers' n
 A tier that can accumulate adds up the gradients of micro-steps in fp32 (float64 for float64). The
 engine adds them up instead if the user chose a narrower dtype, or at stage 0 with several ranks,
 where each rank's tier needs the whole sum. At stage 0 the engine first rounds each micro-step's
-gradient, as for a tier. Norms of such sums are in float64, and so do not depend on who adds.
+gradient, as for a tier. Norms of such sums are computed in float64, to be equal in both cases.
 
 [Note: the same bits at any world size]
 Micro-step k of rank r on W ranks is micro-batch k W + r of the step. The owner of a shard gets
