@@ -36,7 +36,7 @@ class CheckpointFailedError(CheckpointError):
 
 
 class PatchGapError(CheckpointError):
-    """The changes since a receiver's version are not known. Use ``weight_patch(since=None)``."""
+    """A weight patch lacks changes since a receiver's version. Use ``weight_patch(since=None)``."""
 
 
 class AccumulationScheduleError(ZeroError, RuntimeError):

@@ -85,7 +85,7 @@ class UnitSet:
         return tuple(unit for unit in self.units if unit.is_block)
 
     def set_depth(self, index: int, number: int, *, backward: bool) -> None:
-        """Gather up to ``number`` units ahead of unit ``index``. Every rank must set the same."""
+        """Set how many units to gather ahead of unit ``index``. Every rank must set the same."""
         found = range(index + 1, min(len(self.units), index + 1 + number))
         if backward:
             found = range(index - 1, max(0, index - 1 - number), -1)
