@@ -88,7 +88,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def check_groups(self) -> None:
-        """Raise if the groups no longer hold the original parameters."""
+        """Raise RuntimeError if a group's number of parameters has changed."""
         if [len(group["params"]) for group in self.param_groups] != self._num_params:
             found = (p for group in self.param_groups for p in group["params"])
             self._refuse_param(next((p for p in found if id(p) not in self._grouped), None))
@@ -107,7 +107,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         )
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Raise RuntimeError outside `Engine.step`: the engine holds the gradients."""
+        """Update the parameters, for `engine_step`. Any other call raises RuntimeError."""
         if not self._may_step or closure is not None:
             raise RuntimeError("call engine.step(): the engine drives its optimizer")
         self._gradient.apply()
@@ -182,7 +182,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
     def scale(self, loss: Tensor, *, over: int | None = None) -> Tensor:
         """Return ``loss`` times the loss scale and divided by ``over``, for a plain backward.
 
-        ``over`` is the number of micro-steps in this step. Default: the configured number.
+        ``over``: number of micro-steps in this step, by default `gradient_accumulation_steps`. With
+        ``world_size_invariant`` the result is also divided by the number of ranks.
         """
         if self._device_states.refuses or self.place.unfinished:
             self._device_states.check("backward()", BACKWARD_PARTS)
@@ -193,13 +194,12 @@ class Engine(TrainingCheckpoints, ShardedModel):
     def backward(self, loss: Tensor, *, over: int | None = None, **kwargs: Any) -> None:
         """Run backward of ``loss``, scaled and averaged over the micro-steps as by `scale`.
 
-        A plain ``loss.backward()`` works too, except with fp16, but does not divide by the
-        accumulation steps. Every rank must run backward. ``kwargs`` are passed to
-        `torch.Tensor.backward`.
+        A plain ``loss.backward()`` works too, except with fp16 or ``world_size_invariant``, but
+        does not divide by the accumulation steps. Every rank must run backward. ``kwargs`` are
+        passed to `torch.Tensor.backward`.
 
         Raises:
-            AccumulationScheduleError: the vertical schedule is on. `train_batch` then runs
-                backward.
+            AccumulationScheduleError: the vertical schedule joins micro-steps: use `train_batch`.
         """
         _check_apart(self._micro_batches, self._train, "backward()")
         with self.place.during("backward"):
@@ -208,19 +208,19 @@ class Engine(TrainingCheckpoints, ShardedModel):
     def step(self, *, client_state: Mapping[str, Any] | None = None) -> None:
         """End a micro-step. At an accumulation boundary, update the parameters.
 
-        Every rank must call it. With ``check_grad_overflow`` (the default) or fp16, a step whose
-        gradient is not finite on any rank is skipped on all ranks. ``client_state`` has JSON values
-        and small tensors. `resume` returns it with the in-memory copy of this step
-        (``memory_checkpoint``).
+        Every rank must call it. With ``check_grad_overflow`` (the default) or fp16, all ranks skip
+        the step if some rank's gradient is not finite. ``client_state`` has JSON values and small
+        tensors. `resume` returns it with the in-memory copy of this step (``memory_checkpoint``).
 
         Raises:
-            RuntimeError: within ``no_sync``, after a backward that did not end, while states are
-                offloaded, with ``memory_checkpoint`` before `resume`, or after an exception in the
-                middle of an earlier call. In the last case, load a checkpoint.
+            RuntimeError: the model or the optimizer's groups were changed, a boundary is within
+                ``no_sync``, the last backward did not end, states are offloaded, `resume` was not
+                called (with ``memory_checkpoint``), or an earlier call raised in the middle. In the
+                last case, load a checkpoint.
             CheckpointError: the last copy in memory failed.
             UnusedParameterError: at stages 1 and 2 with ``ignore_unused_parameters`` false, a
                 trainable parameter got no gradient on a rank. All ranks raise it.
-            AccumulationScheduleError: the vertical schedule is on. `train_batch` then steps.
+            AccumulationScheduleError: the vertical schedule joins micro-steps: use `train_batch`.
         """
         _check_apart(self._micro_batches, self._train, "step()")
         self._end_micro_step(client_state)
@@ -258,7 +258,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 for begin in self._extensions.before_update:
                     begin(train.global_steps + 1)
                 backward.check_last()
-                # if this rank fails after it sends its statistics, other ranks still update
+                # if this rank fails after it sends its statistics, other ranks may still update
                 place.unfinished = "step()"
                 try:
                     backward.start_agreement()
@@ -302,9 +302,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """Run one step: forward and backward of all its micro-batches, and the update.
 
         Like DeepSpeed's method of this name. The key ``accumulation_schedule`` sets the order of
-        the work and changes no bit: see `zero_core.vertical.schedule`. Every rank must call it.
+        the work, but not results: see `zero_core.vertical.schedule`. Every rank must call it.
         Torch's generators are seeded for each micro-batch from torch's seed and the number of the
-        micro-step, and restored at the end. ``over`` is as in `backward`, ``client_state`` as in
+        micro-step, and restored at the end. ``over`` is as in `scale`, ``client_state`` as in
         `step`.
 
         Args:
@@ -318,9 +318,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
         Raises:
             ValueError: there are fewer micro-batches than a step has.
-            RuntimeError: as `step` and `backward`, in the middle of a step, or within ``no_sync``.
-                After any exception the next call starts the step again.
-            AccumulationScheduleError: the model cannot be computed with the vertical schedule.
+            RuntimeError: as `step`, in the middle of a step, or with a boundary set by the program.
+                After an exception before the update, the next call starts the step again.
+            AccumulationScheduleError: the vertical schedule cannot run the model.
         """
         self._device_states.check("train_batch()", NO_PARTS)
         train, steps = self._train, self.gradient_accumulation_steps
@@ -370,7 +370,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
         Args:
             folder: readable by all ranks, created if missing. Earlier records stay in the file.
-            max_bytes: limit of the file's size. If it is reached, every other step is dropped.
+            max_bytes: file size above which records are dropped: every 2nd, 4th, ... step stays.
             detail_every: the spans of one in ``detail_every`` steps are recorded.
 
         Raises:
@@ -382,13 +382,13 @@ class Engine(TrainingCheckpoints, ShardedModel):
         return recorder
 
     def report(self, path: str | Path) -> Path:
-        """Write an HTML page about the steps that all ranks have recorded. Returns its path.
+        """Write an HTML page about the steps recorded in the folder of `record`. Returns ``path``.
 
         A single rank calls it, without waiting for other ranks.
 
         Raises:
             ConfigError: nothing is recorded: call `record` first.
-            MissingPartError: the package zero-engine, which draws the page, is not installed.
+            MissingPartError: the package zero-parts, which draws the page, is not installed.
         """
         return self._records.report(Path(path))
 
@@ -396,11 +396,11 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """Take part in one forward and backward of the other ranks, without data.
 
         For a rank whose data has ended. The rank gathers and reduces each unit with the other ranks
-        and adds zero to each gradient. The units' order is that of its last forward, or of the
-        module tree before its first. Averages still count all ranks, as with
+        and adds zero to each gradient, in the order of this rank's last forward, or of the module
+        tree before its first one. Averages still count all ranks, as with
         `torch.distributed.algorithms.Join` by default. For a mean over existing samples, scale the
-        loss of the other ranks by world size / ranks with data. Broadcast buffers are those of rank
-        0. ``over`` is as in `backward`. Call ``step`` afterwards, or use `idle_step`.
+        loss of the other ranks by world size / ranks with data. ``over`` is as in `scale`. Call
+        ``step`` afterwards, or use `idle_step`.
         """
         for follow in self._extensions.idled:
             follow()
@@ -451,7 +451,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         and warns.
 
         Raises:
-            RuntimeError: not at an accumulation boundary, or within ``no_sync``.
+            RuntimeError: not at a boundary, within ``no_sync``, or units were updated in backward.
             ValueError: ``max_norm`` or ``norm_type`` is not positive.
         """
         if not (max_norm > 0.0 and norm_type > 0.0):
@@ -466,7 +466,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context whose backwards keep gradients on the rank, unreduced, as in DDP.
 
-        This saves a reduction per micro-step and takes memory for the whole gradient.
+        This saves reductions and takes memory for the whole gradient. Every rank must enter it.
 
         Raises:
             RuntimeError: with ``world_size_invariant`` every backward must reduce.
@@ -480,14 +480,14 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """End the engine as `ShardedModel.close` does, then wait for a pending save on this rank.
 
         Raises:
-            CheckpointError: the save failed, and no call has returned its result.
+            CheckpointError: the save failed, and the program has not asked for its result.
         """
         super().close()
         self._saver.finish()
 
 
 def _check_apart(driver: MicroBatches, train: TrainState, call: str) -> None:
-    """Raise if ``call`` runs one of several micro-batches that must be computed together."""
+    """Raise if a step's micro-batches must be computed together, which ``call`` does not do."""
     if driver.why_joint and train.accumulation_steps > 1:
         raise AccumulationScheduleError(f"{call}: {driver.why_joint}")
 

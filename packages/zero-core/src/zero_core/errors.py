@@ -24,11 +24,11 @@ class CollectiveError(ZeroError, RuntimeError):
 
 
 class CheckpointError(ZeroError, RuntimeError):
-    """A checkpoint cannot be written, found or matched with the model."""
+    """A checkpoint cannot be saved, found or loaded."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint is damaged: its bytes differ from those written."""
+    """A checkpoint or model file is damaged, incomplete or malformed."""
 
 
 class CheckpointFailedError(CheckpointError):

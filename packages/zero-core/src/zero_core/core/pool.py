@@ -1,9 +1,9 @@
 """Long-lived and short-lived memory, kept apart so that memory does not fragment.
 
-Long-lived memory (parameter shards, gradient shards, master weights, states) is allocated first, in
-one contiguous buffer per kind (`Arena`). Short-lived memory (gathered units, gradients before
-reduction) is borrowed from buffers of the size of the largest request (`BufferPool`). ZeRO (arXiv
-1910.02054, section 6.3) introduces contiguous memory for this purpose.
+Long-lived memory (parameters and gradients that are kept) is allocated first, in one contiguous
+buffer per kind and dtype (`Arena`). Short-lived memory (gathered units, gradients before reduction)
+is borrowed from buffers of the size of the largest request (`BufferPool`). ZeRO (arXiv 1910.02054,
+section 6.3) introduces contiguous memory for this purpose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def allocator(device: torch.device) -> Allocate:
 
 
 class CopyStream:
-    """Context manager for a side stream of copies: [Note: the copy stream] in `param_offload`."""
+    """Context manager of a side stream, if any: [Note: the copy stream] in `param_offload`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -45,14 +45,14 @@ class CopyStream:
             self._stream.__exit__(*error)
 
     def after_readers(self) -> Wait | None:
-        """Return a function that makes this stream wait for the current stream. None on a CPU."""
+        """Return a wait by this stream for work now queued on the current one. None on a CPU."""
         if self._stream is None:
             return None
         event = torch.accelerator.current_stream(self._device).record_event()
         return partial(self._stream.wait_event, event)
 
     def follow(self) -> None:
-        """Make this stream wait for the present work of the current stream."""
+        """Make this stream wait for the work now queued on the current stream."""
         wait = self.after_readers()
         if wait is not None:
             wait()
@@ -60,7 +60,7 @@ class CopyStream:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate memory that this stream writes and the current stream reads."""
         tensor = torch.empty(numel, dtype=dtype, device=self._device)
-        self.follow()  # earlier work may still use the memory
+        self.follow()  # queued work may still use the memory
         return tensor
 
     def synchronize(self) -> None:
@@ -69,7 +69,7 @@ class CopyStream:
 
 
 class Arena:
-    """Long-lived memory on one device, allocated up front. ``buffers`` holds it by kind."""
+    """Long-lived memory on one device, allocated up front. ``buffers``: buffers by kind."""
 
     def __init__(self, allocate: Allocate) -> None:
         self._allocate = allocate
@@ -78,7 +78,7 @@ class Arena:
     def allocate(
         self, kind: str, wanted: Mapping[int, tuple[torch.dtype, int]]
     ) -> dict[int, Tensor]:
-        """Allocate a buffer per dtype. Return 1-D views with the ``wanted`` dtypes and lengths."""
+        """Allocate a buffer per dtype. Return a 1-D view for each (dtype, numel) in ``wanted``."""
         found: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(dtype for dtype, _ in wanted.values()):
             sizes = {key: numel for key, (of, numel) in wanted.items() if of == dtype}
@@ -98,12 +98,12 @@ class Arena:
 class BufferPool:
     """Equally large buffers, which are lent as tensors of any dtype and then returned.
 
-    The caller fills a buffer on the stream of its last reader. (A collective first waits for the
-    stream that launches it.) `release` receives a wait function for readers on other streams.
+    Reads of a returned buffer may still be queued. So it must be filled on their stream, or by a
+    collective launched on that stream, unless `release` got a function that waits for the reads.
 
-    Each user gets the same buffer as last time, if free. In identical steps a user's memory thus
-    keeps its address, as CUDA graphs require. The choice of a buffer depends on the order of calls
-    only, and not on the progress of copies. So the number of buffers can be computed in advance.
+    A reused buffer is the one that ``user`` had last, if free. So in identical steps, once the pool
+    has stopped growing, addresses stay, as CUDA graphs require. The choice depends on the order of
+    calls only, not on the progress of copies, so the number of buffers can be computed in advance.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class BufferPool:
         self._last: dict[Hashable, int] = {}  # last address by user
 
     def acquire(self, numel: int, dtype: torch.dtype, user: Hashable) -> Tensor:
-        """Borrow a 1-D view of ``numel`` elements of a free buffer, uninitialized.
+        """Borrow a 1-D view of ``numel`` elements of a free or new buffer, uninitialized.
 
-        ``user`` identifies the content, and must be the same in every step.
+        ``user`` identifies the content. If it is the same in every step, so is the address.
         """
         if len(self._free) > self._num_spare:
             address = self._last.get(user, 0)
@@ -171,7 +171,7 @@ class BufferPool:
             if len(self._all) <= keep:
                 return
             if not self._all[address].untyped_storage().resizable():
-                continue  # the collectives share the buffer with other ranks
+                continue  # other ranks may access the buffer
             if readers is not None:
                 readers()
             del self._all[address], self._free[address]
@@ -179,7 +179,7 @@ class BufferPool:
                 del self._views[key]
 
     def release(self, view: Tensor, readers: Wait | None = None) -> None:
-        """Return a borrowed buffer. ``readers`` is called before the buffer is lent again."""
+        """Return a borrowed buffer. ``readers`` is called before its reuse or deallocation."""
         address = view.data_ptr()
         assert address in self._all, "it was borrowed from another pool"
         if self._queue is not None:
@@ -201,7 +201,7 @@ class BufferViews(NamedTuple):
 
 
 class SegmentViews:
-    """Views of buffers and placeholders, shared by all segments with equal slots and shapes.
+    """Views of buffers and placeholders, shared by segments with equal slots and shapes.
 
     Most units of a model are alike and use the same few buffers in turn. Sharing the views keeps
     them in the processor's cache.
@@ -228,7 +228,7 @@ class SegmentViews:
 
     def of(self, full: Tensor) -> BufferViews:
         """Return the views of ``full``, [padded_numel], whose buffer must exist until `forget`."""
-        # A refilled storage gets new addresses, but its views stay valid.
+        # Opaque buffers are freed and refilled: the address changes, the storage's views do not.
         key = (storage_of(full) if self.is_opaque else full.data_ptr(), full.dtype)
         found = self._found.get(key)
         if found is None:
@@ -244,10 +244,10 @@ class SegmentViews:
 
 
 def _hole(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return NaN, or 0 for integer dtypes, as a 0-dim tensor."""
+    """Return a 0-dim tensor: NaN (8-bit floats: all bits set), or 0 if not floating-point."""
     if not dtype.is_floating_point:
         return torch.zeros((), dtype=dtype, device=device)
     if dtype.itemsize > 1:
         return torch.full((), float("nan"), dtype=dtype, device=device)
-    # All bits set is NaN in most 8-bit formats. Some 8-bit formats do not support `fill_`.
+    # All bits set is NaN in OCP's 8-bit formats. Some 8-bit formats do not support `fill_`.
     return torch.full((1,), 255, dtype=torch.uint8, device=device).view(dtype)[0]

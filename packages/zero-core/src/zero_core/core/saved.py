@@ -5,15 +5,15 @@ Autograd saves the weights that a forward used. At stage 3 other units reuse the
 hooks of `torch.autograd.graph` pack a saved view of a pool buffer as segment, offset and shape, and
 gather the unit again when backward unpacks it. The first unpacking, or the first recomputation by
 activation checkpointing, marks the beginning of a unit's backward. A node that reads quantized
-weights may save them without calling the hooks. Then the gradient of its module's output marks the
-beginning (`SavedWeights.watch_outputs`).
+weights may save them without calling the hooks. Then a hook on the output of the node's module
+marks the beginning (`SavedWeights.watch_outputs`).
 
 Under autocast a node saves a cast of its weight, which would occupy memory until backward. The cast
 is packed as the weight and the dtype, and repeated in backward. A cast of a weight that requires no
 gradient has no link to the weight, and is kept.
 
-A parameter that no unit has gathered is packed as a `SavedParam`: [Note: parameters saved between
-two gathers] in `zero_core.runtime.gathered`.
+A parameter of an engine that no unit has gathered is packed as a `SavedParam`: [Note: parameters
+saved between two gathers] in `zero_core.runtime.gathered`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SavedWeights:
     Attributes:
         gathered: unit and segment of each gathered buffer, by the buffer's address.
         entered: the block that backward is in. Its weights are gathered.
-        refer: returns the object to save for a parameter that no unit has gathered.
+        refer: returns the object to save instead of a parameter that no unit has gathered, or None.
         references: open contexts of the parameters gathered for `SavedParam` in this backward.
         referenced: ids of these parameters.
     """
@@ -85,7 +85,7 @@ class SavedWeights:
         self.refer: Callable[[nn.Parameter], SavedParam | None] = lambda param: None
         self.references = ExitStack()
         self.referenced: set[int] = set()
-        # Lowest and highest address of all gathered buffers seen so far, as a fast check.
+        # Address range of the buffers passed to `add`, as a fast check. The end is exclusive.
         self._low, self._high = sys.maxsize, 0
         # The watched forward and its backward. Packed weights and unpack hooks reference them.
         self._forward: Forward | None = None
@@ -95,7 +95,7 @@ class SavedWeights:
         self._is_autocast = False  # whether the watched forward runs under autocast
 
     def add(self, unit: Unit, flat: FlatParams) -> None:
-        """Pack views of ``flat``, which has been gathered, from now on."""
+        """Pack views of ``flat``, which has been gathered, until `gathered` drops its address."""
         assert flat.full is not None
         address = flat.full.data_ptr()
         self.gathered[address] = (unit, flat)
@@ -104,11 +104,11 @@ class SavedWeights:
             self._high = max(self._high, address + flat.full.untyped_storage().nbytes())
 
     def forget_range(self) -> None:
-        """Reset the address range, because the buffers are freed. No unit is gathered."""
+        """Reset the address range, because buffers will be freed. Call it if none is gathered."""
         self._low, self._high = sys.maxsize, 0
 
     def begin_forward(self, forward: Forward, backward: Backward) -> None:
-        """Pack tensors that autograd saves until `end_forward`, to be unpacked by ``backward``."""
+        """Pack weights that autograd saves in this thread for ``backward``, until `end_forward`."""
         self._forward, self._backward = forward, backward
         hooks = self._hooks[threading.get_ident()] = self.hooks()
         hooks.__enter__()
@@ -126,9 +126,9 @@ class SavedWeights:
             hooks.__exit__(None, None, None)
 
     def end_forward(self) -> None:
-        self._forward = self._backward = None  # from now on only saved tensors reference them
+        self._forward = self._backward = None
         self.leave_thread()
-        self._hooks.clear()  # hooks of threads that have ended
+        self._hooks.clear()  # hooks of other threads, which cannot be exited here
 
     def _pack(self, tensor: Tensor) -> _Saved:
         if type(tensor) is not Tensor and access.is_refused(tensor):
@@ -154,7 +154,7 @@ class SavedWeights:
         return _Cast(packed, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def unpack(self, backward: Backward, packed: _Saved) -> Tensor:
-        """Return the saved tensor. ``backward`` gathers its unit again if needed."""
+        """Return the saved tensor. If it is a packed weight, ``backward`` gathers its unit."""
         if isinstance(packed, Tensor):
             return packed
         if isinstance(packed, _Cast):

@@ -1,8 +1,9 @@
 """A unit at run time: its flat parameters and flat gradients.
 
 A unit is the root, a block or the tail of the model (see `Unit`). Its parameters are gathered
-together, in *segments*, one per dtype and trainability. A segment is one flat, padded buffer with
-the parameters one after another. ``shard_numel`` is ``padded_numel`` divided by the world size.
+together, in *segments*, one per dtype and trainability, and one for quantized parameters. A segment
+is one flat, padded buffer with the parameters one after another. ``shard_numel`` is
+``padded_numel`` divided by the world size.
 
 [Note: the tensors of a segment]
 shard       [shard_numel], compute dtype: this rank's slice of the values. In the arena, or
@@ -24,7 +25,7 @@ grad_shard  [shard_numel], accumulation dtype, arena: the reduced gradients of t
 grad_sum    [padded_numel], accumulation dtype, at stage 0: all ranks' gathered ``grad_shard``.
 
 `GradientPlan` (`zero_core.layout.gradient_plan`) says which gradient tensors exist, and in which
-memory. The state tier receives ``grad_shard`` or ``grad_sum`` in the dtype `GradientPlan.offered`.
+memory. The state tier receives reduced gradients in the dtype `GradientPlan.offered`.
 
 On a single rank every stage works as stage 0, unless shards are offloaded.
 
@@ -55,12 +56,11 @@ class Unit:
     """Parameters that are gathered together, and whose gradients are reduced together.
 
     Attributes:
-        index: 0 for the root, which has all parameters outside of blocks and tail. Blocks follow in
-            module order. The tail, a unit for parameters used after the blocks, is last, if any.
+        index: 0 for the root. Blocks follow in module order. The tail is last, if any.
         is_block: whether the unit is neither root nor tail, which stay gathered through backward.
         is_exchanged: whether a gather exchanges values with other ranks. Then all ranks must gather
             the unit at the same position in the order of collectives.
-        trained_params: parameters with a gradient, while they require one.
+        trained_params: trainable parameters, including those that require no gradient now.
         hints: announces upcoming units for prefetching, or None if no parameter is offloaded.
     """
 
@@ -86,7 +86,7 @@ class Unit:
         self.trained_params = [param for segment in grads for param in segment.params]
 
     def is_updated(self) -> bool:
-        """Return whether no update of the unit's parameters by the state tier is pending."""
+        """Return whether no update of this rank's shards is under way or has failed."""
         return all(flat.source.is_updated() for flat in self.params)
 
     def __repr__(self) -> str:

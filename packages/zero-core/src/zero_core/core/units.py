@@ -3,18 +3,18 @@
 [Note: the tail]
 The tail is a unit of parameters that follow the blocks in the module tree, and are most likely used
 after them. It exists only if it has at least `zero_core.layout.discovery.MIN_TAIL_NUMEL` elements.
-Its gather is launched after those of the root and the first block, and awaited when forward leaves
-the last block. Like the root, the tail stays gathered until backward ends. If it is used earlier, a
-hook waits when a module with a tail parameter is called, and other code waits when it reads a tail
-parameter ([Note: access] in `zero_core.core.access`).
+At stage 3 its gather is launched after those of the root and the first block, and awaited when
+forward leaves the last block. Like the root, the tail stays gathered until backward ends. If it is
+used earlier, a hook waits when a module with a tail parameter is called, and other code waits when
+it reads a tail parameter ([Note: access] in `zero_core.core.access`).
 
 [Note: publication]
 At stages 1 and 2 every rank keeps all values, and a step updates one slice on each rank. After the
-decision on a step, `publish` launches the exchange of all units, in the same order on all ranks. A
-unit's forward, or the first read of a parameter, waits for it. So ranks may skip different blocks,
-and no code reads outdated values. If a host tier is still updating, a separate thread (`Launcher`)
-launches each exchange after the unit's update. No reduction, other exchange or later update begins
-before `drain`, because peers may still read the shards.
+decision on a step, `publish` launches the exchanges of all changed units, in the same order on all
+ranks. A unit's forward, or the first read of a parameter, waits for the unit's exchange. So ranks
+may skip different blocks, and a read of a parameter returns its current value. If a host tier is
+still updating, a separate thread (`Launcher`) launches each exchange after the unit's update. A
+backward and a step first call `drain`, because peers may still read the shards.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ class UnitSet:
     Attributes:
         units: the root, then blocks in the order of the module tree, then the tail, if any.
         has_sharded_params: whether gathered values are released after use (stage 3).
-        ready: indices of the units whose parameters hold the current values. Contains the tail only
-            after the running forward has waited for it.
+        ready: indices of the units that `wait` has made readable and whose values are current.
         current: the block in use.
-        windows: for each unit in use, the units to gather ahead in forward, and those in backward.
+        windows: (forward, backward): indices of the units to gather ahead, by index of the unit in
+            use.
         stay_gathered: indices of units that stay gathered after a forward.
         part_hooks: hooks that gather a block when one of its submodules is called directly.
-            Suspended while all blocks stay gathered, because a forward for one token calls many
-            small modules.
+            Suspended while all blocks stay gathered, to save their time in forwards for one token.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class UnitSet:
         self.current: Unit | None = None
         self.saved = SavedWeights()
         self.windows: tuple[dict[int, range], dict[int, range]] = ({}, {})
-        # Pairs of the unit in use and a block gathered ahead for it that was not used yet.
+        # Blocks gathered ahead and not used yet: (index of the unit then in use, block's index).
         self._ahead: list[tuple[int, int]] = []
         for unit in units:
             self.set_depth(unit.index, 1, backward=False)
@@ -75,7 +74,7 @@ class UnitSet:
         self._published = [flat for flat in kept if flat.is_exchanged]
         self.announced: Sequence[FlatParams] = ()  # see `Communicator.announce`
         self._launcher: Launcher | None = None
-        self._is_publishing = False  # whether any published exchange is not awaited yet
+        self._is_publishing = False  # whether `publish` has launched exchanges since `drain`
         self._publishing = threading.RLock()
         for unit in units:
             for flat in unit.params:
@@ -86,17 +85,17 @@ class UnitSet:
         return tuple(unit for unit in self.units if unit.is_block)
 
     def set_depth(self, index: int, number: int, *, backward: bool) -> None:
-        """Gather ``number`` units ahead of unit ``index``. All ranks must set the same number."""
+        """Set how many units to gather ahead of unit ``index``. Every rank must set the same."""
         found = range(index + 1, min(len(self.units), index + 1 + number))
         if backward:
             found = range(index - 1, max(0, index - 1 - number), -1)
         self.windows[backward][index] = found
 
     def go_to(self, unit: Unit, *, backward: bool) -> None:
-        """Gather ``unit`` and its window ahead of use, and release its predecessor.
+        """Gather ``unit`` and its window, and release the block used before (unless it stays).
 
-        Waits for ``unit`` if it is a block. For the root and the tail the caller waits, after
-        launching the gathers of the first block and the tail.
+        Waits for ``unit`` if it is a block. For the root and the tail the caller waits, because it
+        first launches other gathers.
         """
         index = unit.index
         if unit.is_block:
@@ -134,7 +133,7 @@ class UnitSet:
             flat.gather(exact=exact, backward=backward)
 
     def launch_tail(self) -> None:
-        """Launch the gather of the tail. Reads of its parameters wait from now on."""
+        """Launch the gather of the tail. Until `open_tail`, reads of its parameters wait."""
         tail = self.tail
         if tail is None or tail.index in self.ready:
             return
@@ -173,7 +172,7 @@ class UnitSet:
         self.ready.add(unit.index)
 
     def release(self, unit: Unit) -> None:
-        """Release the gathered values of ``unit``, except within `full_params`."""
+        """Release the gathered values of ``unit`` (stage 3), except within `full_params`."""
         if not self.has_sharded_params or self._full_params_depth:
             return
         if unit is self.current:
@@ -187,7 +186,7 @@ class UnitSet:
             flat.release()
 
     def release_resharded(self) -> None:
-        """Release every unit that is not in `stay_gathered`, after a forward without gradients."""
+        """Release every unit not in `stay_gathered`. Suspend `part_hooks` if all blocks stay."""
         self.release_all(self.stay_gathered)
         if self.stay_gathered and self.stay_gathered & self.ready >= {
             unit.index for unit in self.blocks
@@ -216,7 +215,7 @@ class UnitSet:
 
     @contextmanager
     def full_params(self) -> Iterator[None]:
-        """Keep gathered units gathered within the context. Contexts may end in any order."""
+        """Release no unit until the last open context ends, which releases all units."""
         self._full_params_depth += 1
         try:
             yield
@@ -267,7 +266,7 @@ class UnitSet:
         self.values_changed(flats)
 
     def publish(self) -> None:
-        """Launch the exchange of changed values that every rank keeps, without waiting."""
+        """Launch the exchange of changed values that every rank keeps."""
         stale = [flat for flat in self._published if not flat.is_gather_launched]
         if not stale:
             return

@@ -32,7 +32,7 @@ def attach_extensions(
 ) -> None:
     """Attach the user's extensions. ``ownership`` removes them at the end, or if a build fails.
 
-    Raises ConfigError for a state that could not be saved and loaded.
+    Raises ConfigError for a state with a wrong name, shape, dtype or device.
     """
     for extension in given:
         ownership.hooks.append(extension)
@@ -51,7 +51,7 @@ def attach_extensions(
 
 
 class Site(NamedTuple):
-    """Parts of an engine that constructors of extensions use."""
+    """Arguments for the constructors of extensions."""
 
     config: Config
     state: ShardedState
@@ -72,7 +72,7 @@ FIRST: dict[str, Callable[[Site], Extension]] = {
         site.state, site.facts, site.train
     ),
 }
-"""Extensions that handle events before the user's extensions, by key of the configuration."""
+"""Constructors of extensions that handle events before the user's, by configuration key."""
 LAST: dict[str, Callable[[Site], Extension]] = {
     # Last, because it records only backwards that no other extension has refused.
     "world_size_invariant": lambda site: Invariance(
@@ -83,7 +83,7 @@ LAST: dict[str, Callable[[Site], Extension]] = {
         site.state, site.train, _given(site.config.memory_checkpoint), site.ranks, site.per_node
     ),
 }
-"""Extensions that handle events after the user's extensions, by key of the configuration."""
+"""Constructors of extensions that handle events after the user's, by configuration key."""
 WRAPPERS: dict[str, Callable[..., Removable]] = {
     "tiled_compute": lambda site, passes, modules, host_inputs: TiledForwards(
         modules[0], _given(site.config.tiled_compute), passes
@@ -109,7 +109,7 @@ def check_extensions(config: Config) -> None:
 
 
 def make_extensions(site: Site, given: Sequence[Extension]) -> list[Extension]:
-    """Return an engine's extensions in the order of their events. Every rank must call it."""
+    """Return extensions in the order in which they handle an event. Every rank must call it."""
     keys, rank = site.config.extension_keys, site.ranks.rank
     return [
         *HeartbeatFile.wanted(rank),
@@ -123,7 +123,7 @@ def make_extensions(site: Site, given: Sequence[Extension]) -> list[Extension]:
 def wrap_forwards(
     site: Site, passes: Passes, modules: Sequence[nn.Module], host_inputs: HostInputs | None
 ) -> list[Removable]:
-    """Wrap or hook forwards of the units' ``modules``, the model first.
+    """Wrap or hook forwards of ``modules``: the module of each unit. The first one is the model.
 
     ``host_inputs`` moves inputs of blocks from an accelerator to the host and back.
     """

@@ -1,4 +1,4 @@
-"""Hooks on modules that use quantized parameters, whose components are gathered for each use."""
+"""Hooks on modules that use quantized parameters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from zero_core.sharded.sharded_state import ShardedState
 def hook_components(
     passes: Passes, modules: Sequence[nn.Module], state: ShardedState
 ) -> list[RemovableHandle]:
-    """Hook modules that hold quantized parameters of blocks, and the blocks themselves.
+    """Hook modules that hold quantized parameters, and their blocks, which may read them, too.
 
-    A block's own forward may also read the parameters. If a forward repacked a weight, its memory
-    and metadata are restored afterwards, at every stage. If a forward replaced a parameter by
-    another one over the same memory (as peft's DoRA does), the original object is restored. A
-    parameter with other memory is kept, because it has other values (as after peft merges an
-    adapter).
+    At stage 3 the hooks gather a block before the backward of such a module. At every stage, if a
+    module's forward repacked a weight, the weight's memory and metadata are restored afterwards. If
+    a block's forward replaced a parameter by another one over the same memory (as peft's DoRA
+    does), the original object is restored. A parameter with other memory is kept, because it has
+    other values (as after peft merges an adapter).
     """
     units = {
         index: unit

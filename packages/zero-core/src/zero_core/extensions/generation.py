@@ -4,8 +4,8 @@
 A model that generates runs a forward for every token, and values do not change in between. At stage
 3 each forward would gather every unit. So ``generate``, the method of transformers' models, runs
 within `zero_core.ShardedModel.generating`. The first forward gathers the units, which then stay
-gathered, up to ``stage3_max_live_parameters``. If all units stay, later forwards do not wait for
-other ranks, and ranks may generate different numbers of tokens.
+gathered, up to ``stage3_max_live_parameters`` elements. If all units stay, later forwards do not
+wait for other ranks, and ranks may generate different numbers of tokens.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@
 The engine keeps the values of parameters in its own memory, and gradient hooks on the parameter
 objects. It does not track a parameter that is replaced, added, or tied to another name later, nor
 one whose memory is replaced (``module.double()``, ``param.data = ...``, ``param.set_()``). The next
-forward with gradients, or the next step, raises an error. Operations that keep objects and memory
-are allowed: ``requires_grad_``, ``module.to`` of the same device and dtype, in-place writes within
-`gathered`, wrappers around modules, modules without parameters, `torch.func.functional_call`.
+forward with gradients, or the next step, raises an error. Allowed are ``requires_grad_`` of
+trainable parameters, ``module.to`` of the same device and dtype, in-place writes within `gathered`,
+wrappers around modules, new modules without parameters, and `torch.func.functional_call`.
 
 [Note: trainable and frozen]
-A parameter is *trainable* if it is in an optimizer group when the engine is built, and not of an
-integer dtype. It has a gradient, a master weight and optimizer state in the layout. Its
+A parameter is *trainable* if it is in an optimizer group when the engine is built, and has a
+floating-point dtype. It has a gradient, a master weight and optimizer state in the layout. Its
 ``requires_grad`` may be switched off and on between steps, equally on all ranks. While it is off, a
 step does not change the parameter and its state, as torch's optimizers skip a parameter without
 ``.grad``. The parameter keeps its memory and is still gathered with its unit. All other parameters
@@ -53,7 +53,7 @@ _ADVICE = (
 
 
 class ModelGuard(Extension):
-    """Check that the model has the parameters that it had at build(), and see its new buffers."""
+    """Check that the model's parameters are those of build(). Describes changed buffers anew."""
 
     def __init__(self, state: ShardedState) -> None:
         self._state = state
@@ -63,8 +63,8 @@ class ModelGuard(Extension):
         trainable = set(map(id, state.trained_params))
         self._frozen = [p for p in state.module.parameters() if id(p) not in trainable]
 
-        self._known: list[Tensor | None] = []  # the buffers that were described last
-        self._forms: list[tuple[torch.Size, torch.dtype] | None] | None = None  # their forms
+        self._known: list[Tensor | None] = []  # described buffers
+        self._forms: list[tuple[torch.Size, torch.dtype] | None] | None = None  # shapes and dtypes
 
     def watch(self) -> RemovableHandle:
         """Check the model before each forward with gradients, from now on."""
@@ -87,7 +87,7 @@ class ModelGuard(Extension):
             self._state.common_buffers.describe()
 
     def _check(self, *, has_substitutes: bool) -> None:
-        """Raise if a parameter of the model was added, replaced, removed, moved or unfrozen."""
+        """Raise for changed parameters. ``has_substitutes``: allow those of `functional_call`."""
         # Runs at each forward, so the modules' dictionaries are compared in C.
         if (
             any(self._empty)
@@ -204,7 +204,7 @@ class ReplicaCheck(Extension):
 
 
 def _odd_ranks(sums: list[int]) -> str:
-    """Describe which ranks differ from the majority."""
+    """Describe the ranks whose sum is not the most frequent one."""
     (value, num), *others = Counter(sums).most_common()
     odd = [rank for rank, found in enumerate(sums) if found != value]
     if others and others[0][1] == num:
@@ -216,7 +216,7 @@ class UnusedParameters(Extension):
     """Check that refuses a step in which a rank left a trainable parameter unused.
 
     Used at stages 1 and 2 with ``ignore_unused_parameters`` false. All ranks know how many ranks
-    used each parameter, so all ranks raise. A rank without any gradient had no data: it is ignored.
+    used each parameter, so all ranks raise. Ranks without any gradient (without data) do not count.
     """
 
     def __init__(self, state: ShardedState, facts: Facts, train: TrainState) -> None:
@@ -243,21 +243,21 @@ class UnusedParameters(Extension):
 
 
 class RepeatedRounds(Extension):
-    """One warning if a gradient probably contains two runs of the same program lines.
+    """Warning, given once, if a gradient probably contains two runs of the same program lines.
 
     A round is a backward, outside of ``no_sync``, of a forward that began after the previous
     backward. Several rounds in a micro-step are legal: two losses, each with a separate forward.
     But they also occur if the user interrupts a notebook between backward and ``step`` and runs the
-    same lines again. This class assumes such a repetition in three cases: a micro-step has more
-    rounds than the micro-steps before it, the first micro-step had more than those after it, or an
-    interactive interpreter has reported an error (``sys.last_value``) since the previous round.
+    same lines again. This class warns if a micro-step has more rounds than the last `_NUM_COMPARED`
+    ones, if the first had more than the next two, or if an interactive interpreter reports an error
+    (``sys.last_value``) between two rounds of a micro-step.
     """
 
     def __init__(self, train: TrainState, *, rank: int) -> None:
         self._train = train
         self._rank = rank
         self._num_rounds = 0
-        self._before: deque[int] = deque(maxlen=_NUM_COMPARED)  # rounds per ended micro-step
+        self._before: deque[int] = deque(maxlen=_NUM_COMPARED)  # rounds of ended micro-steps
         self._is_first_known = False
         self._place = 0, 0  # micro-step, and how often gradients were dropped
         self._reported = 0  # id of the last reported error

@@ -17,7 +17,7 @@ _INTERVAL_S = 1.0
 class HeartbeatFile(Extension):
     """File that the first rank of a node writes after a step, at most once a second.
 
-    Other ranks of the node wait for the first one in each step, so one file represents all of them.
+    In each step all ranks wait for each other, so one file shows whether all ranks of a node run.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -27,7 +27,7 @@ class HeartbeatFile(Extension):
 
     @classmethod
     def wanted(cls, rank: int) -> list[HeartbeatFile]:
-        """Return the file named by the environment variable `VARIABLE`, if ``rank`` writes it."""
+        """Return the file named by the environment variable `VARIABLE`, on LOCAL_RANK 0 only."""
         path = os.environ.get(VARIABLE)
         return [cls(Path(path), rank)] if path and os.environ.get("LOCAL_RANK", "0") == "0" else []
 
@@ -38,5 +38,5 @@ class HeartbeatFile(Extension):
         self._next = now + _INTERVAL_S
         content = {"step": ended.number, "rank": self._rank, "pid": os.getpid()}
         text = json.dumps({**content, "time": time.time()}) + "\n"
-        with suppress(OSError):  # the probe reports a missing file
+        with suppress(OSError):  # the probe reports a missing or old file
             self._path.write_text(text, encoding="utf-8")

@@ -2,14 +2,14 @@
 
 [Note: random numbers that follow the micro-batch]
 Dropout draws from torch's generators, whose state depends on earlier draws of the rank. So the
-first forward of each micro-step seeds the generators from the seed, the step, and the number of the
-micro-batch in the step. Thus a micro-batch gets the same random numbers on any rank, at any world
-size. A micro-batch that is repeated, because its forward raised or its gradients were dropped, is
-seeded again.
+first training forward of a micro-step seeds the generators from the seed, the step, and the number
+of the micro-batch in the step. Thus a micro-batch gets the same random numbers on any rank, at any
+world size. A micro-batch that is repeated, because its forward raised or its gradients were
+dropped, is seeded again.
 
 [Note: one norm for any world size]
 Sums of rounded numbers depend on the order of addition, which depends on the number of ranks. With
-``world_size_invariant`` a norm is computed in two parts that do not depend on this number:
+``world_size_invariant`` a norm is computed in two stages that do not depend on this number:
 - norms of **chunks**, `CHUNK_NUMEL` elements at fixed places of a segment. Shards consist of whole
   chunks (`zero_core.layout.arithmetic.Layout.build`), and one operator reduces each chunk as a row.
 - **bins**: each chunk's power is rounded to 24 bits and added to the bin of its exponent, in which
@@ -43,7 +43,7 @@ from zero_core.protocols import AddingCollectives
 
 
 class Invariance(Extension):
-    """Seeding of each micro-batch, and refusal of sums whose order depends on the world size."""
+    """Extension that seeds micro-batches, and refuses sums that depend on the world size."""
 
     def __init__(self, model: nn.Module, config: Config, train: TrainState, ranks: Ranks) -> None:
         self._train = train
@@ -68,7 +68,7 @@ class Invariance(Extension):
         place = self._place
         if place != self._seeded or self._is_running:
             self._seeded = place
-            number = place[1] * self._ranks.size + self._ranks.rank  # number in the step
+            number = place[1] * self._ranks.size + self._ranks.rank  # of the micro-batch
             seed_generators(self._ranks.device, self._seed, self._train.global_steps, number)
         self._is_running = True
 
@@ -171,14 +171,14 @@ def bin_powers(norms: Tensor, p: float = 2.0) -> Tensor:
 
 
 def sum_bins(bins: Tensor) -> Tensor:
-    """Return the total of all ``bins``: 0-dim, float64."""
+    """Return the sum that the ``bins`` of `bin_powers` represent: 0-dim, float64."""
     first = 2.0 ** (_LEAST_EXPONENT - _MANTISSA_BITS)
     scale = torch.arange(NUM_BINS, dtype=torch.float64, device=bins.device)
     return (bins * torch.ldexp(torch.full_like(scale, first), scale * _BIN_BITS)).sum()
 
 
 class Invariant(Arithmetic):
-    """Arithmetic with equal bits at any world size. See [Note: one norm for any world size]."""
+    """Arithmetic with equal bits at each world size: [Note: one norm for any world size]."""
 
     num_sums = NUM_BINS
     grads_class = SequentialGrads

@@ -7,10 +7,10 @@
 
 Each step that is not skipped updates ``average += (1 - decay) * (master weight - average)``, like
 `torch.optim.swa_utils.get_ema_multi_avg_fn` over master weights. Each rank averages its part of the
-master weights in host memory, in fp32 (float64 for float64). In fp32 this takes 4 bytes per
-parameter of that part: all parameters at stage 0, a shard at stages 1 to 3. A step waits for the
-update, and reads all of the rank's master weights. Checkpoints contain the average, for any stage
-and world size. After loading a checkpoint without one, the average starts at the loaded weights.
+master weights in host memory, in fp32 (float64 if a parameter is float64). In fp32 this takes 4
+bytes per trainable element of that part: all at stage 0, a shard at stages 1 to 3. The step reads
+these master weights and waits for the update. Checkpoints contain the average, for any stage and
+world size. After loading a checkpoint without one, the average starts at the loaded weights.
 """
 
 from __future__ import annotations

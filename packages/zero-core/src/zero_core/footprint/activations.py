@@ -3,7 +3,7 @@
 [Note: amounts]
 The amount of a product (matrix product, convolution or attention) is a number of operations, as
 counted by `torch.utils.flop_counter`. The amount of another operator is the bytes of the tensors
-that it reads and writes. An embedding counts the rows that it reads, not its table. Views have 0.
+that it reads and writes. Lookups (`_LOOKUPS`) count the rows read, not the table. Views have 0.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ ATTENTION, ATTENTION_BACKWARD = "attention", "attention_backward"
 class Operator:
     """One call of an operator."""
 
-    kind: str  # name without overload; `ATTENTION` for all attention kernels
-    dtype: str  # name of the dtype of the computation
+    kind: str  # name without overload, or `ATTENTION`, `ATTENTION_BACKWARD` or "view"
+    dtype: str  # name of the first floating-point dtype of results and arguments
     amount: int  # see [Note: amounts]
     is_product: bool  # whether the amount is a number of operations
-    nbytes: int = 0  # bytes that a product reads and writes
+    nbytes: int = 0  # bytes that a product reads and writes, 0 for attention
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Operator:
@@ -87,7 +87,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of ``tensors``, without the copies of expanded tensors."""
+    """Return the bytes of ``tensors``, of each at most its storage, as it may be expanded."""
     return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
 
 
@@ -95,23 +95,23 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 class Trace:
     """Saved bytes and operators of one micro-batch on the meta device."""
 
-    saved_bytes: int  # bytes that autograd saves for backward, without parameters and buffers
-    # the same with activation checkpointing: the inputs of all blocks, and all saved bytes of one
-    # block
+    saved_bytes: int  # bytes that autograd saves: activations, and autocast's casts of weights
+    # the same if blocks are recomputed: inputs of blocks, and saved bytes of the largest block and
+    # of all code outside of blocks
     recomputed_bytes: int
     # calls of each operator in forward, by unit. Code before the first block counts for the root,
     # code between blocks for the earlier block, and code after the last block for the last unit
     forward: Mapping[int, Counter[Operator]]
     backward: Counter[Operator] | None  # operators of backward alone. None if not traced
-    kept_bytes: int  # inputs of blocks, and bytes saved before the first block
-    border_bytes: int  # the largest input of a block
+    kept_bytes: int  # inputs of blocks, and other bytes saved before the first block
+    border_bytes: int  # bytes of the largest input of a block
     epilogue_bytes: int  # bytes saved after the last block
     # bytes of each input of a block that may be moved to host memory, by unit
     moved: Mapping[int, Sequence[int]]
     freed_bytes: int  # device bytes freed by moving inputs to host memory
 
     def memory(self, config: Config, *, is_accelerated: bool) -> MemoryUse:
-        """Return the bytes of activations for a configuration, and of kernels compiled on a CPU.
+        """Return the bytes of activations, and of kernels that oneDNN compiles on a CPU.
 
         ``is_accelerated``: whether the compute device is not the host.
         """
@@ -150,9 +150,9 @@ def trace_step(
 ) -> Trace:
     """Run one forward on the meta device, and a backward if the forward returns a loss.
 
-    Both run in the compute dtype and in the model's current mode (train or eval). The model is not
-    changed. ``inputs`` are keyword or positional arguments of one micro-batch. ``units`` are the
-    units' modules, the root first. With ``torch_autocast`` activations count in fp32.
+    Both run in the compute dtype, without ``torch_autocast``, and in the model's current mode. The
+    loss is a 0-dim tensor that requires a gradient. ``inputs`` are keyword or positional arguments
+    of one micro-batch. ``units`` are the units' modules, the root first.
     """
 
     def to_meta(value: Any, dtype: torch.dtype | None = config.compute_dtype) -> Any:
@@ -217,7 +217,7 @@ def trace_step(
 
 
 class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that run in its context, and tensors that autograd saves, by unit."""
+    """Mode that counts operators and the tensors that autograd saves, by unit."""
 
     def __init__(self, modules: Sequence[nn.Module], known: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -231,7 +231,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_behind = False  # whether forward is after the last block
         # Storages are kept alive, so that no address is reused.
         self._inputs: dict[int, torch.UntypedStorage] = {}  # storages of blocks' inputs
-        # saved storages, each with the unit and whether the unit is after the blocks
+        # saved storages, each with its unit, and whether it was saved after the last block
         self._saved: dict[int, tuple[torch.UntypedStorage, int, bool]] = {}
         self._sizes: dict[int, list[int]] = {}  # bytes of blocks' positional inputs
         self._moved: set[int] = set()  # storages of blocks' inputs that may be moved to the host
@@ -287,7 +287,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def follow(self, stack: ExitStack) -> None:
-        """Track the current unit by forward hooks on the blocks, until ``stack`` is closed."""
+        """Note the current unit and blocks' inputs by hooks, until ``stack`` is closed."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             for tensor in _tensors((args, kwargs)):
@@ -312,12 +312,12 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _WithoutData(TorchFunctionMode):
-    """Mode in which a forward on the meta device saves the same tensors as on a real device.
+    """Mode in which a forward on the meta device saves what fused attention kernels save.
 
-    Attention saves the tensors of its fused kernels: query, key, value, output and a number per
-    row. Without this mode, torch on the meta device decomposes attention and saves its matrix.
-    Reductions of boolean masks get values: ``mask.all()`` is true, ``mask.any()`` is false, and
-    ``mask.sum()`` is the number of elements. Inputs without padding take the most memory.
+    They save query, key, value, output and a number per row. Without this mode, torch on the meta
+    device decomposes attention and saves its matrix. Conditions on masks get values as without
+    padding, which takes the most memory: ``mask.all()`` is true, ``mask.any()`` is false, and
+    ``mask.sum() == n`` is true if ``n`` is the number of elements.
     """
 
     def __init__(self) -> None:
@@ -361,7 +361,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run ``scaled_dot_product_attention`` on the meta device, by a fused kernel if one fits."""
+    """Run ``scaled_dot_product_attention``, by the fused CPU kernel if it supports the shapes."""
     is_mask_trained = attn_mask is not None and attn_mask.requires_grad
     if query.dim() != 4 or query.shape[-1] != value.shape[-1] or is_mask_trained:
         return functional.scaled_dot_product_attention(

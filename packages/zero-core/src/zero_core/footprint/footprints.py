@@ -1,7 +1,7 @@
 """Memory and traffic of other packages' parts, as closed-form functions for a plan.
 
 A package that implements a part of the configuration declares these functions in the entry-point
-group ``zero_core.footprints``. Names, arguments and results are builtins and torch types.
+group ``zero_core.footprints``. Their arguments are builtins and torch types.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ReduceFootprint(Protocol):
 
 
 class GatherFootprint(ReduceFootprint, Protocol):
-    """Bytes per rank in a gather's phases: across groups of ranks, then within a group.
+    """Bytes that a rank contributes to a gather's phases: across groups, then within a group.
 
     If ``is_kept``, the first phase runs once per version of the weights.
     """
@@ -42,9 +42,8 @@ class CollectivesFootprint(Protocol):
     """Bytes that the configured collectives send and keep on each rank."""
 
     group_size: int
-    """Number of consecutive ranks that form a group of the second phase."""
+    """Number of consecutive ranks in a group: see `GatherFootprint`."""
     num_groups: int
-    """Number of groups."""
 
     def gather(
         self, numel: int, dtype: torch.dtype, *, is_trainable: bool
@@ -68,7 +67,7 @@ class CollectivesFootprint(Protocol):
         """Return the bytes held between exchanges, by kind.
 
         ``shards`` has elements, dtype and trainability of each segment's shard of weights.
-        ``reduced`` has elements, communicated dtype and summed dtype of each gradient shard.
+        ``reduced`` has elements, communicated and accumulated dtype of each gradient shard.
         """
 
 
@@ -101,7 +100,7 @@ class TierFootprint(Protocol):
         return 1.0
 
     def device_span(self, ratio: float) -> tuple[int, int]:
-        """Return the range of elements that the device keeps."""
+        """Return the range of elements whose state the device keeps."""
         return 0, 0
 
     def host_bytes(self, ratio: float) -> dict[str, int]:
@@ -150,11 +149,11 @@ class TierFootprintFactory(Protocol):
         Args, in addition to those of that factory:
             params: ``(start, tensor)``: 1-D parameter shards, all on the meta device.
             grad_dtypes: dtype of the gradients offered for each of ``params``.
-            num_added: gradients per element that the tier gets in a step. 1: nothing to add up.
+            num_added: number of gradients per element that the tier adds up in a step, at least 1.
             resting: indices of ``params`` that are kept off the device.
             is_accelerated: whether the compute device is not the host.
             has_kernel: whether a host kernel computes the update.
-            is_speculative: whether steps begin before they are confirmed, with an undo log.
+            is_speculative: whether updates may begin before the decision, with an undo log.
 
         Raises:
             ValueError: a setting or the optimizer is not supported. The message names it.
@@ -176,7 +175,7 @@ class UploadFootprint(Protocol):
     def __call__(
         self, *, numel: int, dtype: torch.dtype, learning_rate: float | None = None
     ) -> int:
-        """Return the expected bytes of a difference. Without ``learning_rate``, an upper bound."""
+        """Return a difference's expected bytes. Without ``learning_rate``, an upper bound."""
 
 
 class Footprints:
@@ -203,7 +202,7 @@ class Footprints:
         return made
 
     def load(self, name: str, asked_by: str, distribution: str) -> Any:
-        """Return the entry point ``name``, or record that ``distribution`` is missing."""
+        """Return the entry point ``name``. If it is missing, record that and return None."""
         try:
             return load_part(FOOTPRINTS, name, asked_by=asked_by, distribution=distribution)
         except MissingPartError as error:
@@ -212,7 +211,7 @@ class Footprints:
 
 
 def learning_rate(config: Config) -> float | None:
-    """Return the configured optimizer's learning rate, which determines the size of differences."""
+    """Return the configured learning rate, on which the size of encoded differences depends."""
     optimizer = config.optimizer
     found: float | None = None if optimizer is None else optimizer.params.get("lr")
     return found

@@ -3,7 +3,7 @@
 [Note: where the numbers come from]
 Parameters, gradients and pools: `zero_core.sharded.memory` itself, run on the meta device. Master
 weights and states on the device: the rules of `zero_core.optim.device_tier` over the same layout,
-with the states that the optimizer makes in a step on two elements. Whole parameters in a step:
+with the states that the optimizer makes for a tiny parameter. Whole parameters in a step:
 `zero_core.optim.whole_tier`. Offloaded state, offloaded parameters and quantized collectives: the
 closed-form functions of other packages (`zero_core.footprint.footprints`). Activations:
 `zero_core.footprint.activations`.
@@ -14,8 +14,8 @@ All byte counts are per rank, for rank 0. Other ranks differ only by padding.
 The calls of `zero_core.core.passes` are counted for a step in which every unit is used once per
 micro-step, in the order of the module tree, with gradients up to the first unit. ZeRO (arXiv
 1910.02054), section 7: at stage 3 parameters are gathered once for forward and once for backward.
-The last block, the root and the tail are gathered once per micro-step. Gradients are reduced once
-per micro-step. A quantized gather or reduction counts as one call per phase or hop.
+The last block, the root and the tail are gathered once per micro-step. (Vertical schedule: gathers
+per step.) Gradients are reduced once per micro-step. Quantized ones count a call per phase or hop.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Forecast:
         self._numel = layout.local_numel(is_sharded=memory.has_sharded_state)
         # ``(start, stop, segment)`` of each segment's part of this rank's local flat space
         self.spans = [(*span, layout.segments[index]) for index, span in memory.spans.items()]
-        self._whole_bytes: tuple[int, int] | None = None  # a step's whole parameters and messages
+        self._whole_bytes: tuple[int, int] | None = None  # `step_bytes`, for whole parameters
         if not drawn.updates_slices:
             self._whole_bytes = step_bytes(
                 layout,
@@ -146,11 +146,10 @@ class Forecast:
         states = probe_states(make, drawn.groups, torch.device("cpu"), updated, shape)
         self._state_bytes = sum(dtype.itemsize for dtype in states.values())
         self.collectives = footprints.collectives(config, links)
-        # gradients per element that the tier gets in a step. 1: nothing to add up
         is_each = any(plan.is_passed_on_each for plan in self.gradients.values())
         self.num_added = config.gradient_accumulation_steps if is_each else 1
         self.tier = self._tier_footprint(drawn, memory) if is_offloaded else None
-        # largest host memory of `Engine.async_save`: one copy of this rank's states
+        # largest host memory of `Engine.async_save`: a copy of a shard's master weights and states
         self.async_save_bytes = sum(
             s.shard_numel * (config.master_dtype(s.dtype).itemsize + self._state_bytes)
             for *_, s in self.spans
@@ -178,12 +177,12 @@ class Forecast:
         steps = config.gradient_accumulation_steps
         are_tied_moved = config.has_inputs_on_host and is_accelerated
         copies = patches = 0
-        if config.memory_checkpoint is not None:  # two slots each for this rank and a peer
+        if config.memory_checkpoint is not None:  # two slots for own and each peer's copy
             frozen = (s for s in layout.segments if not s.is_trainable)
             kept = self.async_save_bytes + sum(s.shard_numel * s.dtype.itemsize for s in frozen)
             has_nodes = links.num_nodes > 1
             copies = 2 * kept * (1 + config.memory_checkpoint.copies * has_nodes)
-        if (wanted := config.weight_patches) is not None:  # upper bound: changed positions
+        if (wanted := config.weight_patches) is not None:  # upper bound
             compared = [s.shard_numel for *_, s in self.spans if s.dtype.itemsize == 2]
             numel = sum(compared)
             being_made, most = numel // 4, wanted.versions * numel * 5 // 32
@@ -296,7 +295,7 @@ class Forecast:
 
     def _own_tier_bytes(self, start: int, stop: int) -> dict[str, int]:
         masters = 0
-        sizes: dict[torch.dtype, list[int]] = {}  # elements of each part, by master dtype
+        sizes: dict[torch.dtype, list[int]] = {}  # elements of each segment, by master dtype
         has_narrow: set[torch.dtype] = set()  # master dtypes of gradients that are widened
         for low, high, segment in self.spans:
             numel = min(high, stop) - max(low, start)
@@ -306,7 +305,7 @@ class Forecast:
             if segment.dtype != master or segment in self.resting:
                 masters += numel * master.itemsize
             sizes.setdefault(master, []).append(numel)
-            plan = self.gradients[segment.index]  # sums over micro-steps have the master dtype
+            plan = self.gradients[segment.index]  # the tier's own sums have the master dtype
             if plan.offered != master and not plan.is_passed_on_each:
                 has_narrow.add(master)
         states = (stop - start) * self._state_bytes
@@ -414,8 +413,9 @@ def step_traffic(
     footprint: CollectivesFootprint | None,
     host_link: tuple[int, int] = (0, 0),
 ) -> tuple[Traffic, ...]:
-    """Return all transfers of one optimizer step. Quantized transfers need a ``footprint``.
+    """Return the transfers of one optimizer step.
 
+    Without the ``footprint`` that a configuration needs, gathers and reductions are left out.
     ``host_link`` has the bytes to the host and back, with offload.
     """
     sent: defaultdict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
@@ -475,7 +475,7 @@ def gather_calls(
 def reduction_calls(
     segment: Segment, config: Config, links: Links, footprint: CollectivesFootprint | None
 ) -> tuple[list[tuple[int, int]], bool]:
-    """Return the calls of a segment's reduction, as `gather_calls`, and whether it is quantized."""
+    """Return a reduction's calls (bytes within and between nodes), and whether it is quantized."""
     numel, dtype = segment.shard_numel, communicated_dtype(segment, config)
     hops = None if footprint is None else footprint.reduction(numel, dtype)
     if hops is not None:
@@ -484,7 +484,7 @@ def reduction_calls(
         return calls + ([(0, (nodes - 1) * hops.across_nbytes)] if nodes > 1 else []), True
 
     def coded(own: torch.dtype) -> int:
-        """Return the bytes of a slice that is sent to another node."""
+        """Return the expected bytes of a slice that is sent to another node."""
         found = None
         if footprint is not None and links.codes_slices:
             found = footprint.coded_nbytes(numel, own)
@@ -506,14 +506,14 @@ class TrafficChoice:
     within_node_bytes: int  # bytes that a rank sends within its node
     between_nodes_bytes: int  # bytes that a rank sends to other nodes
     most_between_nodes_bytes: int  # upper bound of ``between_nodes_bytes``
-    kept_bytes: int  # extra memory: secondary shards, messages and errors
+    kept_bytes: int  # extra memory: secondary shards, messages, quantization errors
 
 
 def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[TrafficChoice, ...]:
     """Return the traffic as configured, and with each key that would change it.
 
-    Choices that need a missing package are left out. If the configuration itself needs one, the
-    result is empty.
+    Choices that need a missing package are left out. Empty for one rank, if nothing can change, or
+    if the configuration itself needs a missing package.
     """
     if links.world_size == 1:
         return ()

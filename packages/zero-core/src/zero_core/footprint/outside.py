@@ -26,7 +26,7 @@ _NETWORK = 512 * _MIB  # for all peers on other nodes, in an all-to-all
 def outside_of_tensors(
     blocks: Mapping[str, list[int]], apart: Collection[str], config: Config, links: Links
 ) -> dict[str, int]:
-    """Return the bytes by kind, for allocations of ``blocks`` bytes by kind.
+    """Return the bytes by library. ``blocks``: sizes of the tensors' allocations, by kind.
 
     Each kind in ``apart`` is allocated on a separate stream.
     """
@@ -56,6 +56,6 @@ def _unused_bytes(sizes: list[int]) -> int:
         else:
             place = 20 * _MIB if size < 10 * _MIB else round_up(size, 2 * _MIB)
         unused.append(place - size)
-    # Each stream has some small tensors.
+    # Each stream has some small tensors, so at least one segment of 2 MiB.
     small = 1 + sum(n for n in sizes if n <= _MIB)
     return sum(unused) + round_up(small, 2 * _MIB) - small

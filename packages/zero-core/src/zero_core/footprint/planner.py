@@ -6,13 +6,13 @@
 [Note: choices]
 A choice is a stage, a ratio and a variant. The **ratio** is the share of the optimizer state that
 the host holds and updates (`zero_optimization.offload_optimizer.ratio`; 0 is no offload). A
-**variant** has another micro-batch with the same samples per step, recomputes activations, or has
-another placement (`zero_core.footprint.result`). Moments of fewer bits change numbers, so they can
-be the best choice only if rounding is allowed.
+**variant** sets the micro-batch (with the same samples per step), whether activations are
+recomputed, and the placement (`zero_core.footprint.result`). Moments of fewer bits change numbers,
+so they can be the best choice only if rounding is allowed.
 
-The best choice is the smallest change that fits. A higher stage is preferred to offload, and the
-stage with the smaller ratio to others. A stage is never lowered. If no stage fits, the planner
-tries recomputation, then smaller micro-batches, then parameters on the host, then states on NVMe.
+The best choice is the configuration if it fits, or else the smallest ratio that fits at the
+configured or a higher stage, at the lowest such stage. If no stage fits, the planner toggles
+recomputation, then tries smaller micro-batches, and then other placements.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def plan(
     allow_rounding: bool = False,
     nvme_path: str | None = None,
 ) -> Plan:
-    """Compute the memory and traffic of `build` and a training step. Nothing is allocated.
+    """Compute the memory and traffic of `build` and a training step, without allocating it.
 
-    Bytes of long-lived memory are exact, because the allocating code computes them. ``outside`` of
-    the result estimates memory of torch, its allocator and the communication library. The plan does
-    not count temporaries of an operation or an optimizer step, Muon's gather of momenta, and
-    packages that are not installed, which ``missing`` of the result names.
+    Bytes of parameters, gradients and pools are exact, because the allocating code computes them.
+    ``outside`` of the result estimates memory of torch's allocator and of CUDA's libraries. The
+    plan does not count temporaries of an operation or an optimizer step, Muon's gather of momenta,
+    and packages that are not installed, which ``missing`` of the result names.
 
     Args:
         model: a module on any device, best on the meta device; or a Hugging Face configuration (an
@@ -159,7 +159,7 @@ class Variant:
 
 
 class Planner:
-    """Forecasts of all choices, and the smallest change that fits. See [Note: choices]."""
+    """Forecasts of choices, and search for the best one. See [Note: choices]."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class Planner:
         return self._forecast(self.config_of(choice), choice.placement)
 
     def _forecast(self, config: Config, placement: Placement) -> Forecast:
-        """Return the forecast of a configuration, which recomputation does not change."""
+        """Return the forecast of a configuration. Recomputing activations does not change it."""
         zero, steps = config.zero_optimization, config.gradient_accumulation_steps
         order = (steps, config.is_vertical, config.has_inputs_on_host)
         key = (zero.stage, zero.offload_optimizer.device, *order, placement)
@@ -265,7 +265,7 @@ class Planner:
     def variants(self, *, are_larger: bool = False) -> list[Variant]:
         """Return variants with the configured and smaller micro-batches, or with larger ones.
 
-        Activations are kept or recomputed in each. Smaller changes precede larger ones.
+        With example inputs and blocks, also with recomputation toggled. Smaller changes come first.
         """
         given = self.given
         sizes = [] if are_larger else [given.micro_batch]
@@ -323,7 +323,7 @@ class Planner:
         )
 
     def choices(self, variant: Variant, ratios: Sequence[float] = ()) -> Iterator[Choice]:
-        """Yield each stage without offload, with full and least fitting offload, and ``ratios``."""
+        """Yield each stage's choices with no, full and least fitting offload, and ``ratios``."""
         is_divisible = self._can_offload and self._drawn.updates_slices
         needs_offload = variant.placement.changes("offload_optimizer")
         tried = [] if needs_offload else [0.0]
@@ -349,7 +349,7 @@ class Planner:
                     yield choice
 
     def placed(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Return ``variants`` with every other placement. Smaller changes precede larger ones."""
+        """Return ``variants`` with each changed placement that `is_served`, by size of change."""
         zero, path = self.config.zero_optimization, self.machine.nvme_path
         params, states = [AS_CONFIGURED], [AS_CONFIGURED]
         block = "offload_param"

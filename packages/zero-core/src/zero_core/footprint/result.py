@@ -1,9 +1,8 @@
 """Result of `zero_core.plan`: frozen data, available as JSON or as tables of text.
 
 [Note: placements]
-A placement keeps parameters in host memory (`offload_param`, at stage 3 on an accelerator), or
-states on NVMe instead of host memory (if a folder is given), or Adam's moments in 16 or 8 bits on
-the host. Only the last one changes numbers.
+A placement moves parameters to or from host memory (`offload_param`, at stage 3), moves states to
+or from NVMe, or stores Adam's moments on the host in 16 or 8 bits, which alone changes numbers.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ STAGE_3_KEYS = (
     "zero_quantized_nontrainable_weights",
     "zero_hpz_partition_size",
 )
-"""Keys of ``zero_optimization`` that lower stages do not serve."""
+"""Keys of ``zero_optimization`` that only stage 3 supports."""
 MOST_VARIED = 8
-"""Number of choices with another micro-batch or recomputation that a table shows."""
+"""Largest number of varied choices in a table, besides one of each further placement."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Choice:
     micro_batch: int = 1  # samples per rank and micro-step
     micro_steps: int = 1  # micro-steps per optimizer step
     is_recomputed: bool = False  # whether activations are recomputed
-    is_varied: bool = False  # whether micro-batch, recomputation or placement differ
+    is_varied: bool = False  # whether micro-batch, recomputation or placement are not as configured
     placement: Placement = AS_CONFIGURED  # keys that differ from the configuration
     file_bytes: int = 0  # bytes of states on NVMe
 
@@ -215,7 +214,7 @@ class Plan:
         return (*found, _table("Choices", heads, rows))
 
     def shown_choices(self) -> list[Choice]:
-        """Return choices for a table: all unvaried ones, the first varied, one per placement."""
+        """Return unvaried choices, `MOST_VARIED` varied ones, and one per further placement."""
         plain = [c for c in self.choices if not c.is_varied]
         varied = [c for c in self.choices if c.is_varied]
         fitting = [c for c in varied if c.is_fitting]
@@ -231,7 +230,7 @@ def _table(title: str, headings: tuple[str, ...], rows: Iterable[tuple[str | int
 
 
 def format_bytes(nbytes: int) -> str:
-    """Format bytes in decimal units with three digits ("24 GB"). 0 is "-"."""
+    """Format bytes in decimal units with up to three digits ("24 GB"). 0 is "-"."""
     if nbytes == 0:
         return "-"
     value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB", "PB", "EB"]

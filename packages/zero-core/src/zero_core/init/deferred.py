@@ -1,10 +1,10 @@
 """Construction without memory: a model's ``__init__`` is recorded and replayed later.
 
 [Note: recording]
-A *deferred* tensor is on the meta device and represents a CPU tensor. Its storage has a number. An
-*alias* is another meta tensor over the same storage. The *tape* has the operations that wrote
-storages, in order, each random operation with its generator's state. An *overwrite* is a write that
-makes a storage's earlier content irrelevant (``normal_``, ``zero_``).
+A *deferred* tensor is on the meta device and represents a CPU tensor. A storage is identified by
+its number (`storage_of`). An *alias* is another meta tensor over the same storage. The *tape* has
+the operations that wrote storages, in order, each random operation with its generator's state. An
+*overwrite* is a write that makes a storage's earlier content irrelevant (``normal_``, ``zero_``).
 
 Each tensor can be computed alone and in any order, bit for bit. `Recording.value` replays the
 operations that the tensor depends on, back to the last overwrite. Each random operation starts from
@@ -12,9 +12,9 @@ its recorded generator state. The method is that of torchdistx's deferred_init.
 
 Recording also executes each random operation on temporary memory. The generator thus advances as in
 an ordinary construction, and the state before each operation is known. Values that Python reads
-during construction (a number, a shape that depends on values) are computed immediately.
-Deferred tensors are on the meta device. During construction they report the CPU as their device,
-because ``torch.nn.init`` skips meta tensors.
+during construction (a number, a shape that depends on values) are computed immediately. During
+construction deferred tensors report the CPU as their device, because ``torch.nn.init`` skips meta
+tensors.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def zeroed(nbytes: int) -> torch.UntypedStorage:
-    """Return zeroed memory that is returned to the system when freed.
+    """Return zeroed memory. From `_MAPPED_BYTES` on the system gets it back when it is freed.
 
     On the heap, small allocations between two large tensors would fragment freed memory, and the
-    process would grow to the size of the model.
+    process could grow to the size of the model.
     """
     if nbytes < _MAPPED_BYTES:
         return torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
@@ -94,13 +94,13 @@ def zeroed(nbytes: int) -> torch.UntypedStorage:
 
 
 class Recording(TorchDispatchMode):
-    """Mode that makes tensors on the meta device, and the tape of one `deferred_init` context."""
+    """Mode that makes deferred tensors, and records the tape of one `recorded` context."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape: list[Entry] = []
         self._writers: dict[int, list[int]] = {}  # indices of entries, by storage
-        # By number (`storage_of`). A kept storage's number is not reused.
+        # By number. Storages are kept alive, so that no number is reused.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._versions: dict[int, int] = {}
 
@@ -108,7 +108,7 @@ class Recording(TorchDispatchMode):
         return tensor.is_meta and storage_of(tensor) in self._storages
 
     def is_changed(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` was written after the context, when nothing was recorded."""
+        """Whether ``tensor`` was written after `note_versions`."""
         return tensor._version != self._versions.get(storage_of(tensor), tensor._version)
 
     def note_versions(self, module: nn.Module) -> None:
@@ -119,7 +119,7 @@ class Recording(TorchDispatchMode):
 
     @torch.no_grad()
     def value(self, tensor: Tensor) -> Tensor:
-        """Return the value that an ordinary construction gives ``tensor``, on the CPU."""
+        """Return the value on the CPU that the operations recorded so far give ``tensor``."""
         with DisableTorchFunction(), disable_current_modes():
             target, storages = _alias(tensor), dict[int, torch.UntypedStorage]()
 
@@ -267,7 +267,7 @@ class Recording(TorchDispatchMode):
 
 
 recordings: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
-"""The recording of each module that was made under `deferred_init`."""
+"""Recording of each module that was given a tensor or submodule under `deferred_init`."""
 
 
 @contextmanager
@@ -276,14 +276,14 @@ def deferred_init() -> Iterator[None]:
 
     Parameters and buffers are on the meta device. Their values will equal those of an ordinary
     construction on the CPU from the same seed, bit for bit. The default generator ends in the same
-    state, too. This takes the time of the construction and the memory of one tensor. Values from
-    elsewhere (NumPy, files) are kept as long as the model. Changes of values (``init``,
+    state, too. This takes the time of the construction, and memory for one operation at a time.
+    Values from elsewhere (NumPy, files) are kept as long as the model. Changes of values (``init``,
     ``to(dtype)``, adapters) must be made in the context. Ranks may enter the context independently
     and with different values. `build` uses the values of rank 0.
 
     Raises:
-        RuntimeError: a tensor was requested on a device other than the CPU, or an operation on a
-            deferred tensor cannot be recorded. The message names the operation.
+        RuntimeError: a tensor was requested on an accelerator, or an operation on a deferred tensor
+            cannot be recorded. The message names the operation.
     """
     with recorded() as (recording, modules):
         yield
@@ -294,7 +294,7 @@ def deferred_init() -> Iterator[None]:
 
 @contextmanager
 def recorded() -> Iterator[tuple[Recording, Mapping[nn.Module, None]]]:
-    """Record constructions in this context. Yield the recording and the modules in order."""
+    """Record constructions in this context. Yield the recording and the constructed modules."""
     recording = Recording()
     seen: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 
@@ -318,13 +318,13 @@ def recorded() -> Iterator[tuple[Recording, Mapping[nn.Module, None]]]:
 
 
 def is_recorded_innermost() -> bool:
-    """Return whether `recorded` is torch's innermost mode, so that it can be exited now."""
+    """Return whether torch's innermost modes are those of `recorded`, which may then end."""
     is_last = isinstance(current_dispatch_mode(), Recording)
     return is_last and isinstance(_get_current_function_mode(), _OnCpu)  # type: ignore[no-untyped-call]
 
 
 class _OnCpu(TorchFunctionMode):
-    """Mode in which deferred tensors report the CPU, and Python can read their values."""
+    """Mode in which deferred tensors report the CPU, and Python and NumPy can read their values."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ class _OnCpu(TorchFunctionMode):
             if func in _READS:
                 found = func(self._recording.value(args[0]), *args[1:], **(kwargs or {}))
                 if func is not Tensor.tolist:
-                    found.flags.writeable = False  # writes by NumPy would not be recorded
+                    found.flags.writeable = False  # writes by NumPy could not be recorded
                 return found
         elif kwargs:
             _check_device(func, kwargs.get("device"))  # checked before torch initializes the device

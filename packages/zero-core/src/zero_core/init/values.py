@@ -4,15 +4,13 @@ A value is in the model's own memory, recorded by `deferred_init`, in a `Partiti
 slices: see [Note: values in slices] in `zero_core.quantization`.
 
 [Note: a build is a transaction]
-Everything that a user error can make fail precedes the first move of a value: configuration,
-optimizer, schedule, tiers, the engine and its hooks, and an adapter's code. Until then only
-references are kept, and a failure restores the model's own memory. That memory is kept until the
-build has ended, unless values move to shards: then it is freed unit by unit, because a rank may
-lack memory for both. If a later failure occurs on all ranks alike, sharded values are gathered
-again: trained ones from the master weights, frozen ones in the compute dtype.
-With ``pretrained`` the model then has the files' values, and the error says so. After other
-failures (a lost peer, Ctrl-C with several ranks) the error says that the values are lost, and every
-read of their parameters raises.
+Most user errors are found before the first value moves: in the configuration, optimizer, schedule,
+tiers, hooks and an adapter's code. Until then a failure restores the model's own memory. That
+memory is kept until the build has ended, unless values move to shards: then it is freed segment by
+segment, because a rank may lack memory for both. If a later failure occurs on all ranks alike,
+sharded values are gathered again: trained ones from the master weights, frozen ones in the compute
+dtype. With ``pretrained`` the model then has the files' values, and the error says so. After other
+failures (a lost peer, Ctrl-C with several ranks) the error says that values are lost: reads raise.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Slice(NamedTuple):
-    """This rank's elements of a tensor, as bytes. Equal size on all ranks, by padding."""
+    """This rank's elements of a tensor, as bytes, padded to the same size on all ranks."""
 
     control: ControlGroup
     own: Tensor
@@ -55,13 +53,13 @@ class Slice(NamedTuple):
 
 
 slices: MutableMapping[Tensor, Slice] = WeakIdKeyDictionary()
-"""The `Slice` of each tensor that is in slices."""
+"""By tensor whose value is in slices: this rank's `Slice`."""
 
 
 def put_in_slices(tensors: Sequence[Tensor], control: ControlGroup) -> None:
     """Keep this rank's slices of ``tensors`` (equal on all ranks) and free their memory.
 
-    Tensors that share memory still share it. A tensor that is not contiguous stays whole.
+    Tensors that are the same view of one memory share a slice. Non-contiguous ones stay whole.
     """
     whole = [tensor.detach() for tensor in tensors]
     for place, tensor in enumerate(tensors):
@@ -137,13 +135,13 @@ def gathered_slices(
 
 
 class InitialValues:
-    """Values of a model's tensors, computed one at a time."""
+    """Values of a model's tensors before the build, computed on request."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._recordings = {r for m in model.modules() if (r := recordings.get(m)) is not None}
         self.former: dict[int, Tensor] = {}
-        """Former parameters, by ``id`` of the parameters that `take` has made ordinary."""
+        """Tensors with the former content of parameters that `take` made ordinary, by ``id``."""
 
     def take(self, params: Iterable[Tensor]) -> None:
         """Make partitioned and meta ``params`` ordinary. `of` still returns their values."""
@@ -152,10 +150,10 @@ class InitialValues:
                 make_ordinary(param, self.former)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the value of ``tensor``: itself, gathered, or recorded and computed on the CPU.
+        """Return the value of ``tensor``: itself detached, gathered, or computed on the CPU.
 
-        Zeros for an unknown tensor on the meta device. Every rank must call it for a tensor whose
-        `source_of` is "parts".
+        For a meta tensor that was not recorded, return zeros. Every rank must call it for a tensor
+        whose `source_of` is "parts".
         """
         tensor = self.former.get(id(tensor), tensor)
         if is_partitioned(tensor):
@@ -170,7 +168,7 @@ class InitialValues:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     def source_of(self, tensor: Tensor) -> Literal["own", "recorded", "parts"]:
-        """Return whether the value is in memory, yet to be computed, or in parts on the ranks."""
+        """Return whether the value is in memory, to be computed, or in parts on several ranks."""
         tensor = self.former.get(id(tensor), tensor)
         if is_partitioned(tensor):
             return "recorded" if tensor.is_deferred else "parts"
@@ -179,7 +177,7 @@ class InitialValues:
         return "recorded" if tensor.is_meta else "own"
 
     def check(self, *, has_pretrained: bool) -> None:
-        """Raise ConfigError for unknown values, unless a file has them (``has_pretrained``)."""
+        """Raise ConfigError for a value that is unknown, lost or changed, unless a file has it."""
         for path, module in self._model.named_modules():
             kept = set(module._buffers) - module._non_persistent_buffers_set
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -232,8 +230,8 @@ class InitialValues:
 def make_ordinary(param: Tensor, former: dict[int, Tensor] | None = None) -> None:
     """Convert ``param`` in place to an ordinary CPU tensor of its shape without memory.
 
-    Only its slice is dropped if ``param`` is neither partitioned nor on the meta device. ``former``
-    gets, by ``id``, a tensor with the former content of ``param``.
+    If ``param`` is neither partitioned nor on the meta device, only drop its `Slice`. Otherwise
+    ``former`` gets, by ``id``, a tensor with the former content of ``param``.
     """
     slices.pop(param, None)
     if is_partitioned(param):
@@ -275,11 +273,11 @@ class _FormerParam:
 
     @property
     def _stand_in(self) -> Tensor | None:
-        """Tensor with the value, if `InitialValues.take` has made the parameter ordinary."""
+        """Tensor with the former content, if `InitialValues.take` made the parameter ordinary."""
         return self._initial.former.get(id(self.param))
 
     def give_up(self) -> None:
-        """Free the memory of the value, unless it is recorded."""
+        """Free the memory of the value, unless `deferred_init` has recorded how to compute it."""
         assert self._data is not None, "the engine takes it"
         former = self._stand_in
         if self.is_lost:
@@ -296,7 +294,7 @@ class _FormerParam:
         self.is_lost = True
 
     def take(self, value: Tensor) -> None:
-        """Allocate memory of the former kind again, with ``value``."""
+        """Store ``value`` in new memory, as a slice or whole, as before `give_up`."""
         assert self._data is not None, "the engine takes it"
         former = self._stand_in
         self.is_lost = False
@@ -310,7 +308,7 @@ class _FormerParam:
             former.set_value(value)
 
     def restore(self) -> None:
-        """Restore the parameter. If its value is lost, the parameter still refuses reads."""
+        """Restore the parameter. If its value is lost, reads of it still raise."""
         param, former = self.param, self._stand_in
         if not self.is_lost:
             access.set_class(param, self._class)
@@ -424,8 +422,8 @@ def fill(
 ) -> None:
     """Write rank 0's values to the engine's parameters, and unrounded to its master weights.
 
-    With ``rounds_masters``, master weights are rounded to the compute dtype, too. ``former`` frees
-    values that are now in shards. A failure on one rank raises on all ranks.
+    Values in parts are gathered instead. With ``rounds_masters``, master weights are rounded to the
+    compute dtype, too. ``former`` frees values that are now in shards. Every rank must call it.
     """
     layout, all_params, control = state.layout, state.params, state.control
     # Dtypes that represent a segment's original values exactly.
@@ -446,7 +444,7 @@ def fill(
             f"ranks have {rows[:, 1].tolist()} parameters that were sharded before build(): make "
             "and load the model in the same way on every rank"
         )
-    # If any rank has a recorded value, only rank 0 computes values.
+    # If any rank has a recorded value, only rank 0 computes values that are not in parts.
     is_deferred = bool((rows[:, 0] > 0).any())
     num_differing = torch.zeros(
         len(layout.segments), dtype=torch.int64, device=all_params[0].device
@@ -502,7 +500,7 @@ def adopt_buffers(
     control: ControlGroup,
     initial: InitialValues,
 ) -> None:
-    """Move buffers to ``device``, with rank 0's values. Cast floating-point ones to ``dtype``."""
+    """Move buffers to ``device``, with rank 0's values, in their `compute_dtype`."""
     adopted: dict[int, Tensor] = {}  # modules may share a buffer
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -518,7 +516,7 @@ def adopt_buffers(
 
 @contextmanager
 def on_all_ranks(control: ControlGroup, kind: type[Exception]) -> Iterator[None]:
-    """Make an error of one rank raise ``kind`` on all other ranks at the end of this context."""
+    """Make an error of one rank raise ``kind`` on the others. Every rank must enter it."""
     failure: Exception | None = None
     try:
         yield

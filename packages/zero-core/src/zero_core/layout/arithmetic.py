@@ -4,22 +4,20 @@
 parameter   one tensor of the model, counted once, even if it has several names (aliases)
 unit        a block of the module tree that is gathered, computed and reduced together. Unit 0 is
             the root: parameters that belong to no block or to several. The last unit may be the
-            tail: parameters that are used after the blocks (`zero_core.layout.discovery`)
+            tail: parameters of modules after the blocks (`zero_core.layout.discovery`)
 segment     the parameters of one unit that share dtype and trainability, consecutive in one flat
             buffer. Each start is aligned. The end is padded to ``world_size * shard_numel``
 component   a plain tensor of a quantized parameter, which counts as a parameter here:
             [Note: quantized parameters] in `zero_core.layout.discovery`. A unit's components are
             one segment of bytes, whatever their dtypes
 slot        one parameter's ``[start, stop)`` within its segment
-shard       one of the ``world_size`` equal slices of a segment. Rank r owns the r-th
+shard       one of the ``world_size`` equal slices of a segment, numbered by rank
 local flat  the trainable slices that a rank's optimizer state covers, concatenated
 space       (see `zero_core.protocols`)
 piece       one parameter's part of the local flat space
 
-All other ranges (of gathers, reductions, optimizer slices, partial offload, checkpoint chunks and
-resharding) are intersections of these intervals. The partitioning is that of ZeRO (Rajbhandari et
-al., arXiv 1910.02054), section 5. Flat units are those of FSDP (Zhao et al., arXiv 2304.11277),
-section 3.2.
+The partitioning is that of ZeRO (Rajbhandari et al., arXiv 1910.02054), section 5. Flat units are
+those of FSDP (Zhao et al., arXiv 2304.11277), section 3.2.
 """
 
 from __future__ import annotations
@@ -155,8 +153,8 @@ def dim_order(tensor: Tensor) -> tuple[int, ...]:
     For a tensor that is empty or not dense, return the order of the shape.
     """
     dims, strides = tuple(range(tensor.ndim)), tensor.stride()
-    # At most one of the dimensions with equal stride has a size other than 1. If it comes first,
-    # `unflatten` restores the strides of channels-last formats.
+    # In dense tensors at most one of the dimensions with equal stride has a size other than 1. If
+    # it precedes the others, `unflatten` restores the strides of channels-last formats.
     order = tuple(sorted(dims, key=lambda d: (-strides[d], -tensor.shape[d], d)))
     with DisableTorchFunction():  # permute() must not count as a read of the values
         return order if tensor.numel() and tensor.permute(order).is_contiguous() else dims
@@ -262,7 +260,7 @@ class Layout:
         return {segment.index: named[segment.unit] for segment in self.segments}
 
     def state_range(self, segment: Segment, rank: int, *, is_sharded: bool) -> tuple[int, int]:
-        """Return the part of ``segment`` that ``rank``'s optimizer state covers."""
+        """Return the range of ``segment`` that ``rank``'s optimizer state covers."""
         return segment.shard_range(rank) if is_sharded else (0, segment.padded_numel)
 
     def local_starts(self, *, is_sharded: bool) -> dict[int, int]:

@@ -2,18 +2,17 @@
 
 A block is a child of an ``nn.ModuleList`` or ``nn.Sequential`` that has parameters and its own
 forward. Blocks are not searched for further blocks. A parameter that only one block uses belongs to
-that block. All other parameters belong to the tail or to the root unit, which stays gathered from
-the start of forward to the end of backward. A list of experts outside of a block makes the module
-that contains the list a block, because a forward may call only some experts. Such a list is a
-``ModuleList`` or ``ModuleDict`` with "experts" in its name. `note_reader` records that a module
+that block. All other parameters belong to the *root* or the tail, two units that stay gathered to
+the end of backward. A list of experts outside of a block makes the callable module that contains
+the list a block, because a forward may call only some experts. Such a list is a ``ModuleList`` or
+``ModuleDict`` of several modules with "experts" in its name. `note_reader` records that a module
 reads a parameter of another module.
 
-The *tail* is one more unit after the blocks. It has the parameters of modules after the last block
-in the module tree (a final norm, a head), except quantized parameters and parameters that also have
-a name elsewhere. Forward waits for the tail's values when it leaves the last block, and the tail's
-gradients precede those of the blocks. If the order of use differs from that of the tree, this costs
-time only: [Note: the tail] in `zero_core.core.units`. Tied weights (an embedding that is also the
-head) and parameters of modules that contain blocks stay in the root.
+The *tail* is one more unit after the blocks, if it has at least `MIN_TAIL_NUMEL` elements. It has
+the parameters of modules after the last block in the module tree (a final norm, a head), except
+quantized parameters and those that other modules hold (tied weights) or read (`note_reader`). If
+the order of use differs from that of the tree, this costs time only: [Note: the tail] in
+`zero_core.core.units`.
 
 A *leaf* is a module that is one unit with all its submodules, at any depth of the module tree. It
 has ``_is_zero_leaf = True``, or ``zero_optimization.leaf_module`` names it. A leaf without a
@@ -26,12 +25,13 @@ hold the bytes:
   recursively
 - of a parameter of another class than ``nn.Parameter`` (bitsandbytes): its own memory and the
   tensors in its attributes, such as ``quant_state.absmax``
-- of an ``nn.Parameter`` of integers or of 8-bit floats: the parameter itself
+- of a frozen ``nn.Parameter`` of integers or of 8-bit floats: the parameter itself
+- of a frozen parameter in the same module as such a matrix (its scales): the parameter itself
 A component keeps its object, shape, strides and bits: the engine only replaces its memory. All
 references (the wrapper, a ``QuantState``, a node of autograd) therefore see the same values.
 Components are never cast. A unit has one segment of bytes for all of its components. Other metadata
 (block sizes, dtypes) is not sharded. A module may repack its weight for a forward (bitsandbytes
-does so on CPUs, in evaluation). Memory and metadata are restored after that forward.
+does so on CPUs, in evaluation). The weight's memory and metadata are restored after that forward.
 """
 
 from __future__ import annotations
@@ -85,14 +85,10 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Discovered:
-    """Parameters and units of a model.
-
-    ``params`` has the components of a quantized parameter instead of the parameter. Their names end
-    with the names of its attributes.
-    """
+    """Parameters and units of a model, with components instead of quantized parameters."""
 
     params: tuple[Tensor, ...]  # each parameter once, in the order of the module tree
-    names: tuple[tuple[str, ...], ...]  # all names of each parameter: see `plain_name`
+    names: tuple[tuple[str, ...], ...]  # all names (`plain_name`). Components add attribute paths
     # Name, module and parameter indices of each unit. The root is first. With ``has_tail`` the tail
     # is last. The module of root and tail is the model.
     units: tuple[tuple[str, nn.Module, tuple[int, ...]], ...]
@@ -118,7 +114,7 @@ def note_reader(module: nn.Module, param: nn.Parameter, *, is_reader: bool = Tru
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """Selection of modules by path or by class name. The latter may include the Python module."""
+    """Selection of modules by path, end of the path, or class name (plain or fully qualified)."""
 
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -161,13 +157,13 @@ def _blocks(prefix: str, module: nn.Module, rule: ModuleRule) -> Iterator[tuple[
             _is_expert_list(key, inner) and not rule.is_leaf(f"{path}.{key}", inner)
             for key, inner in child.named_children()
         )
-        # A module without its own forward is never called. torch.compile sets it on the object.
+        # A module without its own forward is never called. torch.compile sets `forward` on objects.
         has_forward = type(child).forward is not nn.Module.forward or "forward" in vars(child)
         can_be_called = has_forward and not isinstance(child, nn.ModuleList | nn.ModuleDict)
         if rule.is_leaf(path, child) or (is_block and can_be_called):
             yield path, child
         elif _is_expert_list(name, child):
-            # A forward may call only some experts, and no block calls them.
+            # A forward may call only some experts, and no block contains them.
             _log.info("%s belongs to the root, which is gathered from forward to backward", path)
         else:
             yield from _blocks(path + ".", child, rule)
@@ -272,7 +268,7 @@ def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[
 
 
 def _beside_quantized(model: nn.Module, quantized: Sequence[Quantized]) -> Iterator[Quantized]:
-    """Yield frozen parameters of modules that also have a packed matrix. They are its scales."""
+    """Yield frozen parameters of modules with a quantized matrix, as they may be its scales."""
     known = {id(q.param) for q in quantized}
     # Exclude integer vectors and 64-bit matrices (counters, positions), which have no scales.
     stored = {
@@ -309,7 +305,7 @@ class Component(NamedTuple):
 
 
 def is_storage_dtype(dtype: torch.dtype) -> bool:
-    """Whether values of ``dtype`` need a scale: integers and 8-bit floats."""
+    """Whether ``dtype`` is bool, an integer or an 8-bit float, as in quantized parameters."""
     return not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize == 1
 
 
@@ -374,7 +370,10 @@ def inner_components(path: str, tensor: Tensor) -> Iterator[Component]:
 
 
 def _attached(path: str, value: object, seen: set[int], depth: int) -> Iterator[Component]:
-    """Yield the tensors in the attributes of ``value``, and in those of its plain objects."""
+    """Yield the tensors in attributes of ``value`` and, up to ``depth`` levels, of objects in them.
+
+    Skips parameters, tensors that require a gradient, and `_NO_METADATA`.
+    """
     # foreign: objects of a quantizer
     for attribute, found in getattr(value, "__dict__", {}).items():
         if id(found) in seen or isinstance(found, _NO_METADATA):
@@ -389,7 +388,7 @@ def _attached(path: str, value: object, seen: set[int], depth: int) -> Iterator[
 
 
 class Metadata:
-    """Copy of the attributes of a parameter and of the objects in them, for `put_back`."""
+    """Copy of the attribute tables of a parameter and of objects in its attributes."""
 
     def __init__(self, param: Tensor) -> None:
         self._found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id: (table, old copy)

@@ -3,18 +3,18 @@
 See [Note: the tensors of a segment] in `zero_core.core.unit` for the buffers' names.
 
 [Note: one sum for every stage and ratio]
-A tier that owns gradients adds up those of micro-steps in fp32 (float64 for float64). The engine
-adds them up instead if the user chose a narrower dtype, or at stage 0 with several ranks, where
-each rank's tier needs the whole sum. At stage 0 the engine first rounds each term, as for a tier.
-Norms of such sums are computed in double precision, and so do not depend on which of both adds.
+A tier that can accumulate adds up the gradients of micro-steps in fp32 (float64 for float64). The
+engine adds them up instead if the user chose a narrower dtype, or at stage 0 with several ranks,
+where each rank's tier needs the whole sum. At stage 0 the engine first rounds each micro-step's
+gradient, as for a tier. Norms of such sums are computed in float64, to be equal in both cases.
 
 [Note: the same bits at any world size]
 Micro-step k of rank r on W ranks is micro-batch k W + r of the step. The owner of a shard gets
-every rank's part and adds the parts, one after another, to the sum of earlier micro-steps. For
-every W this is the order of micro-batches. The loss is divided by the number of micro-batches
-before backward, and each part is rounded to the communicated dtype. A missing part is -0, which
-changes no bit of a sum. `zero_core.extensions.invariance` computes the sum and its norms. A tier
-would add the ranks' sum of a micro-step as one term, so no tier accumulates. The sum is in
+every rank's gradient of the shard and adds them, in the order of ranks, to the sum of earlier
+micro-steps. For every W this is the order of micro-batches. The loss is divided by the number of
+micro-batches before backward, and each gradient is rounded to the communicated dtype. A missing
+gradient is -0, which changes no bit of a sum. `zero_core.extensions.invariance` computes the sum
+and its norms. No tier accumulates, because it would add the sum over ranks at once. The sum is in
 ``grad_shard``, even if a step has one micro-step, because with fewer ranks it has several.
 """
 
@@ -62,7 +62,7 @@ class GradientPlan:
     rounded: torch.dtype  # dtype to which each micro-step's reduced gradient is rounded first
     offered: torch.dtype  # dtype of the gradients (or sums) offered to the state tier
     normed: torch.dtype | None  # dtype for sums of squares. None: the default
-    # whether every rank's gradient is a separate term: [Note: the same bits at any world size]
+    # whether ranks' gradients are added one by one: [Note: the same bits at any world size]
     is_sequential: bool
 
     @property
@@ -109,7 +109,7 @@ def plan_gradient(
         case = GradientCase.WHOLE_SUM
     else:
         case = GradientCase.FULL_THEN_SHARD if stage == 1 else GradientCase.SHARD
-    # By default the tier's terms have the communicated dtype.
+    # By default the gradients that the tier adds up have the communicated dtype.
     is_rounded = is_tiers and config.data_types.grad_accum_dtype is None
     rounded = communicated if is_rounded else accumulated
     if is_tiers:
