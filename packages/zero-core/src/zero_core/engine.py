@@ -210,9 +210,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """End a micro-step. At an accumulation boundary, update the parameters.
 
         Every rank must call it. With ``check_grad_overflow`` (the default) or fp16, a step whose
-        gradient is not finite on any rank is skipped on all ranks. ``client_state`` has JSON values
-        and small tensors. `resume` returns it with the in-memory copy of this step
-        (``memory_checkpoint``).
+        gradient is not finite on some rank is skipped on all ranks. With ``memory_checkpoint``,
+        `resume` returns ``client_state`` (JSON values and small tensors) with this step's copy.
 
         Raises:
             RuntimeError: within ``no_sync``, after a backward that did not end, while states are
@@ -373,8 +372,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         Args:
             folder: readable by all ranks, created if missing. Earlier records stay in the file.
             max_bytes: limit of the file's size. A larger file keeps only every 2nd, 4th, ... step.
-            detail_every: spans are recorded of the first and third step, and of the steps whose
-                number is a multiple of ``detail_every``.
+            detail_every: spans are recorded of each ``detail_every``-th step, the first and third.
 
         Raises:
             ConfigError: the folder cannot be written to, or is a URL.
@@ -453,8 +451,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         afterwards. Every rank must call it. Torch's own function clips nothing at stages 1 to 3.
 
         Raises:
-            RuntimeError: not at an accumulation boundary, within ``no_sync``, or after units were
-                updated in backward.
+            RuntimeError: within ``no_sync``, not at a boundary, or units were updated in backward.
             ValueError: ``max_norm`` or ``norm_type`` is not positive.
         """
         if not (max_norm > 0.0 and norm_type > 0.0):

@@ -91,9 +91,9 @@ class _UnitCalls:
         """Set whether a forward releases the parameters that it has gathered (stage 3).
 
         True is the default. False keeps the parameters of a forward with gradients until their
-        backward, and of a forward without gradients until values change or True is set. Several
-        forwards then gather once. ``modules`` selects units. None selects all. Like FSDP2's method
-        of this name. Every rank must call it, between two steps.
+        backward, and of a forward without gradients until the next backward or step, or until True
+        is set. ``modules`` selects units. None selects all. Like FSDP2's method of this name. Every
+        rank must call it, between two steps.
 
         Raises:
             ValueError: a module in ``modules`` does not belong to this engine.
@@ -141,8 +141,7 @@ class _UnitCalls:
         the default, one unit. As in FSDP2. Every rank must call it, between two steps.
 
         Raises:
-            ValueError: ``modules`` do not follow ``module`` or do not belong to this engine, or
-                ``module`` is in several units.
+            ValueError: ``modules`` do not follow ``module``, or one is not in this engine.
         """
         self._set_prefetched(module, modules, "forward", 1)
 
@@ -231,7 +230,7 @@ class _Progress:
         self._train.set_accumulation_steps(steps)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-step is the last one of its step."""
+        """Return whether the current micro-step is the last one of its step."""
         return self._train.is_boundary()
 
     def get_global_grad_norm(self) -> float | None:
@@ -368,15 +367,15 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         return self._parts.ownership.name_of(param)
 
     def holds_value(self, param: nn.Parameter) -> bool:
-        """Whether ``param``, owned by this engine, holds its current value on this rank now."""
+        """Return whether ``param``, owned by this engine, holds its current value on this rank."""
         self._device_states.check("holds_value()", NO_PARTS)
         return self.sharded_state.holds_value(param)
 
     def own_part(self, param: nn.Parameter) -> Tensor:
         """Return this rank's elements of ``param``, 1-D, in its dtype: a view, for reading only.
 
-        Even at stage 0 it is a slice, maybe empty. Elements have the order of ``param``'s strides.
-        Of a quantized parameter with several components it is a copy of the components' bytes.
+        Even at stage 0 it is a slice, maybe empty, in the order of ``param``'s strides. For a
+        quantized parameter with several components it is a copy of their bytes.
         """
         self._device_states.check("own_part()", frozenset({StatePart.PARAMETERS}))
         return self.sharded_state.own_part(param)
@@ -405,11 +404,10 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         """Copy states to host memory and free their device memory, until `reload_states`.
 
         Until then, calls that need an offloaded part raise RuntimeError. A forward needs
-        "parameters" and "buffers", a backward "gradients" too, and a step, save, load or access to
-        states every part. A forward whose backward follows must run after `reload_states`. Every
-        rank must call it, between two steps or micro-steps. Parts that are already offloaded stay
-        offloaded. On a CPU, memory that ranks share is not freed. The model's buffers stay on the
-        device.
+        "parameters" and "buffers", a backward "gradients" too, and a step, save or load every part.
+        A forward whose backward follows must run after `reload_states`. Every rank must call it,
+        between two steps or micro-steps. Parts that are already offloaded stay offloaded. On a CPU,
+        memory that ranks share is not freed. The model's buffers stay on the device.
 
         Args:
             parts: members of `zero_core.StatePart`. None: all. In fp32, "parameters" include the
@@ -460,9 +458,9 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def close(self) -> None:
         """Remove the engine's hooks, on this rank alone, without a collective.
 
-        Parameters then hold no value if this rank lacks a part of it: at stage 3 with several ranks
-        and, if an exchange has failed, at stages 1 and 2. `unwrap` keeps all values. A rank with an
-        accelerator waits up to 10 seconds for the other ranks to close, unless one has failed.
+        Parameters then hold no value if this rank lacks a part of it, as at stage 3 with several
+        ranks. `unwrap` ends an engine with all values. A rank with an accelerator waits up to 10
+        seconds for the other ranks to close, unless one has failed.
         """
         try:
             self._parts.ownership.close()

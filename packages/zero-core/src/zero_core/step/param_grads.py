@@ -10,7 +10,7 @@ assignment of a tensor, and assignment of None, which leaves the parameter and i
 At other times ``param.grad`` is None or a tensor assigned by the user. A backward adds to that
 tensor. Without a backward, `step` uses the tensor itself.
 
-At stages 1 to 3, and if backward updates units, reading ``param.grad`` between backward and `step`
+At stages 1 to 3, and if updates in backward are final, reading ``param.grad`` before `step`
 returns None and logs one warning, because `torch.nn.utils.clip_grad_norm_` would silently clip
 nothing. Assigning a gradient raises an error.
 
@@ -27,7 +27,7 @@ Changes are detected by a checksum of each view, and by comparing copies. (A per
 checksum, but also the norm.) A segment that was only read keeps its statistics. Every rank must
 make the same changes, as with DDP. The hash of the facts covers the names of changed segments. If
 the names differ, all ranks refuse the step. Changes after `Engine.clip_grad_norm_` are too late for
-the hash of their step. They are in the next step's hash, so that ranks refuse the next step.
+the hash of their step, so the hash of the next step covers them, too.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class ParamGrads:
         self._assigned.clear()
 
     def drop_untaken(self) -> bool:
-        """Drop gradients that a backward left in torch's ``grad``. Return whether there were any."""
+        """Drop gradients left in torch's ``grad`` by a backward. Return whether there were any."""
         left = [
             param
             for flat in self._state.params

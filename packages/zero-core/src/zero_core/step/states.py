@@ -4,9 +4,9 @@
 full    the whole parameter in its shape. Every rank must call the method.
 local   the part covered by this rank's optimizer state, 1-D: the whole parameter at stage 0, or a
         slice, which may be empty. Elements are in the order of the parameter's strides. If the
-        optimizer keeps states of whole parameters, stages 1 to 3 have a state on one rank only.
+        optimizer keeps states of whole parameters, only one rank has each state at stages 1 to 3.
 
-A state of a whole parameter may differ from the parameter in shape. Full states have the state's
+The state of a whole parameter may have another shape than the parameter. Its full value has that
 shape. Every rank must set its local part of a state. At stage 0 all ranks must set equal values.
 ``"grad"`` is the step's gradient between the last backward and ``step``, unscaled, and clipped if
 `Engine.clip_grad_norm_` was called. Full and local values are on the CPU, in fp32 (float64 for

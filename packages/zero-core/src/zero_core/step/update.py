@@ -356,7 +356,7 @@ class StepGradient:
                 grads.wait()
             grads.shard.release(tier.offer_grad(start, reduced.shard))
         else:  # one micro-step's gradient, which the tier accumulates
-            accumulating = cast(AccumulatingTier, tier)  # checked by its plan
+            accumulating = cast(AccumulatingTier, tier)  # `plan_gradient` has checked it
             grads.shard.release(accumulating.add_grad(start, reduced.shard, is_last=is_last))
             if not is_last:
                 return False

@@ -1,4 +1,4 @@
-"""Toy models shared by tests. `Hard` combines everything that makes partitioning difficult."""
+"""Toy models shared by tests. `Hard` combines much of what makes partitioning difficult."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GENERATOR = threading.RLock()
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global generator, and lock it against other threads (simulated ranks)."""
+    """Seed torch's global generator, and block calls on other threads (simulated ranks)."""
     with _GENERATOR:
         torch.manual_seed(seed)
         yield
