@@ -190,7 +190,7 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(WarmupDecayLR):
     """Warm-up of each group's own rate, then decay along half a cosine.
 
-    Args, besides those that `WarmupLR` has:
+    Args (the others are as in `WarmupLR`):
         total_num_steps: count + 1 at the end of the cosine.
         warmup_min_ratio: factor on the rates at count 0. At count -1 the factor is 0.
         cos_min_ratio: factor from the end of the cosine on.

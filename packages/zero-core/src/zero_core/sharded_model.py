@@ -444,8 +444,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         With ``non_blocking``, the current stream waits for the copies instead of the host.
 
         Raises:
-            torch.OutOfMemoryError: the device lacks memory. All parts stay offloaded: free memory
-                and call it again.
+            torch.OutOfMemoryError: the device lacks memory. All parts still count as offloaded.
         """
         self._device_states.check("reload_states()", NO_PARTS)
         self._device_states.reload(non_blocking=non_blocking)

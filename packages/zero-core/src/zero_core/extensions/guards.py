@@ -216,7 +216,7 @@ class UnusedParameters(Extension):
     """Check that refuses a step in which a rank left a trainable parameter unused.
 
     Used at stages 1 and 2 with ``ignore_unused_parameters`` false. All ranks know how many ranks
-    used each parameter, so all ranks raise. A rank without any gradient had no data: it is ignored.
+    used each parameter, so all ranks raise. Ranks without any gradient had no data and are ignored.
     """
 
     def __init__(self, state: ShardedState, facts: Facts, train: TrainState) -> None:
@@ -243,7 +243,7 @@ class UnusedParameters(Extension):
 
 
 class RepeatedRounds(Extension):
-    """Extension that warns once if a gradient probably contains two runs of the same lines.
+    """Extension that warns once if a gradient probably contains two runs of the same code.
 
     A round is a backward, outside of ``no_sync``, of a forward that began after the previous
     backward. Several rounds in a micro-step are legal: two losses, each with a separate forward.

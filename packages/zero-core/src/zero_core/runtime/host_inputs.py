@@ -52,7 +52,7 @@ class HostCopy:
     values: Tensor  # view of the buffer, in the tensor's shape and dtype
     last_copy: torch.Event  # end of the copy to the host, or of the last copy back
     given: Tensor | None  # the tensor on the device, until `HostCopies.free`
-    stream: torch.Stream  # the stream that stored ``given``
+    stream: torch.Stream  # the stream on which `store` was called
     fetched: Tensor | None = None  # the values on the device, until `take`
     is_fetched: bool = False  # whether a copy back has started
 
@@ -126,8 +126,8 @@ class HostCopies:
     def free(self, stored: HostCopy) -> None:
         """Drop the tensor on the device. Its memory is reused after the copy to the host.
 
-        If the current stream stored the tensor, it waits for the copy. Otherwise ``record_stream``
-        is used, which frees the memory later if the host is several blocks ahead.
+        If `store` was called on the current stream, the stream waits for the copy. Otherwise uses
+        ``record_stream``, which frees the memory later if the host is several blocks ahead.
         """
         if stored.given is not None:
             if torch.accelerator.current_stream(self._device) == stored.stream:

@@ -290,7 +290,7 @@ class Variant:
     """Configuration keys that must not change any bit compared with a base configuration."""
 
     zero: Mapping[str, Any] = field(default_factory=dict)  # added to ``zero_optimization``
-    base: Mapping[str, Any] = field(default_factory=dict)  # ``zero_optimization`` of both
+    base: Mapping[str, Any] = field(default_factory=dict)  # ``zero_optimization`` of both runs
     top: Mapping[str, Any] = field(default_factory=dict)  # added at the top level
     base_top: Mapping[str, Any] = field(default_factory=dict)  # top-level keys of base and variant
     further: Mapping[str, Any] = field(default_factory=dict)  # added to arguments of ``build()``
