@@ -91,7 +91,7 @@ class HostCopies:
         self._num_calls = 0
 
     def store(self, tensor: Tensor, most: int = MAX_IN_PIECE) -> HostCopy | None:
-        """Start to copy ``tensor`` to the host. Return None if not on the device, sparse or empty.
+        """Start to copy ``tensor`` to the host. Return None if empty, sparse or on another device.
 
         ``most``: maximum number of buffers in one allocation.
         """

@@ -61,7 +61,7 @@ def offloaded_segments(layout: Layout, config: Config, *, is_apart: bool) -> tup
 
 @dataclass(frozen=True)
 class OffloadedSegments:
-    """Segments whose shards are offloaded, and their tier (None when only planning)."""
+    """Segments whose shards are offloaded, and their tier. None in a plan, or if no segment is."""
 
     segments: tuple[Segment, ...]
     tier: ParamTier | None
