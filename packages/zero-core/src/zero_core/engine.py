@@ -81,14 +81,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         mark_stepped(self.given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError after build: only the original groups have master weights."""
+        """Raise RuntimeError after build: further parameters would have no master weights."""
         if self._has_all_groups:
             params = param_group["params"]
             self._refuse_param(params if isinstance(params, Tensor) else next(iter(params), None))
         super().add_param_group(param_group)
 
     def check_groups(self) -> None:
-        """Raise RuntimeError if a group's number of parameters has changed."""
+        """Raise RuntimeError if parameters were added to or removed from the groups."""
         if [len(group["params"]) for group in self.param_groups] != self._num_params:
             found = (p for group in self.param_groups for p in group["params"])
             self._refuse_param(next((p for p in found if id(p) not in self._grouped), None))
@@ -107,7 +107,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         )
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters, for `engine_step`. Any other call raises RuntimeError."""
+        """Update the parameters, within `engine_step`. Raises RuntimeError for other callers."""
         if not self._may_step or closure is not None:
             raise RuntimeError("call engine.step(): the engine drives its optimizer")
         self._gradient.apply()
@@ -129,7 +129,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         raise RuntimeError("the optimizer state is sharded: use engine.load_checkpoint()")
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._may_step:  # a `WholeTier` steps the given optimizer itself
+        if not self._may_step:  # within `engine_step` a `WholeTier` steps the given optimizer
             raise RuntimeError(
                 "this optimizer was given to zero_core.build(): call engine.step() instead of "
                 f"{type(optimizer).__name__}.step()"
@@ -142,7 +142,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
     Attributes:
         optimizer: has the ``param_groups`` that updates use. Schedulers may be attached to it.
         should_defer_sigint: whether SIGINT (Ctrl-C) waits until a `step` in the main thread has
-            ended. A second SIGINT is handled at once. Set False if the handler raises nothing.
+            ended. A second SIGINT is handled at once. May be False if the handler never raises.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         subject = parts.config, parts.state, parts.train, parts.meter, parts.memory
         self._records = StepRecords(Subject(*subject, parts.communicator), extensions)
         self.remove_at_end([optimizer.guard])
-        # at stage 0 the module's own zero_grad drops the gradient
+        # At stage 0 the module's own zero_grad reaches the gradient by ``param.grad``.
         if parts.config.zero_optimization.stage:
             drop = partial(_drop_gradient, optimizer, self.module)
             self.remove_at_end([ObjectMethods("zero_grad", [(self.module, drop)])])
@@ -199,7 +199,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
         passed to `torch.Tensor.backward`.
 
         Raises:
-            AccumulationScheduleError: the vertical schedule joins micro-steps: use `train_batch`.
+            AccumulationScheduleError: the vertical schedule needs `train_batch`, because a step has
+                several micro-batches.
         """
         _check_apart(self._micro_batches, self._train, "backward()")
         with self.place.during("backward"):
@@ -221,6 +222,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
             UnusedParameterError: at stages 1 and 2 with ``ignore_unused_parameters`` false, a
                 trainable parameter got no gradient on a rank. All ranks raise it.
             AccumulationScheduleError: the vertical schedule joins micro-steps: use `train_batch`.
+            RankMismatchError: settings or written values differ between ranks. All ranks raise it.
         """
         _check_apart(self._micro_batches, self._train, "step()")
         self._end_micro_step(client_state)
@@ -254,7 +256,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         with _deferred_interrupt(is_on=self.should_defer_sigint):
             with place.during("step()"):
                 self.optimizer.check_groups()
-                self._passes.units.drain()  # before the exchanges of any extension
+                self._passes.units.drain()  # all ranks do so before extensions exchange data
                 for begin in self._extensions.before_update:
                     begin(train.global_steps + 1)
                 backward.check_last()
@@ -263,7 +265,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 try:
                     backward.start_agreement()
                     # Checks may raise, so no update may be enqueued before them. The second call of
-                    # `complete_gradient` agrees again only if more gradients were reduced.
+                    # `complete_gradient` exchanges facts only if more gradients were reduced.
                     if self._extensions.agreed:
                         backward.complete_gradient()
                     for check in self._extensions.agreed:
@@ -273,7 +275,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                         self._gradient.update_ahead()
                     backward.complete_gradient()
                     why_skipped = self._gradient.decide()
-                except (RankMismatchError, UnusedParameterError):  # on all ranks, before any update
+                except (RankMismatchError, UnusedParameterError):  # on all ranks
                     place.unfinished = ""
                     raise
                 self.optimizer.overflow = bool(why_skipped)
@@ -314,13 +316,13 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 list or one tensor), and the loss is the model's output or its entry "loss".
 
         Returns:
-            The mean of the losses, 0-dim, fp32 or wider, without gradient.
+            The mean of this rank's losses, 0-dim, fp32 or wider, without gradient.
 
         Raises:
             ValueError: there are fewer micro-batches than a step has.
-            RuntimeError: as `step`, in the middle of a step, or with a boundary set by the program.
-                After an exception before the update, the next call starts the step again.
-            AccumulationScheduleError: the vertical schedule cannot run the model.
+            RuntimeError: as `step` and `backward`, in the middle of a step, or within ``no_sync``.
+                After an exception in a forward or backward, the next call starts the step again.
+            AccumulationScheduleError: the model cannot be computed with the vertical schedule.
         """
         self._device_states.check("train_batch()", NO_PARTS)
         train, steps = self._train, self.gradient_accumulation_steps
@@ -355,7 +357,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         return torch.stack(losses).to(wide).mean()
 
     def memory_report(self) -> dict[str, int]:
-        """Return bytes as `ShardedModel.memory_report`, and those of the host's undo log."""
+        """Return bytes as `ShardedModel.memory_report`, and those of an undo log on the host."""
         undo = self._gradient.policy.undo_bytes
         return super().memory_report() | ({"undo log": undo} if undo else {})
 
@@ -447,8 +449,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
         Equals `torch.nn.utils.clip_grad_norm_` over the whole model. Call it between the last
         backward of a step and ``step``, which applies the factor. ``gradient_clipping`` clips
-        afterwards. Every rank must call it. Torch's own function clips nothing at stages 1 to 3,
-        and warns.
+        afterwards. Every rank must call it. Torch's own function clips nothing at stages 1 to 3.
 
         Raises:
             RuntimeError: not at a boundary, within ``no_sync``, or units were updated in backward.
@@ -480,7 +481,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """End the engine as `ShardedModel.close` does, then wait for a pending save on this rank.
 
         Raises:
-            CheckpointError: the save failed, and the program has not asked for its result.
+            CheckpointError: the save failed, and no earlier call has raised its error.
         """
         super().close()
         self._saver.finish()

@@ -35,7 +35,7 @@ class Schedule(Protocol):
         """Set the rates of the next optimizer step. Called after each step that was taken."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint keeps, as JSON."""
+        """Return the state for a checkpoint, as values that JSON can represent."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
@@ -56,7 +56,7 @@ class IterationSchedule(ABC):
 
     Args:
         optimizer: a torch optimizer, or an object with a torch optimizer as ``optimizer``.
-        last_batch_iteration: the count to resume from. Unless -1, the first `step` sets the rates.
+        last_batch_iteration: the count to resume from. If not -1, the constructor sets no rates.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
@@ -104,7 +104,7 @@ class IterationSchedule(ABC):
 class WarmupLR(IterationSchedule):
     """Warm-up from ``warmup_min_lr`` to ``warmup_max_lr``, then constant.
 
-    With count ``k`` and ``W`` warm-up steps, the rate has risen by the fraction ``k / W``
+    With count ``0 <= k < W`` of ``W`` warm-up steps, the rate has risen by the fraction ``k / W``
     ("linear") or ``log(k + 1) / log(W)`` ("log").
 
     Args, in addition to those of `IterationSchedule`:
@@ -148,7 +148,7 @@ class WarmupLR(IterationSchedule):
         return [low + (high - low) * part for low, high in bounds]
 
     def _part(self) -> float:
-        """Return the fraction between the lowest and the highest rate, for a count >= 0."""
+        """Return the fraction from the lowest to the highest rate, for a count >= 0."""
         count, num_steps = self.last_batch_iteration, self.warmup_num_steps
         if count >= num_steps:
             return 1.0
@@ -158,7 +158,7 @@ class WarmupLR(IterationSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """`WarmupLR` with a linear decay to ``warmup_min_lr`` at ``total_num_steps``."""
+    """`WarmupLR`, then a linear decay to ``warmup_min_lr`` at count ``total_num_steps``."""
 
     def __init__(
         self,
@@ -190,10 +190,10 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(WarmupDecayLR):
     """Warm-up of each group's own rate, then decay along half a cosine.
 
-    Args, in addition to those of `WarmupLR`:
-        total_num_steps: end of the cosine. Later factors are ``cos_min_ratio``.
-        warmup_min_ratio: factor at count 0. At count -1 the factor is 0.
-        cos_min_ratio: factor at the end.
+    Args (the others are as in `WarmupLR`):
+        total_num_steps: count + 1 at the end of the cosine.
+        warmup_min_ratio: factor on the rates at count 0. At count -1 the factor is 0.
+        cos_min_ratio: factor from the end of the cosine on.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ SCHEDULERS: Mapping[str, type[IterationSchedule]] = {
 """DeepSpeed's warm-ups, by their names in the configuration."""
 
 _OF_ZERO_ENGINE = ("LRRangeTest", "OneCycle")
-"""DeepSpeed's other schedules, which are entry points of the package zero-engine."""
+"""DeepSpeed's other schedules, which are entry points of the package zero-parts."""
 
 _NEEDS_OBJECTS = {
     "LambdaLR": "it takes functions",
@@ -247,7 +247,7 @@ _NEEDS_OBJECTS = {
 def make_scheduler(
     optimizer: torch.optim.Optimizer, name: str, params: Mapping[str, Any]
 ) -> Schedule:
-    """Make the schedule called ``name``, a schedule of DeepSpeed or a scheduler class of torch."""
+    """Make the schedule ``name``, a schedule of DeepSpeed or a scheduler class of torch."""
     factory: Callable[..., Schedule]
     found = getattr(lr_scheduler, name, None)
     base = lr_scheduler.LRScheduler
@@ -294,7 +294,7 @@ def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:
 
 
 def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Compare keys and lengths. Private keys differ between torch releases and may be missing."""
+    """Raise ValueError for missing keys, except private ones, and for lists of other lengths."""
     needed = {k for k in own if not k.startswith("_") or k == _PARTS}
     missing = sorted(needed - saved.keys())
     if missing:
@@ -307,7 +307,7 @@ def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 
 def resume_rates(schedule: Schedule) -> None:
-    """Set the rates of a ``schedule`` whose state was loaded without the optimizer's state."""
+    """Set the optimizer's rates from ``schedule``, loaded without the optimizer's settings."""
     if isinstance(schedule, IterationSchedule):
         if schedule.last_batch_iteration >= 0:  # a new engine already has the rates of count -1
             schedule.step(schedule.last_batch_iteration)
@@ -356,7 +356,7 @@ def check_finite(name: str, *values: Any) -> None:
 
 
 def whole(name: str, value: Any, *, least: int) -> int:
-    """Return ``value`` as an int. JSON may write 1000 as 1e3, a float."""
+    """Return a whole number as an int. JSON may write 1000 as 1e3, a float."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     is_whole = is_int or (isinstance(value, float) and value.is_integer())
     if not is_whole or value < least:

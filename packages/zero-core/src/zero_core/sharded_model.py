@@ -53,7 +53,7 @@ _WAYS = {
     "load_state_dict": "use engine.load_checkpoint(folder), or zero_core.load_pretrained",
     "to": "build() has moved the model to engine.device; engine.unwrap() ends the engine",
 }
-"""Ways to do what these methods of torch modules do."""
+"""Advice for methods of torch modules that engines do not have."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class _UnitCalls:
         """Set whether a forward releases the parameters that it has gathered (stage 3).
 
         True is the default. False keeps the parameters of a forward with gradients until their
-        backward, and of a forward without gradients until values change or True is set. Several
-        forwards then gather once. ``modules`` selects units. None selects all. Like FSDP2's method
-        of this name. Every rank must call it, between two steps.
+        backward, and of a forward without gradients until the next backward or step, or until True
+        is set. ``modules`` selects units. None selects all. Like FSDP2's method of this name. Every
+        rank must call it, between two steps.
 
         Raises:
             ValueError: a module in ``modules`` does not belong to this engine.
@@ -141,7 +141,7 @@ class _UnitCalls:
         the default, one unit. As in FSDP2. Every rank must call it, between two steps.
 
         Raises:
-            ValueError: ``modules`` do not follow ``module``, or do not belong to this engine.
+            ValueError: ``modules`` do not follow ``module``, or one is not in this engine.
         """
         self._set_prefetched(module, modules, "forward", 1)
 
@@ -207,7 +207,7 @@ class _Progress:
 
     @property
     def micro_steps(self) -> int:
-        """Number of calls of ``step`` so far. A load computes it from the number of steps."""
+        """Number of micro-steps so far. A load sets it to steps times micro-steps per step."""
         return self._train.micro_steps
 
     @property
@@ -230,11 +230,11 @@ class _Progress:
         self._train.set_accumulation_steps(steps)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-step is the last one of its step."""
+        """Return whether the current micro-step is the last one of its step."""
         return self._train.is_boundary()
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the unscaled 2-norm of the last step's gradient before clipping, or None."""
+        """Return the last step's unscaled gradient 2-norm before clipping. None before a step."""
         return self._train.grad_norm
 
 
@@ -292,7 +292,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise an error that names the way, for members of training and of torch modules."""
+            """Raise EvaluationOnlyError for members of training, otherwise AttributeError."""
             trained = ShardedModel.__subclasses__() if type(self) is ShardedModel else ()
             is_named = any(name == "optimizer" or name in dir(each) for each in trained)
             if is_named and not name.startswith("_"):
@@ -367,14 +367,15 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         return self._parts.ownership.name_of(param)
 
     def holds_value(self, param: nn.Parameter) -> bool:
-        """Whether ``param``, owned by this engine, holds its current value on this rank now."""
+        """Return whether ``param``, owned by this engine, holds its current value on this rank."""
         self._device_states.check("holds_value()", NO_PARTS)
         return self.sharded_state.holds_value(param)
 
     def own_part(self, param: nn.Parameter) -> Tensor:
-        """Return this rank's elements of ``param``, 1-D, in its dtype: a view, not to be changed.
+        """Return this rank's elements of ``param``, 1-D, in its dtype: a view, for reading only.
 
-        Even at stage 0 it is a slice, maybe empty. Elements have the order of ``param``'s strides.
+        Even at stage 0 it is a slice, maybe empty, in the order of ``param``'s strides. For a
+        quantized parameter with several components it is a copy of their bytes.
         """
         self._device_states.check("own_part()", frozenset({StatePart.PARAMETERS}))
         return self.sharded_state.own_part(param)
@@ -382,14 +383,14 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def allow_empty_entries(self, advice: str) -> None:
         """Make ``module.state_dict()`` return empty tensors for values that this rank lacks.
 
-        By default it raises for them. For callers that need only names, or discard the result. Rank
-        0 logs a warning once, which ends with ``advice``: how a caller gets the values.
+        By default ``state_dict`` raises for them. Rank 0 logs one warning, at the first of them. It
+        ends with ``advice``, which explains how to get the values.
         """
         self._device_states.check("allow_empty_entries()", NO_PARTS)
         self._parts.ownership.allow_empty_entries(advice)
 
     def name_cures(self, cures: access.Cures) -> None:
-        """Make errors about sharded parameters suggest the calls of another interface."""
+        """Make errors about sharded parameters suggest the calls in ``cures``."""
         for flat in self.sharded_state.params:
             flat.shown.cures = cures
 
@@ -403,8 +404,8 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         """Copy states to host memory and free their device memory, until `reload_states`.
 
         Until then, calls that need an offloaded part raise RuntimeError. A forward needs
-        "parameters" and "buffers", a backward "gradients" too, and all other calls every part. A
-        forward whose backward follows must run after `reload_states`. Every rank must call it,
+        "parameters" and "buffers", a backward "gradients" too, and a step, save or load every part.
+        A forward whose backward follows must run after `reload_states`. Every rank must call it,
         between two steps or micro-steps. Parts that are already offloaded stay offloaded. On a CPU,
         memory that ranks share is not freed. The model's buffers stay on the device.
 
@@ -443,8 +444,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         With ``non_blocking``, the current stream waits for the copies instead of the host.
 
         Raises:
-            torch.OutOfMemoryError: the device lacks memory. All parts stay offloaded: free memory
-                and call it again.
+            torch.OutOfMemoryError: the device lacks memory. All parts still count as offloaded.
         """
         self._device_states.check("reload_states()", NO_PARTS)
         self._device_states.reload(non_blocking=non_blocking)
@@ -457,9 +457,9 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def close(self) -> None:
         """Remove the engine's hooks, on this rank alone, without a collective.
 
-        Parameters then hold no value if other ranks hold a part of the current value: at stage 3
-        and, after a step, at stages 1 and 2. `unwrap` ends an engine with all values. A rank with
-        an accelerator waits up to 10 seconds for the other ranks to close, unless one has failed.
+        Parameters then hold no value if this rank lacks a part of it, as at stage 3 with several
+        ranks. `unwrap` ends an engine with all values. A rank with an accelerator waits up to 10
+        seconds for the other ranks to close, unless one has failed.
         """
         try:
             self._parts.ownership.close()
@@ -497,10 +497,10 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         return self.module
 
     def leave_shards(self) -> Iterator[LeftShard]:
-        """End the engine and return this rank's part of each parameter that is not whole.
+        """End the engine and return this rank's part of each parameter, without a collective.
 
-        At stages 0 to 2, if every rank has all values, as after `publish`, parameters keep their
-        values and nothing is returned. It waits as `close` does, without a collective.
+        At stages 0 to 2 parameters keep their values and nothing is returned, unless an exchange of
+        values has failed. Waits as `close` does.
         """
         ownership = self._parts.ownership
         if ownership.is_ended:
@@ -519,7 +519,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
             self._parts.transport.close()
 
     def remove_at_end(self, hooks: Iterable[Removable]) -> None:
-        """Remove ``hooks``, which others have set on the model, when the engine ends."""
+        """Call ``remove`` of each of ``hooks`` when the engine ends."""
         self._parts.ownership.hooks += hooks
 
     def stay_with_model(self) -> None:
@@ -544,9 +544,9 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def comm_report(self) -> tuple[Traffic, ...]:
         """Return what this rank sent in the last step, by collective and link.
 
-        Rows equal those of ``plan().traffic``, without the host link, plus Muon's gather. There are
-        none before a step. Traffic between two steps counts for the second step. Only the engine's
-        own collectives are counted.
+        Rows equal those of ``plan().traffic``, without the host link. Optimizers that need whole
+        parameters add a row. There are no rows before a step. Traffic between two steps counts for
+        the second step. Only the engine's own collectives are counted.
         """
         return self._parts.meter.report()
 

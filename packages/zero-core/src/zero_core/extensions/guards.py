@@ -53,7 +53,7 @@ _ADVICE = (
 
 
 class ModelGuard(Extension):
-    """Check that the model's parameters are those of build(). Describes changed buffers anew."""
+    """Check that the model has the parameters that it had at build(), and detect new buffers."""
 
     def __init__(self, state: ShardedState) -> None:
         self._state = state
@@ -67,7 +67,7 @@ class ModelGuard(Extension):
         self._forms: list[tuple[torch.Size, torch.dtype] | None] | None = None  # shapes and dtypes
 
     def watch(self) -> RemovableHandle:
-        """Check the model before each forward with gradients, from now on."""
+        """Check the model before each forward with gradients, until the handle is removed."""
         self._remember_places()
 
         def hook(module: nn.Module, args: Any) -> None:
@@ -87,8 +87,8 @@ class ModelGuard(Extension):
             self._state.common_buffers.describe()
 
     def _check(self, *, has_substitutes: bool) -> None:
-        """Raise for changed parameters. ``has_substitutes``: allow those of `functional_call`."""
-        # Runs at each forward, so the modules' dictionaries are compared in C.
+        """Raise if a parameter was added, replaced, removed, tied, moved, written or unfrozen."""
+        # Runs in each forward, so C code (`map`, `is_`) compares the modules' dictionaries.
         if (
             any(self._empty)
             or sum(map(len, self._places)) != len(self._entries)
@@ -126,7 +126,7 @@ class ModelGuard(Extension):
         self._places = [d.values() for d in dicts if d]  # views that reflect changes of the dicts
         self._entries = list(chain.from_iterable(self._places))
         self._buffers = [m._buffers.values() for m in modules]
-        self._forms = None  # the same buffers may have other names now
+        self._forms = None  # describe again: buffers may have other names now
 
     def _check_names(self, *, has_substitutes: bool) -> None:
         named = _named(self._state.module)
@@ -159,8 +159,8 @@ class ModelGuard(Extension):
 class ReplicaCheck(Extension):
     """Check that refuses a step if parameters differ between ranks, as after memory corruption.
 
-    Used at stages 0 to 2. Ranks compare a sum of each parameter's bits. Any change of a single bit
-    changes the sum.
+    Used at stages 0 to 2. Ranks compare the sum of each parameter's values, viewed as integers. A
+    change of a single bit changes the sum.
     """
 
     def __init__(self, state: ShardedState, config: Config) -> None:
@@ -204,7 +204,7 @@ class ReplicaCheck(Extension):
 
 
 def _odd_ranks(sums: list[int]) -> str:
-    """Describe the ranks whose sum is not the most frequent one."""
+    """Describe which ranks differ from the most frequent of ``sums``, which are by rank."""
     (value, num), *others = Counter(sums).most_common()
     odd = [rank for rank, found in enumerate(sums) if found != value]
     if others and others[0][1] == num:
@@ -243,7 +243,7 @@ class UnusedParameters(Extension):
 
 
 class RepeatedRounds(Extension):
-    """Warning, given once, if a gradient probably contains two runs of the same program lines.
+    """Extension that warns once if a gradient probably contains two runs of the same code.
 
     A round is a backward, outside of ``no_sync``, of a forward that began after the previous
     backward. Several rounds in a micro-step are legal: two losses, each with a separate forward.

@@ -13,12 +13,12 @@ One stream per direction copies inputs to the host and back, in parallel with th
 does not wait. When backward requests the inputs of a call, the inputs that backward needs next are
 prefetched: those of the previous call. With the vertical schedule they are the same block's inputs
 of the next micro-batch or, after the last, the previous block's inputs of the first micro-batch. A
-host buffer is reused when nothing references the packed tensor. The next copy into the buffer waits
+host buffer is reused when nothing references its `HostCopy`. The next copy into the buffer waits
 for the last copy out of it.
 
 [Note: pinned memory]
-Torch rounds pinned allocations up to powers of two. So buffers are cut out of larger pieces that
-fill a power of two best: three buffers of 84 MB in 256 MiB, for example.
+Torch rounds pinned allocations up to powers of two. So several buffers are views of one allocation,
+as many as fill a power of two best: three buffers of 84 MB in 256 MiB, for example.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.object_methods import ObjectMethods
 
-MAX_IN_PIECE = 8  # maximum number of buffers pinned at a time
-_MAX_IDLE = 1024  # number of calls after which unused buffers of a size are dropped
+MAX_IN_PIECE = 8  # maximum number of buffers in one pinned allocation
+_MAX_IDLE = 1024  # number of `store` calls after which unused buffers of a size are dropped
 _ALIGNMENT = 256  # alignment of buffers in bytes
 
 
@@ -52,8 +52,8 @@ class HostCopy:
     values: Tensor  # view of the buffer, in the tensor's shape and dtype
     last_copy: torch.Event  # end of the copy to the host, or of the last copy back
     given: Tensor | None  # the tensor on the device, until `HostCopies.free`
-    stream: torch.Stream  # the stream that stored ``given``
-    fetched: Tensor | None = None  # the values on the device, until used
+    stream: torch.Stream  # the stream on which `store` was called
+    fetched: Tensor | None = None  # the values on the device, until `take`
     is_fetched: bool = False  # whether a copy back has started
 
     def __del__(self) -> None:
@@ -61,7 +61,7 @@ class HostCopy:
 
 
 def page_locked_bytes(nbytes: int, number: int, most: int = MAX_IN_PIECE) -> int:
-    """Return the pinned bytes of ``number`` buffers, allocated at most ``most`` at a time."""
+    """Return the pinned bytes of ``number`` buffers. An allocation has at most ``most`` buffers."""
     if not nbytes:
         return 0
     size, count = _piece(nbytes, most)
@@ -69,7 +69,7 @@ def page_locked_bytes(nbytes: int, number: int, most: int = MAX_IN_PIECE) -> int
 
 
 def _piece(nbytes: int, most: int) -> tuple[int, int]:
-    """Return the buffer size for ``nbytes``, and how many buffers best fill a power of two."""
+    """Return a buffer's size, and how many buffers (up to ``most``) fill a power of two best."""
     size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return size, max(range(1, most + 1), key=lambda n: n * size / _next_power_of_two(n * size))
 
@@ -87,13 +87,13 @@ class HostCopies:
         self._up = torch.Stream(device)
         # Free pinned buffers by size in bytes, with the end of their last copy.
         self._free: dict[int, list[tuple[Tensor, torch.Event | None]]] = {}
-        self._last_use: dict[int, int] = {}  # by size: number of the last call
+        self._last_use: dict[int, int] = {}  # by size: number of the last `store`
         self._num_calls = 0
 
     def store(self, tensor: Tensor, most: int = MAX_IN_PIECE) -> HostCopy | None:
-        """Start to copy ``tensor`` to the host. Return None if it is elsewhere, sparse or empty.
+        """Start to copy ``tensor`` to the host. Return None if empty, sparse or on another device.
 
-        ``most``: maximum number of buffers of this size that are pinned at a time.
+        ``most``: maximum number of buffers in one allocation.
         """
         is_moved = tensor.device == self._device and tensor.layout is torch.strided
         if not is_moved or not tensor.numel():
@@ -104,8 +104,8 @@ class HostCopies:
         self._last_use[size] = self._num_calls
         free = self._free.setdefault(size, [])
         if not free:
-            # Drop sizes that are no longer requested. Torch waits for their pending copies. Iterate
-            # over a list, because autograd's threads may return buffers at any time.
+            # Drop sizes that are no longer requested. Torch reuses memory only after its pending
+            # copies. Iterate over a list, because autograd's threads may add sizes at any time.
             for idle, call in list(self._last_use.items()):
                 if self._num_calls - call > _MAX_IDLE:
                     del self._last_use[idle]
@@ -124,10 +124,10 @@ class HostCopies:
         return HostCopy(self, buffer, values, self._down.record_event(), given, stream)
 
     def free(self, stored: HostCopy) -> None:
-        """Drop the tensor on the device. The stream that stored it waits for its copy first.
+        """Drop the tensor on the device. Its memory is reused after the copy to the host.
 
-        Other streams use ``record_stream``, which delays reuse of the memory until torch's
-        allocator sees the copy's end. That is late if the host is several blocks ahead.
+        If `store` was called on the current stream, the stream waits for the copy. Otherwise uses
+        ``record_stream``, which frees the memory later if the host is several blocks ahead.
         """
         if stored.given is not None:
             if torch.accelerator.current_stream(self._device) == stored.stream:
@@ -155,7 +155,7 @@ class HostCopies:
 
     def take(self, stored: HostCopy) -> Tensor:
         """Return the values on the device, ready for use on the current stream."""
-        if stored.fetched is None:  # not fetched, or taken before
+        if stored.fetched is None:  # not fetched, or `take` was called before
             stored.is_fetched = False
             self.fetch(stored)
         found, stored.fetched = stored.fetched, None
@@ -198,7 +198,7 @@ class HostInputs:
         call = self._calls[self._num_calls] = _Call()
         call.number = self._num_calls
         self._num_calls += 1
-        for ref in self._calls.get(call.number - 2, ()):  # the previous call may still be copied
+        for ref in self._calls.get(call.number - 2, ()):  # copies of the last call may be pending
             if (stored := ref()) is not None:
                 self.copies.free(stored)
 
@@ -232,9 +232,9 @@ class HostInputs:
 def recompute_blocks(
     blocks: Sequence[nn.Module], passes: Passes, host_inputs: HostInputs | None, *, is_on_cpu: bool
 ) -> ObjectMethods:
-    """Wrap the forwards of ``passes.units.blocks``. See [Note: recomputed blocks].
+    """Make ``blocks`` recompute their forwards in backward. See [Note: recomputed blocks].
 
-    ``is_on_cpu``: keep inputs in host memory. ``host_inputs`` moves accelerator inputs.
+    ``is_on_cpu``: ``cpu_checkpointing`` is on. ``host_inputs`` moves inputs of an accelerator.
     """
 
     def wrap(unit: Unit, block: nn.Module) -> Callable[..., Any]:

@@ -4,11 +4,11 @@
 A *version* is the state of the compute weights when a patch was written. Version 0 is the state
 when the engine starts. A change between two versions belongs to the later one. The log stores
 positions, not values. A patch contains the newest values at all positions that changed since the
-receiver's version. Logging a position late, or twice, only makes a patch longer.
+receiver's version. Logging the position of an unchanged value only makes a patch longer.
 
-While a version is open, the log of a shard needs two bits per element: one for changed weights, one
-for weights that moved by more than `NEAR`. A closed version needs about a byte per changed weight,
-and at most a bit and a quarter per element.
+Until a version's patch is written, its log of a compared shard needs two bits per element: one for
+changed weights, one for weights that moved by more than `NEAR`. Then it needs one or a few bytes
+per changed weight, and at most a bit and a quarter per element.
 
 [Note: how changes are found]
 A *compared* shard is 16-bit and separate from its master weights. The state tier does not write the
@@ -21,9 +21,9 @@ is updated, because nearly all fp32 values change in a step. Values written outs
 [Note: positions]
 A set of positions in ``[0, numel)`` is encoded in one of three ways:
 
-- *gaps*: uint8. For each position, the number of elements since the last position. 255 stands for
-  255 elements that no position follows. Needs about a byte per position if at most a fiftieth of
-  the elements is in the set.
+- *gaps*: uint8. For each position, the number of elements between it and the previous position. 255
+  stands for 255 elements that no position follows. Needs about a byte per position if at least a
+  fiftieth of the elements is in the set.
 - *bits*: uint8, one bit per element, lowest bit first.
 - *all*: empty. All elements are in the set.
 
@@ -32,8 +32,8 @@ A changed 16-bit value is usually close to the old one. *Ordered* values are int
 the values of a dtype in increasing order. Old and new ordered values differ by little, so the
 lowest bits of the new value are enough for a receiver that has the old value or one in between: the
 new value is the nearest one with these bits. 4 bits cover a distance up to 7, 8 bits up to 127. So
-the log records, for a few updates, how far values moved. If none moved farther than `NEAR`, a patch
-contains only low bits.
+the log records which values moved farther than `NEAR` in an update. Of the other changed values, a
+patch over few updates contains only low bits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from torch import Tensor
 from zero_core.core.params import FlatParams
 from zero_core.protocols import ParamStore
 
-_CPU_NUMEL = 1 << 18  # this many old and new values fit into a core's cache
+_CPU_NUMEL = 1 << 18  # so that old and new values fit into a core's cache
 _DEVICE_NUMEL = 1 << 25
 _MORE = 255
 # Multiplier that gathers the lowest bits of an int64's 8 bytes in its highest byte.
@@ -84,7 +84,7 @@ NEAR = 7  # largest distance of ordered values in a near change
 
 
 def form_of(num_changes: int, value_bytes: int) -> Form:
-    """Return the encoding of values that changed ``num_changes`` times, by at most `NEAR` each."""
+    """Return the encoding of values after ``num_changes`` changes, each by at most `NEAR`."""
     if value_bytes != 2:
         return Form.VALUES
     if num_changes <= 1:
@@ -98,7 +98,7 @@ def _ordered(values: Tensor) -> Tensor:
 
 
 def to_low_bits(values: Tensor, form: Form) -> Tensor:
-    """Return the lowest bits of ordered 16-bit ``values``: uint8, two per byte in `Form.LOW4`."""
+    """Return low bits ([Note: low bits]) of 16-bit ``values``: uint8, in LOW4 two per byte."""
     ordered = _ordered(values)
     if form is Form.LOW8:
         return (ordered & 0xFF).to(torch.uint8)
@@ -107,7 +107,7 @@ def to_low_bits(values: Tensor, form: Form) -> Tensor:
 
 
 def from_low_bits(old: Tensor, codes: Tensor, form: Form) -> Tensor:
-    """Return the values nearest to ``old`` (16-bit) whose lowest bits are ``codes``."""
+    """Return the values nearest to ``old`` (16-bit) whose low bits are ``codes``."""
     low = codes.to(torch.int32)
     if form is Form.LOW4:
         low = torch.stack([low & 0xF, low >> 4], 1).view(-1)[: old.numel()]
@@ -191,7 +191,7 @@ def encode(mask: Tensor, value_bytes: int | None = None) -> tuple[Kind, Tensor]:
 
 
 def decode(kind: Kind, encoded: Tensor, numel: int) -> Tensor | slice:
-    """Decode the result of `encode` to an index: positions, or a slice for all."""
+    """Decode a result of `encode` to an index. Raises ValueError if ``encoded`` is not valid."""
     if kind is Kind.ALL:
         if not encoded.numel():
             return slice(0, numel)
@@ -217,7 +217,7 @@ class ShardChanges:
         self.num_updates = 0  # upper bound of how often an element changed
         self._numel = numel
         self.ranges: set[tuple[int, int]] = set()  # (start, stop) ranges that are in both sets
-        self._sets: list[tuple[Kind, Tensor]] = []  # other positions: changed, and far if separate
+        self._sets: list[tuple[Kind, Tensor]] = []  # both sets, except ``ranges``
         self._written: list[tuple[int, int]] = []  # (start, stop) of the last update's writes
 
     @property
@@ -296,7 +296,7 @@ class ChangeLog:
         self._max_bytes = max_bytes
         self._open: dict[int, ShardChanges] = {}
         self._closed: list[dict[int, ShardChanges]] = []  # one entry per version after `oldest`
-        self._seen: dict[int, int] = {}  # by uncompared segment: version of its values
+        self._seen: dict[int, int] = {}  # by segment not compared: its version at `collect`
         self._lock = threading.Lock()
         # Bits that a device copies to the host: the copy's end, and a call that adds them.
         self._arriving: deque[tuple[torch.Event, Callable[[], None]]] = deque()
@@ -313,7 +313,7 @@ class ChangeLog:
             return
         base, target, (own_start, own_stop) = self._shards[segment]
         is_elsewhere = values.device != target.device and target.device.type != "cpu"
-        if is_elsewhere:  # a host thread writes, without ordering by streams
+        if is_elsewhere:  # a host thread writes: no stream orders its writes
             torch.accelerator.synchronize(target.device)
         length = _CPU_NUMEL if target.is_cpu else _DEVICE_NUMEL
         for begin in range(0, values.numel(), length):
@@ -322,7 +322,7 @@ class ChangeLog:
             old = target[first : first + new.numel()]
             new = new.to(old.device, old.dtype)
             low, high = max(first, own_start), min(first + old.numel(), own_stop)
-            if low < high:  # other ranks record changes outside their slice
+            if low < high:  # the other ranks record their slices
                 part = slice(low - first, high - first)
                 span = low - own_start, high - own_start
                 masks = [pack_bits(m, span[0] % 8) for m in compare(old[part], new[part])]
@@ -355,7 +355,7 @@ class ChangeLog:
         self.oldest = self.version
 
     def collect(self, params: Sequence[FlatParams]) -> bool:
-        """Record changes made without `write`. Return whether the open version has any changes."""
+        """Record changes made without `write`. Return whether values changed after ``version``."""
         with self._lock:
             arriving = [*self._arriving]
         for copied, _ in arriving:
@@ -398,7 +398,7 @@ class ChangeLog:
         """Return which of a shard's ``numel`` elements changed after version ``since``, or None.
 
         Returns a mask of elements that moved by at most `NEAR` in each update, a mask of the other
-        changed elements, and the number of updates.
+        changed elements, and an upper bound of the number of updates.
         """
         assert since >= self.oldest, "checked by the caller, for all ranks"
         with self._lock:

@@ -11,10 +11,10 @@ operator), or its ``data`` was read, perhaps only to compute a norm. For a marke
 rank compares its slice with the rounded master weights. Only elements that differ are copied.
 
 Every rank must write the same values, as with DDP. If the step's all-reduce counts any written
-parameters, the ranks compare them before the update, and refuse the step if they differ. Only then
-are master weights changed (`apply`). A save or an export applies this rank's changes without
-comparing ranks. One case is not detected: a rank that writes through ``data``, only into elements
-that other ranks update, while these ranks do not write them.
+parameters, the ranks compare them before the update, and refuse the step if they differ. Otherwise
+`apply` changes the master weights. A save, an export and a backward that updates units apply this
+rank's changes without comparing ranks. One case is not detected: a rank that writes through
+``data``, only into elements that other ranks update, while these ranks do not write them.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Edits(Extension):
             self._state.tier.write_state(MASTER, piece.start, new)
 
     def _compare(self, piece: Piece, elements: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a mask of written elements, the elements and the masters of this rank's part."""
+        """Return, for this rank's part: a mask of written elements, the elements, the masters."""
         own = elements[piece.offset : piece.offset + piece.stop - piece.start].cpu()
         old = self._state.tier.read_state(MASTER, piece.start, piece.stop)
         rounded = old.to(own.dtype)
@@ -193,7 +193,7 @@ class Edits(Extension):
         return differs & ~is_tie, own, old
 
     def forget(self, names: Iterable[str] | None = None) -> None:
-        """Forget writes to all parameters, or to ``names``, after ranks have exchanged values."""
+        """Forget recorded writes to all parameters, or only to ``names``."""
         for name in list(self._marked) if names is None else names:
             self._marked.pop(name, None)
             self._pending.pop(name, None)

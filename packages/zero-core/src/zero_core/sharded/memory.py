@@ -1,4 +1,4 @@
-"""Allocation of all of an engine's buffers. `pool.py` explains long-lived and pooled memory.
+"""Allocation of parameters and gradients. `pool.py` explains long-lived and pooled memory.
 
 On the meta device the same code computes every size without allocating memory. `zero_core.plan`
 uses this to count bytes.
@@ -40,7 +40,7 @@ from zero_core.sharded.param_offload import (
     PrefetchHints,
 )
 
-_NUM_SPARE = 2  # number of extra buffers in a pool while copies to the host are pending
+_NUM_SPARE = 2  # extra buffers of a pool, so that copies to the host can finish before reuse
 
 
 class RefilledBuffers(BufferPool):
@@ -88,9 +88,9 @@ class RefilledBuffers(BufferPool):
 class Pools:
     """The pools of an engine, and how many buffers of each are lent at a time.
 
-    The numbers hold for steps that use units in the module tree's order. At most two blocks are in
-    memory at once: one in use while the next is gathered, or one that accumulates gradients while
-    the previous one is reduced. The root and the tail stay gathered.
+    The numbers hold for steps that use units in the module tree's order and prefetch one unit. At
+    most two blocks are in memory at once: one in use while the next is gathered, or one that
+    accumulates gradients while the previous one is reduced. The root and the tail stay gathered.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Pools:
     def make_for_gradients(
         self, segments: Sequence[Segment], plan_of: Mapping[int, GradientPlan], *, is_whole: bool
     ) -> tuple[dict[torch.dtype, BufferPool], BufferPool, BufferPool]:
-        """Return the pools of `GradientBuffers`. ``is_whole``: each rank updates whole segments."""
+        """Return the full, shard and rounded pools. ``is_whole``: ranks update all elements."""
         plans = [(s, plan_of[s.index]) for s in segments]
         full = {}
         for dtype in {dtype for _, p in plans for dtype in (p.communicated, p.accumulated)}:
@@ -526,6 +526,6 @@ def _num_of_largest_unit(segments: Sequence[Segment]) -> int:
 
 
 def _num_at_once(segments: Sequence[Segment]) -> int:
-    """Return the largest number of segments in two consecutive units, or in a single unit."""
+    """Return the largest number of segments in two consecutive units, or in the only unit."""
     counts = list(Counter(s.unit for s in segments).values())
     return max(map(sum, pairwise(counts)), default=sum(counts))

@@ -1,8 +1,8 @@
 """Offloaded parameter shards, and their copies to the device ahead of use.
 
 ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857), section 5.1: at stage 3 the device needs a
-shard only while its unit is gathered. At other times a `zero_core.protocols.ParamTier` holds the
-shard, in host memory or in a file.
+shard only while its unit is gathered. A `zero_core.protocols.ParamTier` holds the shard in host
+memory or in a file.
 
 [Note: the copy stream]
 On an accelerator a separate stream, the *copy stream*, copies offloaded values to the device, while
@@ -43,7 +43,7 @@ def offloaded_segments(layout: Layout, config: Config, *, is_apart: bool) -> tup
 
     Small segments are not offloaded: those of at most ``stage3_param_persistence_threshold``
     elements, up to ``stage3_model_persistence_threshold`` elements in all. ``is_apart``: whether
-    separate memory for offloaded shards exists.
+    there is memory for offloaded shards. If not, or below stage 3, returns none.
     """
     zero = config.zero_optimization
     if not is_apart or zero.stage < 3:
@@ -61,7 +61,7 @@ def offloaded_segments(layout: Layout, config: Config, *, is_apart: bool) -> tup
 
 @dataclass(frozen=True)
 class OffloadedSegments:
-    """Segments whose shards are offloaded, and their tier (None when only planning)."""
+    """Segments whose shards are offloaded, and their tier. None in a plan, or if no segment is."""
 
     segments: tuple[Segment, ...]
     tier: ParamTier | None
@@ -131,7 +131,7 @@ class OffloadedShard(Shard):
 
 @dataclass(eq=False)
 class _StagedGather:
-    """A pending gather. Its staging buffer is released when the gather ends."""
+    """A pending gather. `wait` releases its staging buffer."""
 
     work: Work
     staging: BufferPool
@@ -168,10 +168,10 @@ class PrefetchHints:
         self._params_of = [list(params) for params in params_of]
 
     def announce(self, unit: int, *, backward: bool) -> None:
-        """Announce the units that follow ``unit``, which is in use.
+        """Announce up to `_MAX_EXPECTED` shards to be fetched next, while ``unit`` is in use.
 
-        Units that are already gathered are announced only if backward fetches them again. The
-        announcement ends before the first unit with a pending update, because the tier would read
+        Shards that are already gathered are announced only if backward fetches them again. The
+        announcement ends before the first shard with a pending update, because the tier would read
         old values.
         """
         last = len(self._params_of) - 1

@@ -4,7 +4,7 @@
 Rank 0's buffers are broadcast before a forward of the model, as in torch's DistributedDataParallel,
 unless the previous forward ran without gradients or within ``no_sync``. So evaluation after a
 training forward uses rank 0's running statistics on every rank. Every rank must run a forward that
-broadcasts. A buffer updated by a direct call of a submodule is broadcast with the model's next
+broadcasts. A buffer updated by a direct call of a submodule is broadcast with the model's next such
 forward. A buffer registered after the build is broadcast after the next step, which compares the
 ranks' buffers.
 
@@ -54,9 +54,9 @@ class CommonBuffers:
     """The model's buffers on which all ranks agree, and their broadcast."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.described: Mapping[str, str] = {}  # what the last `describe` returned
+        self.described: Mapping[str, str] = {}  # result of the last `describe`
         self.is_changed = False  # whether `describe` was called after the last `confirm`
-        self.handles: list[Any] = []  # handles of the hooks on a model with buffers
+        self.handles: list[Any] = []  # handles of the model's forward hooks
         self._model = model
         self._seen: list[_Buffer] = []
         self._agreed: list[_Buffer] = []  # empty until `confirm`
@@ -75,7 +75,7 @@ class CommonBuffers:
         return said
 
     def confirm(self) -> None:
-        """Use the list of the last `describe` call, which is equal on all ranks."""
+        """Broadcast the buffers of the last `describe`, whose dtypes and shapes all ranks share."""
         self._agreed, self.is_changed = self._seen, False
         self._add_hooks()
 
@@ -94,7 +94,7 @@ class CommonBuffers:
         """Broadcast the buffers from now on, if there are several ranks."""
         if control.world_size > 1:
             self._control = control
-            self._backward = weakref.ref(backward)  # which references this object
+            self._backward = weakref.ref(backward)  # weak: it references this object
             self._add_hooks()
 
     def _add_hooks(self) -> None:
@@ -145,7 +145,7 @@ class ShardedState:
     control: ControlGroup  # for small exchanges
     common_buffers: CommonBuffers
     pieces: tuple[Piece, ...]  # this rank's parts of the trainable parameters
-    optimizer: str  # description: kind and number of groups
+    optimizer: str  # description: class and number of groups
     quantized: tuple[Quantized, ...] = ()
     changes: ChangeLog | None = None  # for weight patches
     readers: list[Future[Any]] = field(default_factory=list)  # reads of shards in other threads
@@ -290,7 +290,7 @@ class ShardedState:
         self.control.barrier()
 
     def value_parts(self) -> Iterator[tuple[Callable[[Tensor], None], ParamSpec, int, int]]:
-        """Yield a writer, the spec and the range in the slot of each parameter part on this rank.
+        """Yield a writer, spec, start and stop (elements) of each parameter's part on this rank.
 
         The writer sets master weights, or the values themselves for a frozen parameter.
         """

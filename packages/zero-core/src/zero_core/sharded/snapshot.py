@@ -110,7 +110,7 @@ class Snapshot:
         return StateBlocks(dtype, (numel,), (self.take(i, name, dtype) for i in blocks))
 
     def take(self, index: int, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a block of a state, and free its copy. Each block may be taken only once."""
+        """Return a block of state ``name``, and drop its copy. Call it once per block and state."""
         start, stop = self._blocks[index]
         if name not in self._names:
             return torch.zeros(stop - start, dtype=dtype)

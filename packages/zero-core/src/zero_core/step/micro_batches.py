@@ -23,7 +23,7 @@ class ScaledLoss(Protocol):
     """Function that computes the loss of one micro-batch."""
 
     def __call__(self, batch: Any, /) -> tuple[Tensor, Tensor]:
-        """Return the loss, and the loss multiplied by loss scale / number of micro-batches."""
+        """Return the loss, and the result of `zero_core.Engine.scale` for it."""
 
 
 class MicroBatches:

@@ -1,4 +1,4 @@
-"""The gradient of a step as ``param.grad`` at stage 0, and errors and warnings elsewhere.
+"""The gradient of a step as ``param.grad`` at stage 0, and errors and warnings at other stages.
 
 [Note: param.grad]
 From the end of a step's last backward to `step`, ``param.grad`` is the reduced gradient with the
@@ -10,7 +10,7 @@ assignment of a tensor, and assignment of None, which leaves the parameter and i
 At other times ``param.grad`` is None or a tensor assigned by the user. A backward adds to that
 tensor. Without a backward, `step` uses the tensor itself.
 
-At stages 1 to 3, and if backward updates units, reading ``param.grad`` between backward and `step`
+At stages 1 to 3, and if updates in backward are final, reading ``param.grad`` before `step`
 returns None and logs one warning, because `torch.nn.utils.clip_grad_norm_` would silently clip
 nothing. Assigning a gradient raises an error.
 
@@ -26,8 +26,8 @@ changed gradient locally.
 Changes are detected by a checksum of each view, and by comparing copies. (A permutation keeps the
 checksum, but also the norm.) A segment that was only read keeps its statistics. Every rank must
 make the same changes, as with DDP. The hash of the facts covers the names of changed segments. If
-the names differ, all ranks refuse the step. Changes after `Engine.clip_grad_norm_` come too late
-for the hash of their step: they are in the next step's hash, and that step is refused.
+the names differ, all ranks refuse the step. Changes after `Engine.clip_grad_norm_` are too late for
+the hash of their step, so the hash of the next step covers them, too.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Given:
     grads: FlatGrads
     # By position in the segment. None: set to None by the user.
     given: dict[int, Tensor | None] = field(default_factory=dict)
-    checksums: dict[int, Tensor] = field(default_factory=dict)  # of views, after known changes
+    checksums: dict[int, Tensor] = field(default_factory=dict)  # of views, at their last check
 
 
 class ParamGrads:
@@ -101,9 +101,9 @@ class ParamGrads:
 
     Attributes:
         complete: complete gradients of the step, by segment. `StepGradient` adds and removes them.
-        given: tensors that user code has read or set, by segment, of the ``complete`` gradients.
-        is_used: whether user code has ever read or set a gradient. If not, no method has an effect.
-        set_params: parameters set after the facts were summed.
+        given: by segment, those of ``complete`` that user code has read or set.
+        is_used: whether user code has ever read or set a gradient. If not, there are no changes.
+        set_params: numbers of parameters whose gradient was set after the facts were summed.
     """
 
     def __init__(self, state: ShardedState, params_with_grad: set[int], why_none: str) -> None:
@@ -165,7 +165,7 @@ class ParamGrads:
             if not grad.untyped_storage().nbytes():
                 return None  # the gradient is offloaded
             if grads.param_numbers[position] not in self._with_grad and not grad.any():
-                return None  # no rank has a gradient
+                return None  # no rank has a gradient, or all elements are 0
             # Copy if the tier would not see changes of the view, or if peers may read the memory.
             is_read = grads.segment.world_size > 1 and not grads.plan.is_sum_in_full
             is_copy = self._state.tier.owns_grads or is_read
@@ -176,7 +176,7 @@ class ParamGrads:
         return given[position]
 
     def write(self, param: nn.Parameter, grad: Tensor | None) -> bool:
-        """Set the step's gradient of ``param``. Return False if torch's attribute must hold it."""
+        """Set the step's gradient of ``param``. Return False if torch's ``grad`` must hold it."""
         flat, position = self._state.places[id(param)]
         index = flat.segment.index
         grads = self.complete.get(index)
@@ -208,7 +208,7 @@ class ParamGrads:
         self._assigned.clear()
 
     def drop_untaken(self) -> bool:
-        """Drop gradients that an interrupted backward left. Return whether there were any."""
+        """Drop gradients left in torch's ``grad`` by a backward. Return whether there were any."""
         left = [
             param
             for flat in self._state.params
@@ -234,8 +234,8 @@ class ParamGrads:
     def note_changes(self, *, is_agreed: bool) -> dict[int, dict[int, Tensor]]:
         """Return the user's changes by segment and position, without applying them.
 
-        In-place changes of views are already in the gradient. Their segments are included, possibly
-        with no entry. ``is_agreed``: the facts were summed before these changes.
+        In-place changes of views are already in the gradient. Their segments are keys of the result
+        without positions. ``is_agreed``: the facts were summed before these changes.
         """
         found = {}
         for index, one in self.given.items():
@@ -257,7 +257,10 @@ class ParamGrads:
 
     @torch.no_grad()
     def take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> list[FlatGrads]:
-        """Write ``changes`` into the gradients, after agreement. Return the changed gradients."""
+        """Write ``changes`` into the gradients. Return those of the changed segments.
+
+        With several ranks, call it after the all-reduce of the step's facts: [Note: param.grad].
+        """
         for index, one in self.given.items():
             if index in changes or one.checksums:  # a change may leave the checksum equal
                 one.grads.change(_elements(one.grads, changes.get(index, {})))
@@ -297,23 +300,20 @@ _serving: weakref.WeakValueDictionary[int, ParamGrads] = weakref.WeakValueDictio
 
 
 def _of_param(grads: FlatGrads, position: int) -> Tensor:
-    """Return the reduced gradient of parameter ``position``, in its shape.
-
-    The result is a view of the tier's input, or a copy if the tier owns gradients.
-    """
+    """Return the reduced gradient of parameter ``position``, in its shape."""
     slot = grads.segment.slots[position]
     with torch.inference_mode(False), torch.no_grad():
         return grads.views.forms[position].to_values(grads.covered()[slot.start : slot.stop])
 
 
 def _elements(grads: FlatGrads, changes: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
-    """Return pairs of the first element of a parameter in its segment, and its new gradient."""
+    """Return each parameter's first element in the segment, and its new gradient, flat."""
     slots, forms = grads.segment.slots, grads.views.forms
     return [(slots[at].start, forms[at].to_elements(grad)) for at, grad in changes.items()]
 
 
 def _checksum(values: Tensor) -> Tensor:
-    """Return the sum of ``values`` viewed as integers, which is equal on any hardware."""
+    """Return the sum of ``values`` viewed as integers, which has no rounding."""
     integer = torch.int16 if values.itemsize == 2 else torch.int32
     return values.reshape(-1).view(integer).sum(dtype=torch.int64)
 

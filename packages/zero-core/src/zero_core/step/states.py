@@ -4,10 +4,10 @@
 full    the whole parameter in its shape. Every rank must call the method.
 local   the part covered by this rank's optimizer state, 1-D: the whole parameter at stage 0, or a
         slice, which may be empty. Elements are in the order of the parameter's strides. If the
-        optimizer keeps the state for whole parameters, one rank, the owner, has all of it.
+        optimizer keeps states of whole parameters, only one rank has each state at stages 1 to 3.
 
-A state kept for a whole parameter may differ from the parameter in shape, and is returned in its
-own shape. Every rank must set its part of a state. At stage 0 the parts overlap and must be equal.
+The state of a whole parameter may have another shape than the parameter. Its full value has that
+shape. Every rank must set its local part of a state. At stage 0 all ranks must set equal values.
 ``"grad"`` is the step's gradient between the last backward and ``step``, unscaled, and clipped if
 `Engine.clip_grad_norm_` was called. Full and local values are on the CPU, in fp32 (float64 for
 float64, or a quantized component's own dtype).
@@ -41,7 +41,7 @@ class _Found(NamedTuple):
     segment: Segment
     slot: Slot
     piece: Piece | None  # this rank's part, or None
-    whole: WholeTier | None  # set if the optimizer keeps whole-parameter states
+    whole: WholeTier | None  # set if the state is one of the whole parameter
 
 
 class StateAccess:
@@ -68,8 +68,8 @@ class StateAccess:
     def has_gradient(self) -> bool:
         """Return whether "grad" can be read and set. Every rank must call it.
 
-        True after a step's last backward. False within ``no_sync``, and after gradients were
-        dropped.
+        True if a rank has a gradient, the current micro-step is the last one of its step, and
+        ``no_sync`` is off.
         """
         return self._is_any(self.holds_gradient and self._passes.backward.is_last)
 
@@ -192,7 +192,7 @@ class StateAccess:
         return {n: _widened(tier.read_state(n, piece.start, piece.stop)) for n in names}
 
     def is_whole(self, name: str) -> bool:
-        """Return whether one rank updates the whole parameter ``name`` and has all of its state."""
+        """Return whether the optimizer updates parameter ``name`` as a whole, not in slices."""
         return self._find(name, "state", is_local=True).whole is not None
 
     def scalars(self, name: str) -> Mapping[str, float]:
@@ -210,7 +210,7 @@ class StateAccess:
         """Restore this rank's states from the results of `scalars` and `of`, by parameter name.
 
         Requires no communication. Parameters of which this rank updates no element are skipped.
-        If an error is raised, nothing was restored on this rank.
+        If ValueError or KeyError is raised, nothing was restored on this rank.
 
         Raises:
             ValueError: a state does not have the length of this rank's part, or the shape of a
@@ -256,10 +256,10 @@ class StateAccess:
         """Set ``what`` of parameter ``name``. Every rank must call it, with the same ``value``.
 
         Raises:
-            ValueError: ``value`` does not have the shape of the parameter, or of the
-                whole-parameter state.
+            ValueError: ``value`` does not have the shape of the parameter or of the
+                whole-parameter state, or not the dtype of a quantized component.
             KeyError: as in `get_full`.
-            RuntimeError: as in `get_full`, or before the parameter's first step.
+            RuntimeError: as in `get_full`, or the parameter has no optimizer state yet.
         """
         found = segment, slot, piece, whole = self._find(name, what)
         spec = self._state.layout.params[slot.param]
@@ -311,7 +311,7 @@ class StateAccess:
             if low < high:
                 first = max(slot.start, state.covered(segment.index)[0])
                 grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
-            else:  # empty, but every rank must offer the segment again
+            else:  # no element, but every rank must call ``offer``
                 grads.replace(0, part[:0])
             self._gradient.params_with_grad.add(slot.param)
             self._passes.backward.reductions.offer(grads, is_last=True)

@@ -1,34 +1,34 @@
 """The gradient of one step, the decision on its update, and when the state tier updates.
 
-The passes add each segment's gradient when its reduction ends. `StepGradient` then stores the
-segment's statistics and offers the gradient to the state tier. `agree` sums the statistics over all
-ranks, `decide` decides whether to update, and `apply` runs the update, as an `UpdatePolicy` says.
+The passes call `StepGradient.add` with each segment's reduced gradient. It keeps the gradient's
+norm and offers the gradient to the state tier. `agree` sums the statistics over all ranks, `decide`
+decides whether to update, and `apply` updates what the `UpdatePolicy` has not updated earlier.
 
 [Note: agreement by hash]
-Hyperparameters and other settings must be equal on all ranks. Each step sums a hash ``h`` of them,
-and ``h * h``, over the ``n`` ranks, within its one all-reduce. All ranks have the same ``h`` if and
-only if ``n * sum(h * h) == sum(h) ** 2``. Sums of 16-bit numbers and of their squares are exact in
-float64 for up to 2**21 ranks. The two products may be rounded, but equal products round equally.
+Hyperparameters and other settings must be equal on all ranks. The all-reduce of a step's facts sums
+each 16-bit word ``h`` of their hash, and ``h * h``, over the ``n`` ranks. All ranks have the same
+``h`` if and only if ``n * sum(h * h) == sum(h) ** 2``. The sums are exact in float64 for up to
+2**21 ranks. The two products may be rounded, but equal products round equally.
 
 [Note: update ahead]
 If the host reads the step's facts before it enqueues the update, the device is idle meanwhile. So
 if the state tier can (`DeviceTier.can_step_ahead`), the device computes the decision, the host
 enqueues the update of the parameters with a gradient on this rank, and then reads the facts. If the
-step is skipped, or some rank has unreduced gradients, the enqueued update changes nothing.
-Parameters used only by other ranks are updated afterwards.
+step is skipped or the facts are void (`Facts.device_is_void`), the enqueued update changes nothing.
+Parameters with a gradient only on other ranks are updated afterwards.
 
 [Note: optimizer in backward]
-With ``update_in_backward`` a segment is updated as soon as its gradient is reduced. The host
-updates one unit while the device computes the next. The update is final if nothing later in the
-step can change a gradient or skip the step: no clipping, no fp16 loss scale and no
-``check_grad_overflow``. Changing or dropping gradients afterwards raises an error.
+With ``update_in_backward`` a segment is updated as soon as its gradient of the step is reduced. An
+offloaded unit is updated on the host while the device computes the next unit's backward. The update
+is final if nothing later in the step can change a gradient or skip the step: no clipping, no fp16
+and no ``check_grad_overflow``. Changing or dropping gradients afterwards raises an error.
 
 [Note: speculation]
 With clipping, fp16 or ``check_grad_overflow`` the decision needs the last gradient of backward. The
 state tier may still update early, as if the step were taken without clipping, and undo the update
-if the decision differs (`zero_core.protocols.SpeculativeTier`). Results are the same. An undone
-update costs two copies of the states and a second update. A kept one costs one copy. So speculation
-must be enabled in the configuration.
+if the decision differs (`zero_core.protocols.SpeculativeTier`). Results are the same. A kept update
+costs one copy of the states. An undone update costs two copies and, unless the step is skipped, a
+second update. So speculation must be enabled in the configuration: see `may_speculate`.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ _MAX_RANKS = 8
 
 
 def updates_in_backward(config: Config) -> bool:
-    """Return whether the configuration makes final updates of units in backward.
+    """Return whether the configuration asks for updates in backward that cannot be undone.
 
     False with clipping, fp16 or ``check_grad_overflow``. The default is true with optimizer
-    offload, unless a ``memory_checkpoint`` reads the states during backward.
+    offload, unless a ``memory_checkpoint`` may read the states during backward.
     """
     offload = config.zero_optimization.offload_optimizer
     if config.can_cancel_steps:
@@ -82,7 +82,7 @@ def updates_in_backward(config: Config) -> bool:
 
 
 def may_speculate(config: Config) -> bool:
-    """Return whether the configuration makes updates in backward that can be undone.
+    """Return whether the configuration asks for updates in backward that can be undone.
 
     True only with offload to the CPU, and with clipping, fp16 or ``check_grad_overflow``. The
     default is true if ``undo_buffer_size`` is set and ``memory_checkpoint`` is not.
@@ -100,15 +100,15 @@ class UpdatePolicy:
 
     begins_early: ClassVar[bool] = False  # whether updates begin in backward
     is_final: ClassVar[bool] = False  # whether updates in backward cannot be undone
-    undo_bytes = 0  # host memory of an undo log
-    ahead: Sequence[int] = ()  # pieces whose update is enqueued, until `step` completes it
+    undo_bytes = 0  # size of the undo log in host memory
+    ahead: Sequence[int] = ()  # pieces whose update `step_ahead` has enqueued in this step
 
     def __init__(self, tier: StateTier, train: TrainState) -> None:
         self._tier = tier
         self._train = train
 
     def reduced(self, active: Sequence[int], *, grad_scale: float) -> bool:
-        """Handle a reduced segment. Return whether its ``active`` pieces had a final update."""
+        """Handle a reduced segment. Return whether ``active`` got updates that cannot be undone."""
         return False
 
     @property
@@ -118,17 +118,17 @@ class UpdatePolicy:
     def step_ahead(
         self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
     ) -> None:
-        """Enqueue the update: see `DeviceTier`. Called only if `can_step_ahead`."""
+        """Enqueue the update: see `DeviceTier.step_ahead`. Called only if `can_step_ahead`."""
 
     def settle(self, *, is_void: bool) -> None:
-        """Apply the decision to an update that was enqueued ahead. ``is_void`` cancels it."""
+        """Finish `step_ahead`, if it was called. ``is_void``: the update has changed nothing."""
 
     def step(self, active: Sequence[int], *, grad_scale: float) -> None:
-        """Update the ``active`` pieces, after the decision."""
+        """Update the ``active`` pieces, after the decision, unless they are updated already."""
         self._tier.step(self._train.hyperparameters(), active, grad_scale=grad_scale)
 
     def check_unused(self, what: str) -> None:
-        """Raise if an update has already used the gradient. ``what``: the refused action."""
+        """Raise RuntimeError if this step has made final updates. ``what``: the refused action."""
 
     def clear(self) -> None:
         """Start a new step."""
@@ -141,7 +141,7 @@ class AheadPolicy(UpdatePolicy):
 
     @property
     def can_step_ahead(self) -> bool:
-        return self._tier.can_step_ahead  # may change when a load replaces the groups
+        return self._tier.can_step_ahead  # a load may change the groups
 
     def step_ahead(
         self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
@@ -169,18 +169,18 @@ class InBackwardPolicy(UpdatePolicy):
     """Policy of final updates in backward. See [Note: optimizer in backward]."""
 
     begins_early = is_final = True
-    _settings = ""  # hyperparameters used by this step's updates
+    _settings = ""  # repr of the hyperparameters that this step's updates in backward used
 
     def __init__(self, tier: StateTier, train: TrainState) -> None:
         super().__init__(tier, train)
-        self._updated: set[int] = set()  # pieces updated in this step
+        self._updated: set[int] = set()  # pieces updated in this step's backward
 
     def reduced(self, active: Sequence[int], *, grad_scale: float) -> bool:
         if active:
             groups = self._train.hyperparameters()
             self._settings = self._settings or repr(groups)
-            self._updated.update(active)  # first, because ``step`` may raise midway
-            # Final updates exclude scaling and clipping, so ``grad_scale`` is 1.
+            self._updated.update(active)  # before ``step``, which may raise midway
+            # `updates_in_backward` excludes loss scaling and clipping.
             self._tier.step(groups, active, grad_scale=1.0)
         return bool(active)
 
@@ -219,8 +219,8 @@ class UndoPolicy(UpdatePolicy):
 
 
 def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: int) -> UpdatePolicy:
-    """Return the policy that the configuration requires and the tier supports."""
-    # A `WholeTier` makes one step on all ranks, after all gradients are complete.
+    """Return the policy for ``tier``. Raises ConfigError if a required undo is not supported."""
+    # All ranks must call `WholeTier.step` together, so it cannot follow each reduction.
     if updates_in_backward(config) and not isinstance(tier, WholeTier):
         return InBackwardPolicy(tier, train)
     if may_speculate(config):
@@ -250,10 +250,7 @@ def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: i
 
 
 class StepGradient:
-    """Gradient of the current step, and sink of the passes (`zero_core.core.passes.GradientSink`).
-
-    The methods up to `clear` implement `GradientSink`, which documents them.
-    """
+    """Gradient of the current step: implementation of `zero_core.core.passes.GradientSink`."""
 
     def __init__(
         self,
@@ -266,8 +263,8 @@ class StepGradient:
         arithmetic: Arithmetic,
     ) -> None:
         self._extensions = extensions
-        self.params_with_grad: set[int] = set()  # on this rank, since the last step
-        self._decided: tuple[list[int], float] = [], 1.0  # active pieces, gradient scale
+        self.params_with_grad: set[int] = set()  # parameter numbers, on this rank
+        self._decided: tuple[list[int], float] = [], 1.0  # set by `decide`: active pieces, scale
         self._state = state
         self._communicator = communicator
         self._train = train
@@ -277,17 +274,17 @@ class StepGradient:
         self._hashed: tuple[Sequence[Any], list[float]] = (), []  # settings and their hash
         self._is_agreed = False  # whether the facts cover the current gradient
         self._changed_square_sum: Tensor | None = None  # set if param.grad was changed
-        self._clipped = 1.0  # product of all clip factors of this step
-        # Numbers and tensors of trained parameters that this rank holds in full.
+        self._clipped = 1.0  # product of the factors of `clip` in this step
+        # Number and tensor of each trained parameter of which this rank keeps all elements.
         self._whole_params = [
             (slot.param, param)
             for flat in state.params
             if flat.is_kept and flat.segment.is_trainable
             for slot, param in zip(flat.segment.slots, flat.params, strict=True)
         ]
-        self.grads: dict[int, FlatGrads] = {}  # by segment, complete after `agree`
-        # By segment: the norm, or a function returning the square sum if the tier accumulates
-        # gradients.
+        self.grads: dict[int, FlatGrads] = {}  # by segment index
+        # By segment index: the norm of this rank's shard or, if the tier accumulates gradients, a
+        # function that returns the sum of squares.
         self._norms: dict[int, Tensor | Callable[[], Tensor]] = {}
         self.policy = choose_policy(state.tier, train, config, rank=state.control.rank)
         is_sharded = config.zero_optimization.stage > 0
@@ -304,7 +301,7 @@ class StepGradient:
 
     @property
     def scale_factor(self) -> float:
-        """Factor that unscales gradients and applies the clipping done so far."""
+        """Factor that removes the loss scale from gradients and applies the factors of `clip`."""
         return self._clipped / self._train.scaler.scale
 
     @cached_property
@@ -335,7 +332,7 @@ class StepGradient:
             follow(is_new=is_new_round)
 
     def _hide_param_grads(self) -> None:
-        """Make ``param.grad`` None, until the gradient is complete again."""
+        """Hide the gradient from ``param.grad``, until it is complete again."""
         self.param_grads.complete.clear()
         self.param_grads.given.clear()
 
@@ -359,15 +356,15 @@ class StepGradient:
                 grads.wait()
             grads.shard.release(tier.offer_grad(start, reduced.shard))
         else:  # one micro-step's gradient, which the tier accumulates
-            accumulating = cast(AccumulatingTier, tier)  # the gradient's plan requires it
+            accumulating = cast(AccumulatingTier, tier)  # `plan_gradient` has checked it
             grads.shard.release(accumulating.add_grad(start, reduced.shard, is_last=is_last))
             if not is_last:
                 return False
             self._norms[index] = accumulating.square_sum(start, start + reduced.shard.numel())
         if not self.policy.begins_early:
             return False
-        # Parameters without a gradient on this rank are updated by `step`, when it is known whether
-        # another rank has a gradient for them.
+        # `UpdatePolicy.step` updates parameters without a gradient on this rank, because only then
+        # is it known whether another rank has a gradient for them.
         pieces, own = self._state.pieces, self._state.pieces_of.get(index, ())
         active = [i for i in own if pieces[i].param in self.params_with_grad]
         is_updated = self.policy.reduced(active, grad_scale=self.scale_factor)
@@ -387,8 +384,8 @@ class StepGradient:
             self.param_grads.take_assigned()
             changes = self.param_grads.note_changes(is_agreed=self._is_agreed)
         if not self._is_agreed:
-            # Wait before the facts are exchanged: afterwards no rank may still read another rank's
-            # gradient.
+            # Wait for gathers of gradients before exchanging facts: afterwards, ranks may overwrite
+            # gradients that others have read.
             for grads in self.grads.values():
                 grads.wait()
             square_sums = self._square_sums()
@@ -425,14 +422,14 @@ class StepGradient:
         facts.put_hash(self._hashed[1])
 
     def _square_sums(self, *, is_covered: bool = False) -> Tensor:
-        """Add the squares of this rank's shards, or, if ``is_covered``, of all that it updates."""
+        """Sum the squares of this rank's shards or, if ``is_covered``, of all that it updates."""
         norms, squares = [], []
         # In layout order, because the order of reductions may differ between steps.
         for index in sorted(self._norms):
             grads, norm = self.grads[index], self._norms[index]
             if is_covered:
                 values = grads.covered()
-                if grads.plan.offered is torch.float16:  # the cast may overflow
+                if grads.plan.offered is torch.float16:  # casting may overflow
                     values = values.to(torch.float16)
                 norm = self._arithmetic.measure(values, 2.0, grads.plan.normed)
             if isinstance(norm, Tensor):
@@ -445,7 +442,7 @@ class StepGradient:
         return self._arithmetic.add_squares(norms, squares)
 
     def _take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> bool:
-        """Apply user changes of ``param.grad`` to the step. Return whether there were any."""
+        """Write ``changes`` of ``param.grad`` into the gradient. Return whether there are any."""
         changed, tier = self.param_grads.take_changes(changes), self._state.tier
         for grads in changed:
             index = grads.segment.index
@@ -477,7 +474,7 @@ class StepGradient:
         self._clipped = 1.0
 
     def clip(self, max_norm: float, p: float) -> float:
-        """Clip the gradient after `agree`. Return its ``p``-norm before. All ranks must call it."""
+        """Clip to ``max_norm``, return the ``p``-norm before. All ranks call it after `agree`."""
         if p == 2.0:
             norm = math.sqrt(self._square_sum)
         else:
@@ -500,8 +497,8 @@ class StepGradient:
         square_sum, is_void = self._changed_square_sum, self._facts.device_is_void
         if square_sum is None:
             square_sum = self._facts.device_square_sum
-        # The same operations as `_decide_by`, on float64 tensors, for bit-identical results. All
-        # operands are tensors because torch divides by a Python number via its reciprocal.
+        # The same operations as `_decide_by`, on float64 tensors, for bit-identical results.
+        # Divisors are tensors, because torch divides by a Python number via its reciprocal.
         scale = torch.full_like(square_sum, self._train.scaler.scale)
         norm = square_sum.sqrt() / scale
         if self._is_checked:
@@ -526,11 +523,11 @@ class StepGradient:
         return norm, math.isfinite(norm) or not self._is_checked, factor / scale
 
     def decide(self) -> str:
-        """Decide whether to update, from the facts. Return why the step is skipped, or "".
+        """Decide from the facts whether to update. Return why the step is skipped, or "".
 
         Raises:
-            RankMismatchError: settings that must be equal differ between ranks. Nothing was
-                updated, except in backward.
+            RankMismatchError: settings or written values differ between ranks.
+            CollectiveError: a message of a reduction or gather was damaged.
         """
         if self._facts.is_void:
             self.policy.settle(is_void=True)
@@ -552,7 +549,7 @@ class StepGradient:
             self.param_grads.decided()
         self._hide_param_grads()
         used = self._facts.counts("used")
-        for param in self.param_grads.set_params:  # changed after the facts were summed
+        for param in self.param_grads.set_params:  # assigned after the facts were summed
             used[param] = float(param in self.params_with_grad)
         norm, is_taken, grad_scale = self._decide_by(self._square_sum)
         self.policy.settle(is_void=not is_taken)
@@ -567,7 +564,7 @@ class StepGradient:
         return "" if is_taken else why_skipped
 
     def _refuse_step(self) -> NoReturn:
-        """Raise RankMismatchError with the differences, on all ranks. All ranks must call it."""
+        """Raise RankMismatchError that names differing settings. All ranks must call it."""
         state, train, control = self._state, self._train, self._state.control
         facts = describe_groups(train.hyperparameters())
         for param in state.trained_params:
@@ -602,14 +599,14 @@ class StepGradient:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the clip factor: 1 if there is no limit, or if ``norm`` is not finite."""
+    """Return the factor that clips ``norm``: 1 if ``max_norm`` is 0 or ``norm`` is not finite."""
     if max_norm <= 0.0 or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + CLIP_EPSILON))
 
 
 def _explain_nonfinite(grads_of: Mapping[int, FlatGrads], state: ShardedState) -> str:
-    """Name the parameters with a non-finite gradient, and the ranks that produced it.
+    """Name up to `_MAX_NAMED` parameters with a non-finite gradient, and the ranks that caused it.
 
     Every rank must call it. A parameter is listed with all ranks that produced non-finite values
     in its segment.

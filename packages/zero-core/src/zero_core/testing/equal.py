@@ -2,7 +2,7 @@
 
 `Row` is one test case, and `check` runs it. `cover` chooses rows that contain every pair of values
 that occurs in a valid row. A `Scenario` trains `Hard` on this rank's batches with a given engine,
-and returns every loss.
+and returns losses and other numbers to compare.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _is_copied(engine: Engine, folder: Path) -> list[float]:
 
 
 def _repeats_backward(engine: Engine, folder: Path) -> list[float]:
-    # Two backwards per step, one of which has a NaN loss on the last rank.
+    # Two backwards per step. The first one of step 2 has a NaN loss on the last rank.
     losses = []
     for step in range(4):
         for micro in range(2):
@@ -242,7 +242,7 @@ def _repeats_backward(engine: Engine, folder: Path) -> list[float]:
 
 
 def _goes_long(engine: Engine, folder: Path) -> list[float]:
-    # Every tenth step has an outlier, and one step has a NaN on the last rank.
+    # Every tenth step has losses times 256, and step 75 has a NaN loss on the last rank.
     losses = []
     for step in range(100):
         for micro in range(2):
@@ -290,7 +290,7 @@ class Variant:
     """Configuration keys that must not change any bit compared with a base configuration."""
 
     zero: Mapping[str, Any] = field(default_factory=dict)  # added to ``zero_optimization``
-    base: Mapping[str, Any] = field(default_factory=dict)  # ``zero_optimization`` of the base
+    base: Mapping[str, Any] = field(default_factory=dict)  # ``zero_optimization`` of both runs
     top: Mapping[str, Any] = field(default_factory=dict)  # added at the top level
     base_top: Mapping[str, Any] = field(default_factory=dict)  # top-level keys of base and variant
     further: Mapping[str, Any] = field(default_factory=dict)  # added to arguments of ``build()``
@@ -309,7 +309,7 @@ class Row:
     variant: str  # name of the variant
     stage: int
     dtype: str  # "fp32", "bf16" or "fp16"
-    ranks: int  # number of simulated ranks
+    ranks: int  # number of ranks
     per_node: int  # ranks per node
 
     def __str__(self) -> str:

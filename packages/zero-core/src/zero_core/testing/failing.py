@@ -44,7 +44,7 @@ def failing(call: Call | None, event: str, file: str | None) -> Iterator[list[Ca
     """Make one call from the frames of ``file`` raise `Failure`, at its start or its end.
 
     ``event`` is "call" for the start and "return" for the end. With ``call`` None, nothing fails.
-    Yields the list of calls so far. Only Python functions count, including constructors.
+    Yields the list of calls so far. Only Python functions that other files define count.
     """
     calls: list[Call] = []
 
@@ -67,7 +67,7 @@ def failing(call: Call | None, event: str, file: str | None) -> Iterator[list[Ca
 
 
 def described(model: nn.Module, optimizer: torch.optim.Optimizer, *, has_places: bool) -> Any:
-    """Return everything about a model and an optimizer that a plain program can observe.
+    """Return what a plain program can observe of a model and an optimizer, to be compared.
 
     ``has_places``: include the parameters' addresses.
     """
@@ -201,8 +201,8 @@ def check_left_anywhere(
     """Interrupt training steps of one rank at random moments, and continue the training.
 
     Alternates between KeyboardInterrupt and SIGINT, and between dropping gradients or not. Final
-    values must equal those of an uninterrupted training. If gradients are not dropped, a warning
-    that names ``zero_grad()`` is also accepted.
+    values must equal those of an uninterrupted training. If gradients are not dropped, an error or
+    a warning that names ``zero_grad()`` is also accepted.
     """
     never = Interruption(0, is_signal=False, packages=packages)
     expected, told = _train_left(config, folder, never, drops=False)

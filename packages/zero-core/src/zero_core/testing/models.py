@@ -1,4 +1,4 @@
-"""Toy models shared by tests. `Hard` combines everything that makes partitioning difficult."""
+"""Toy models shared by tests. `Hard` combines much of what makes partitioning difficult."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GENERATOR = threading.RLock()
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global generator, and lock it against other threads (simulated ranks)."""
+    """Seed torch's global generator, and make calls on other threads (simulated ranks) wait."""
     with _GENERATOR:
         torch.manual_seed(seed)
         yield
@@ -43,7 +43,7 @@ class Hard(nn.Module):
     """Language model that is hard to partition.
 
     It has tied weights, a frozen block, a block called twice, branches that differ between ranks
-    and steps, odd sizes, and a parameter with fewer elements than ranks.
+    and steps, odd sizes, and a parameter with a single element.
     """
 
     def __init__(self, width: int = 11, vocab: int = 37, depth: int = 3) -> None:

@@ -117,9 +117,9 @@ class SimulatedDDP:
 def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = None) -> Trace:
     """Train with DDP and a torch optimizer over fp32 master weights.
 
-    In fp16, torch's ``GradScaler`` is used. Micro-steps run in ``no_sync`` if ``case.is_local``.
-    Otherwise their reduced gradients are added. A single rank trains without DDP. With ``ranks``,
-    `SimulatedDDP` replaces DDP.
+    In fp16, torch's ``GradScaler`` is used. With ``case.is_local``, a step's micro-steps but the
+    last do not reduce gradients. Otherwise each micro-step's reduced gradient is added. A single
+    rank trains without DDP. With ``ranks``, `SimulatedDDP` replaces DDP.
     """
     trace = Trace()
     device = find_ranks(None, None).device  # the engine would choose the same device
@@ -213,13 +213,13 @@ class Gap(NamedTuple):
 
     loss: float  # largest difference from DDP's losses
     value: float  # largest difference from DDP's final values
-    across_stages: float  # largest difference from the first run of the case at another stage
+    across_stages: float  # largest difference from the first run with the same DDP reference
 
 
 def compare_with_ddp(
     rank: int, world_size: int, cases: list[Case], folder: str, steps: int
 ) -> None:
-    """Run every case with the engine and with DDP, and write ``{index: Gap}`` per rank."""
+    """Run every case with the engine and with DDP. Write ``{index: Gap}`` to a file per rank."""
     references: dict[tuple[Any, ...], Trace] = {}
     firsts: dict[tuple[Any, ...], Trace] = {}
     gaps: dict[int, Gap] = {}
