@@ -254,6 +254,15 @@ def _loaded(ranks, folder, models):
     return engine(_x(0, 0)).item()
 
 
+def test_blocks_on_the_meta_device_without_a_source_of_values_are_refused_by_name():
+    with torch.device("meta"):
+        model = make_tower(3, WIDTH)
+    with pytest.raises(
+        ConfigError, match=r"blocks\.0\.0\.weight is on the meta device and its val"
+    ):
+        zero_core.quantize_blocks(model, _quantize)
+
+
 @pytest.mark.parametrize("has_file", [False, True])
 def test_blocks_quantized_one_at_a_time_have_the_values_of_a_whole_model(tmp_path, has_file):
     model = make_tower(3, WIDTH)

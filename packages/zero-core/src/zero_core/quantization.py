@@ -55,7 +55,7 @@ def quantize_blocks(
         process_group: as for `zero_core.build`.
 
     Raises:
-        ConfigError: the model has no blocks.
+        ConfigError: the model has no blocks, or a value of a block is unknown.
         CheckpointError: ``pretrained`` lacks a parameter, or has another shape for it.
     """
     control = find_ranks(process_group, None).connect()
@@ -70,6 +70,7 @@ def quantize_blocks(
     prefix = str(getattr(model, "base_model_prefix", ""))
     prefix = f"{prefix}." if prefix else ""
     initial = InitialValues(model)
+    initial.check(has_pretrained=source is not None, within=tuple(path for path, *_ in blocks))
     for path, block, numbers in blocks:
         for number in numbers:
             param = found.params[number]

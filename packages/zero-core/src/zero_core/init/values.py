@@ -176,9 +176,14 @@ class InitialValues:
             return "parts"
         return "recorded" if tensor.is_meta else "own"
 
-    def check(self, *, has_pretrained: bool) -> None:
-        """Raise ConfigError for a value that is unknown, lost or changed, unless a file has it."""
+    def check(self, *, has_pretrained: bool, within: tuple[str, ...] = ("",)) -> None:
+        """Raise ConfigError for a value that is unknown, lost or changed, unless a file has it.
+
+        Checks the modules whose paths start with a text of ``within``.
+        """
         for path, module in self._model.named_modules():
+            if not path.startswith(within):
+                continue
             kept = set(module._buffers) - module._non_persistent_buffers_set
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 is_in_file = has_pretrained and (name in module._parameters or name in kept)
