@@ -104,12 +104,18 @@ CHANGES = {
     "gains the first of a part": {"seen": [0.0] * 3, "first.more": [0.0] * 2},
     "loses": {},
     "reshapes": {"seen": [0.0] * 5},
+    "renames": {"other": [0.0] * 3},
 }
 
 
 @pytest.mark.parametrize(
     ("odd", "change", "dtype"),
-    [(1, "gains the first of a part", "bf16"), (0, "loses", "bf16"), (1, "reshapes", "fp32")],
+    [
+        (1, "gains the first of a part", "bf16"),
+        (0, "loses", "bf16"),
+        (1, "reshapes", "fp32"),
+        (2, "renames", "fp32"),
+    ],
 )
 @on_ranks(3)
 def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(ranks, odd, change, dtype):
@@ -125,6 +131,8 @@ def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(ranks, odd, 
             model.first.register_buffer("more", torch.full((2,), float(rank)))
         elif change == "loses":
             del model.seen
+        elif change == "renames":
+            model.register_buffer("other", model._buffers.pop("seen"))
         else:
             model.seen = torch.full((5,), float(rank))
 
@@ -133,7 +141,7 @@ def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(ranks, odd, 
     assert model.seen.tolist() == [0.0] * 3
     if rank == odd:
         alter()
-    with pytest.raises(zero_core.RankMismatchError, match=r"buffer (first.more|more|seen)"):
+    with pytest.raises(zero_core.RankMismatchError, match=r"buffer (first.more|more|seen|other)"):
         step()
     engine.backward(engine(torch.ones(1, 7)))  # the changed buffers still fit the broadcast
     if rank != odd:

@@ -56,7 +56,7 @@ def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:
                 own, is_one_graph = within, True
         for unit in own:
             if module is not modules[unit.index]:
-                hook = _part_hook(passes, unit)
+                hook = _part_hook(passes, unit, is_one_graph=is_one_graph)
                 if is_one_graph:
                     hook = outside_graphs(hook)
                 if unit.is_block:
@@ -109,12 +109,13 @@ def _hook_gradient(
     return handle
 
 
-def _part_hook(passes: Passes, unit: Unit) -> Any:
+def _part_hook(passes: Passes, unit: Unit, *, is_one_graph: bool) -> Any:
     index, ready = unit.index, passes.units.ready
 
     def gather(module: nn.Module, args: Any) -> None:
         # While torch.compile traces a graph around the module, hooks outside of it gather the unit.
-        if not torch.compiler.is_compiling() and index not in ready:
+        # The hook of a graph runs outside of it, where another thread's compilation sets the flag.
+        if (is_one_graph or not torch.compiler.is_compiling()) and index not in ready:
             passes.forward.enter_part(unit)
 
     return gather

@@ -63,8 +63,9 @@ class ModelGuard(Extension):
         trainable = set(map(id, state.trained_params))
         self._frozen = [p for p in state.module.parameters() if id(p) not in trainable]
 
-        self._known: list[Tensor | None] = []  # described buffers
-        self._forms: list[tuple[torch.Size, torch.dtype] | None] | None = None  # shapes and dtypes
+        # buffers at the last `CommonBuffers.describe`, with their names, shapes and dtypes
+        self._known: list[Tensor | None] = []
+        self._forms: list[tuple[str, tuple[torch.Size, torch.dtype] | None]] | None = None
 
     def watch(self) -> RemovableHandle:
         """Check the model before each forward with gradients, until the handle is removed."""
@@ -80,8 +81,13 @@ class ModelGuard(Extension):
         self._check(has_substitutes=False)
 
     def fill(self, facts: Facts) -> None:
-        buffers = [*chain.from_iterable(self._buffers)]
-        forms = [None if buffer is None else (buffer.shape, buffer.dtype) for buffer in buffers]
+        found = [
+            (f"{path}.{key}", buffer)
+            for path, module in self._state.module.named_modules()
+            for key, buffer in module._buffers.items()
+        ]
+        buffers = [buffer for _, buffer in found]
+        forms = [(name, None if b is None else (b.shape, b.dtype)) for name, b in found]
         if forms != self._forms or not all(map(is_, buffers, self._known)):
             self._known, self._forms = buffers, forms
             self._state.common_buffers.describe()
@@ -125,8 +131,6 @@ class ModelGuard(Extension):
         self._empty = [d for d in dicts if not d]
         self._places = [d.values() for d in dicts if d]  # views that reflect changes of the dicts
         self._entries = list(chain.from_iterable(self._places))
-        self._buffers = [m._buffers.values() for m in modules]
-        self._forms = None  # describe again: buffers may have other names now
 
     def _check_names(self, *, has_substitutes: bool) -> None:
         named = _named(self._state.module)
