@@ -63,7 +63,7 @@ class ModelGuard(Extension):
         trainable = set(map(id, state.trained_params))
         self._frozen = [p for p in state.module.parameters() if id(p) not in trainable]
 
-        self._known: list[Tensor | None] = []  # described buffers
+        self._known: list[Tensor | None] = []  # buffers at the last `CommonBuffers.describe`
         self._forms: list[tuple[torch.Size, torch.dtype] | None] | None = None  # shapes and dtypes
 
     def watch(self) -> RemovableHandle:
