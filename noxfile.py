@@ -108,7 +108,7 @@ def test_alone(session: nox.Session, part: str) -> None:
 
 
 def slow(session: nox.Session) -> None:
-    """Test programs around the packages, and run tests outside the gate (decision 228)."""
+    """Run the tests outside the gate (decision 228): tests/slow, and those marked ``slow``."""
     tested = ("zero-core", "zero-comm", "integration")
     install_everything(session, extras=",ray", tests_of=tested)
     run_tests(session, "integration", "--dist=load", "tests/slow/test_doc_runs.py")  # long tests

@@ -60,7 +60,7 @@ class Program:
         return self._process.poll() is not None
 
     def wait_for(self, has_come: Callable[[], bool]) -> None:
-        """Wait until ``has_come`` returns True. The program must keep running."""
+        """Wait until ``has_come()`` is true. Fail if the program ends first, or after `END_S`."""
         limit = time.monotonic() + END_S
         while not has_come():
             assert not self.has_ended, self.output

@@ -1,4 +1,4 @@
-"""Scars: trainings in which releases of DeepSpeed were silently wrong, by issue number.
+"""Scars: trainings with silently wrong results in releases of DeepSpeed, by issue number.
 
 Each training runs on two ranks with ``import deepspeed`` and is compared with plain torch in one
 process that trains on all ranks' samples. `releases.py` runs the trainings with releases of
@@ -27,8 +27,6 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Shape:
-    """Special properties of a network."""
-
     width: int = WIDTH
     """Width of each block, which uses the first ``width`` features of a sample."""
     uses: tuple[int, ...] = (0, 1, 2)
@@ -117,7 +115,6 @@ class Scar:
         return 0.06 if is_coarse else 2e-3
 
     def configuration(self) -> dict[str, Any]:
-        """Return DeepSpeed's configuration."""
         return {
             "train_micro_batch_size_per_gpu": SAMPLES,
             "gradient_accumulation_steps": self.accumulation,
@@ -364,7 +361,6 @@ TRAININGS = (
 
 
 def micro_batch(step: int, micro: int, rank: int) -> Tensor:
-    """Return the samples of one backward."""
     seed = 1000 * step + 10 * micro + rank
     return torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(seed))
 

@@ -42,7 +42,7 @@ from zero_engine.train.settings import engine_config, fill_auto
 
 def test_config_prints_the_default_configuration() -> None:
     config = json.loads(run_here("config"))
-    assert config["zero_optimization"] == {"stage": 1}  # exact
+    assert config["zero_optimization"] == {"stage": 1}  # and no other key
     assert config["bf16"] == {"enabled": "auto"}
     assert engine_config(None, is_accelerated=True)["bf16"] == {"enabled": True}
     filled = engine_config(None, is_accelerated=False)

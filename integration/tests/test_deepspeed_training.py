@@ -46,7 +46,7 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 def _like_ddp(rank: int, world_size: int) -> None:
-    """Compare with DDP and clipping at 1.0, DeepSpeed's default. Some cases declare boundaries."""
+    """Compare with DDP, clipped at 1.0 (DeepSpeed's default), with and without set boundaries."""
     stages = range(4) if world_size > 1 else (0, 3)
     both = [(0, True), (3, True), *((stage, False) for stage in stages)]
     for dtype, ways in (("fp32", both), ("bf16", [(3, False)])):

@@ -280,7 +280,6 @@ def test_a_variant_changes_no_bit_in_100_steps(row: Row, tmp_path: Path) -> None
 
 
 def _drawn(number: int) -> Row:
-    """Draw a row of 1, 4 or 8 ranks."""
     draw = random.Random(number)
     name, variant = draw.choice(list(VARIANTS.items()))
     of_nodes = {per_node for ranks, per_node in variant.ranks if ranks > 1}

@@ -130,7 +130,7 @@ def test_memory_of_the_host_that_the_caller_names_takes_the_place_of_the_tables(
 
 
 def test_many_cores_take_bounded_memory() -> None:
-    """The host's default is at most 8 ranks. Gathers of more ranks take at most 512 MiB."""
+    """At most 8 CPU ranks are measured by default. Gathers of more ranks take at most 512 MiB."""
     assert default_ranks(cores=128, devices=0) == {1, 2, 8}
     assert default_ranks(cores=1, devices=0) == {1}
     assert default_ranks(cores=128, devices=4) == {1, 4}

@@ -58,7 +58,7 @@ def _case(
 
 
 _early = partial(_case, update_in_backward=True)
-_upload = partial(_case, lossless_upload=True, width=200, top=SLOW)  # shards worth compressing
+_upload = partial(_case, lossless_upload=True, width=200, top=SLOW)  # long enough for differences
 AUTO = _case(2, top=NADAM, ratio="auto")
 CASES = [  # all stages, some ratios, accumulation, undo (by clipping), and locations of parameters
     _case(1, 0.0, top=UNCHECKED),

@@ -96,7 +96,7 @@ class _Tags(html.parser.HTMLParser):
 
 
 def test_a_page_is_one_file_and_trusts_no_text(tmp_path: Path) -> None:
-    """The page uses no other file or host, escapes the run's text, and has less than 2 MB."""
+    """The page uses no other file or host, escapes the run's text, and is smaller than 2 MB."""
     run = _write(tmp_path / HOSTILE.replace("/", "_"), lambda rank, step: {"why_skipped": HOSTILE,
                  "is_taken": step != 5, "loss": math.nan if step == 5 else 2.0})  # fmt: skip
     page = write_report(run, tmp_path / "report.html")
@@ -186,7 +186,7 @@ def test_the_first_sentence_names_the_cause_and_its_gain(tmp_path, changes, word
 def test_threads_are_named_where_cores_are_free(
     tmp_path: Path, threads: int, cores: int, num_ranks: int, device: str, scaling: float | None
 ) -> None:
-    """A step computes nine tenths of its time. The predicted gain is linear in the threads."""
+    """Computation is nine tenths of a step. Threads are predicted to shorten only this part."""
     environment = ENVIRONMENT | {"cores": cores, "threads": threads, "device": device}
     places = {"forward": 0.03, "backward": 0.05, "step": 0.01, "loader": 0.01}
     ranks = {"num_ranks": num_ranks, "environment": environment}

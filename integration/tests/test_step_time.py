@@ -179,7 +179,7 @@ def timed(config: dict[str, Any], cores: int | None, **how: Any) -> Any:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("cores", [None, 2])
 def test_a_placement_is_predicted_as_its_configuration(cores: int | None) -> None:
-    """Planning each choice as a configuration predicts the same step time."""
+    """The plan of a choice's configuration predicts the same step time as the choice."""
     offload = {"device": "cpu", "ratio": 0.5}
     config = placed_config(3, offload_optimizer=offload)
     found = timed(config, cores)

@@ -1,4 +1,4 @@
-"""Runs that save when they are stopped, and resume as if they had never stopped."""
+"""Runs that save when they are stopped. Resumed ones have the results of uninterrupted ones."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """One optimizer step on host memory: cpu-adam, torch, DeepSpeed, torchao, bitsandbytes.
 
-All contenders of a race run in one process on the same memory. Every round gives each contender one
-turn, so slow moments of the machine affect all of them. A turn is a pause, one untimed call, and
-timed calls. The pause is needed because torch's OpenMP threads keep spinning after a call and would
-slow the next contender down. Figures are medians over all timed calls.
+All contenders of a race run in one process. They share parameters, gradients and moments, except in
+the 8-bit race, where each has its own. Every round gives each contender one turn, so slow moments
+of the machine affect all of them. A turn is a pause, one untimed call, and timed calls. The pause
+is needed because torch's OpenMP threads keep spinning after a call and would slow the next
+contender down. Times are medians and minima over all timed calls. Other figures use the medians.
 """
 
 from __future__ import annotations
@@ -144,8 +145,8 @@ def _run(contenders: Contenders, rounds: int) -> dict[str, Row]:
     return {name: failures.get(name) or row(name) for name in contenders}
 
 
-# [Note: shared memory] The optimizers of a race share parameters, gradients and moments, because
-# each takes 256 MiB for 64 Mi elements. Step counts are not shared.
+# [Note: shared memory] The optimizers of a race, except those of `int8_race`, share parameters,
+# gradients and moments, which take 256 MiB each for 64 Mi elements. Step counts are not shared.
 
 
 class Flat:

@@ -105,7 +105,6 @@ class Job:
 
     @property
     def adamw(self) -> dict[str, Any]:
-        """Hyperparameters of every contender's AdamW."""
         return {"lr": self.lr, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.1}
 
     def make_model(self) -> Any:

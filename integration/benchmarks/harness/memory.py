@@ -39,7 +39,7 @@ def restart_peak() -> None:
 
 
 def available_bytes() -> int:
-    """Return the machine's available memory, by the kernel's estimate and the cgroup's limit."""
+    """Return the smaller of the kernel's MemAvailable and the cgroup's memory limit."""
     available, limit = machine_available_bytes(), memory_limit_bytes()
     return available if limit is None else min(limit, available)
 

@@ -16,8 +16,6 @@ INITIAL_STD = 0.02
 
 @dataclass(frozen=True)
 class GptShape:
-    """Sizes of a model."""
-
     layers: int
     width: int
     heads: int

@@ -197,7 +197,7 @@ def rank_variables(
 def own_environment() -> dict[str, str]:
     """Return this process's variables, extended so that programs can import `benchmarks`."""
     paths = {
-        # DeepSpeed compiles its Adam with ninja, which may be installed beside this interpreter.
+        # DeepSpeed compiles its Adam with ninja, which may be in the folder of this interpreter.
         "PATH": [str(Path(sys.executable).parent), os.environ.get("PATH", "")],
         "PYTHONPATH": [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])],
     }

@@ -45,10 +45,10 @@ def race(jobs: Sequence[Job], rounds: int, run: Callable[[Job, int], Row]) -> di
 
 
 def race_on_device(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, Row]:
-    """Run jobs on the accelerator in turn. Return a row per job with medians over the rounds.
+    """Run jobs on the accelerator in turn. Return a row per job.
 
-    Figures other than ``step_s`` and ``tokens_per_s`` are those of the first round, which alone is
-    traced.
+    ``step_s`` and ``tokens_per_s`` are medians over the rounds, and ``steps_s`` has each round's
+    step time. All other figures are from the first round. Only that round is traced.
     """
 
     def run(job: Job, number: int) -> Row:

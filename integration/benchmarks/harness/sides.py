@@ -70,8 +70,6 @@ class KeptTier:
 
 @dataclass
 class Side:
-    """A contender that is ready to train."""
-
     step: Step
     model: Any
     """The job's model, as the side trains it."""

@@ -75,7 +75,7 @@ def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
 
 
 def on_device(place: Place, job: Mapping[str, Any]) -> Row:
-    """Train a job on one device. Figures that the device cannot give are None.
+    """Train a job on one device. Figures that cannot be measured there are None.
 
     Without offload, memory peaks are those of the timed steps only.
     """

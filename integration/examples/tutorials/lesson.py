@@ -1,4 +1,4 @@
-"""Training of the tutorials: a byte-level model, the training loop, and the bytes of each run."""
+"""Code shared by the tutorials: options, a byte-level model, a training loop, table and chart."""
 
 import argparse
 import inspect

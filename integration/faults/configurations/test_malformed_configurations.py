@@ -158,7 +158,7 @@ def malformed_configurations() -> Iterator[Malformed]:
 
 
 def _contradictions() -> Iterator[Malformed]:
-    """Yield settings that are not served. zero-core's test_config.py has most contradictions."""
+    """Yield unsupported settings. Most contradictions are in zero-core's test_config.py."""
     zero = "zero_optimization"
     offload = f"{zero}.offload_optimizer"
     blocks: tuple[tuple[str, Mapping[str, Any]], ...] = (

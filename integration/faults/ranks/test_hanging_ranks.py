@@ -1,4 +1,4 @@
-"""Whatever happens to a rank, all others end in time and name that rank, but no healthy one."""
+"""After a fault of one rank, all others end in time and name that rank, but no healthy one."""
 
 from __future__ import annotations
 

@@ -224,7 +224,10 @@ def _resumed(path: Path, about: Row) -> list[Row]:
 
 
 def _about(steps: int, corpus: Corpus) -> Row:
-    """Return the settings that a resumed run must share, and the machine. The grid may differ."""
+    """Return settings and text, which ``--resume`` requires to be equal, and the machine.
+
+    Contenders, dtypes and seeds may differ.
+    """
     sizes = ("layers", "width", "heads", "context", "vocab")
     return {
         "settings": {
@@ -315,7 +318,6 @@ def _figures(name: str, pairs: Sequence[tuple[Row, Row]]) -> Row:
 
 
 def section(summary: Sequence[Row], unigram_nats: float) -> Section:
-    """Return a table with a line per row of `summarize`."""
 
     def verdict(row: Row) -> str:
         if not row["seeds"]:

@@ -63,8 +63,6 @@ KINDS = ("training", "held_out")
 
 @dataclass
 class Side:
-    """A model and its optimizer."""
-
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: Schedule

@@ -142,7 +142,10 @@ def train(
     place: Place, shape: Mapping[str, Any], setups: Mapping[str, Any], folder: str, turns: int,
     steps: int,
 ) -> Row:  # fmt: skip
-    """Train the engines in turn. Each is recorded in the folder of its name."""
+    """Train the engines in turn.
+
+    Each writes its step records to the subfolder of ``folder`` that has its name in ``setups``.
+    """
     if place.world_size > 1:
         place.join()
     found = {name: Setup(**setup) for name, setup in setups.items()}
@@ -161,8 +164,6 @@ def train(
 
 
 class _Loop:
-    """An engine with its data and its fault."""
-
     def __init__(self, place: Place, shape: GptShape, setup: Setup, folder: Path) -> None:
         job = Job(
             *("", "zero", shape, setup.micro_batch),

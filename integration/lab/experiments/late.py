@@ -1,4 +1,4 @@
-"""Runs on an accelerator made of threads, with random delays. Results must equal the CPU's bits.
+"""Training on a simulated accelerator with random delays, bit-identical to the CPU's results.
 
 The cases are the engine at stages 0 to 3, with offload of optimizer states and parameters and with
 ZeRO++, and an offloaded optimizer in a plain loop. Ranks are threads with a device each
@@ -94,7 +94,6 @@ class Training:
         }
 
     def run(self, ranks: Ranks, folder: str) -> Result:
-        """Train with `train_unread`."""
         engine = zero_core.build(make_model(), self.config(folder), process_group=ranks)
         return train_unread(
             engine, ranks.rank, ranks.device, steps=STEPS, accumulation=self.accumulation
@@ -219,7 +218,7 @@ class Bits:
         self._expected: dict[tuple[str, int], list[Result]] = {}
 
     def difference(self, run: Run) -> str:
-        """Describe how a run differs from the CPU's bits, or return an empty string."""
+        """Return how a run's results differ from those of CPU ranks, or an empty string."""
         case = CASES[run.case]
         key = run.case, run.world_size
         if key not in self._expected:

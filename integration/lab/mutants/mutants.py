@@ -212,7 +212,6 @@ def draw(work: Path) -> None:
 
 
 def _mutated(text: str, row: Mapping[str, Any]) -> str:
-    """Apply the mutant with the fields ``row`` to the ``text`` of its source."""
     stop = row["start"] + len(row["before"])
     assert text[row["start"] : stop] == row["before"], f"{row['path']} is of another commit"
     return text[: row["start"]] + row["after"] + text[stop:]
@@ -389,7 +388,6 @@ def _copy_tree(tree: Path) -> Path:
 
 
 def _reached(work: Path) -> dict[str, Any]:
-    """Return the records of `reach` by test file."""
     recorded = {path.stem: json.loads(path.read_text()) for path in (work / "reach").glob("*.json")}
     parents: dict[str, set[str]] = {}
     for line in FORMER.read_text(encoding="utf-8").splitlines():

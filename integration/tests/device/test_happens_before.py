@@ -510,7 +510,7 @@ def _sites(trace: Sequence[TraceRecord]) -> tuple[dict[str, list[int]], list[int
         elif record.kind == "device_synchronize" and site.endswith(_BETWEEN_STEPS):
             continue
         elif record.kind == "event_query" and ".query(" not in _line(site):
-            continue  # torch's allocator of pinned memory looks for free blocks
+            continue  # torch's allocator of pinned memory searches for free blocks
         elif site.startswith(_ROOTS) and "/testing/" not in site:
             sites[f"{record.kind} {site}"].append(position)
     return sites, hints

@@ -245,7 +245,7 @@ def test_broken_host_file_is_refused_by_line(tmp_path: Path, lines: str, message
     ],
 )
 def test_chosen_slots_are_the_devices_that_ranks_see(visible, options, expected, monkeypatch):
-    # This machine lacks four devices. The code under test needs only their number.
+    # The machine may lack four devices. The code under test needs only their number.
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -56,7 +56,7 @@ FORMATS = [
 
 @dataclass(frozen=True)
 class Case:
-    """Rows to quantize and to compare with plain torch on the host."""
+    """Input for which a backend must give the same bytes and values as plain torch on the host."""
 
     fmt: BlockFormat
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""The ``activation_checkpointing`` config block: recomputation changes no number."""
+"""The ``activation_checkpointing`` config block: recomputation changes no result."""
 
 import pytest
 import torch

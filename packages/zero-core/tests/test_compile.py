@@ -1,4 +1,4 @@
-"""Compiled blocks: the same numbers as uncompiled ones, without graph breaks."""
+"""Compiled blocks: the same results as uncompiled ones, without graph breaks."""
 
 import itertools
 

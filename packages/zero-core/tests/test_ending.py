@@ -151,8 +151,6 @@ def test_engines_that_are_dropped_without_close_are_freed():
 
 
 class _Far(Tensor):
-    """A stand-in for a buffer on an accelerator."""
-
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.full((3,), 2.0)
 

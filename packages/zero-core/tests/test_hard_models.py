@@ -1,4 +1,4 @@
-"""Unusual models and loops: the numbers stay right, or an error gives the reason."""
+"""Unusual models and loops: correct results, or an error that gives the reason."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""Ctrl-C and exceptions at any point of a step: training continues, or the error gives the cure."""
+"""Ctrl-C and exceptions anywhere in a step: training continues, or an error names the remedy."""
 
 import random
 import signal

@@ -88,7 +88,7 @@ def test_the_declared_dtype_is_communicated_after_no_sync(ranks, name, dtype):
 
 
 class _Scaled(nn.Module):
-    """Two blocks whose outputs are summed, so that one gradient alone can become non-finite."""
+    """Two blocks whose outputs are summed, so that only one gradient can become non-finite."""
 
     def __init__(self):
         super().__init__()

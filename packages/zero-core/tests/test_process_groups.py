@@ -178,7 +178,7 @@ def _the_groups_of_an_engine_that_is_dropped_end_later(rank: int, world_size: in
 
 
 def _groups_that_end_together_are_aborted_as_one(rank: int, world_size: int) -> None:
-    """Check that aborts are grouped. A patched gloo class replaces NCCL's."""
+    """Check that aborts are between group start and end. gloo's class stands in for NCCL's."""
     calls: list[str] = []
     gloo: Any = dist.ProcessGroupGloo
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Step records: their contents, the bound on their size, and no effect on numbers."""
+"""Step records: their contents, the bound on their size, and no effect on results."""
 
 import gc
 import itertools

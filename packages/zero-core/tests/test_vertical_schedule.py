@@ -1,4 +1,4 @@
-"""The vertical schedule: the horizontal one's bits, with two passes of gathers per step."""
+"""The vertical schedule: the bits of the horizontal one, with two passes of gathers per step."""
 
 import random
 import re

@@ -62,7 +62,7 @@ class _Ranks:
 
 
 class _Stalled:
-    """A store whose reads block, like those of a suspended host, and fail at last."""
+    """A store whose `check` blocks, as on a suspended host, until ``has_resumed``, then raises."""
 
     def __init__(self):
         self.has_resumed = threading.Event()

@@ -95,7 +95,7 @@ def _train_on_sums(count: int, dtype: torch.dtype = BF16, **block: Any) -> dict[
 
 @pytest.fixture(params=["torch", "one gradient", "cpu_adam"])
 def kernel(request: pytest.FixtureRequest) -> Any:
-    """Provide None for torch's update, a kernel for one gradient, and a kernel for several."""
+    """Provide None (torch updates), a kernel that takes one gradient, or one that takes several."""
     makers = {"torch": lambda: None, "one gradient": ReferenceKernel, "cpu_adam": cpu_adam}
     return makers[request.param]()
 
@@ -299,7 +299,7 @@ def test_gradients_are_added_only_where_that_was_announced() -> None:
 
 
 def test_waits_do_not_count_as_updates() -> None:
-    """`AutoTier` computes the host's speed from the seconds of updates."""
+    """Waits in the seconds of `drain` would lower the host's speed that `AutoTier` computes."""
     clock = VirtualTime()
 
     class Timed(TorchStepper):

@@ -1,4 +1,4 @@
-"""The tier that chooses its own ratio: its measurements, and bits that never change."""
+"""The tier that chooses its own ratio: its measurements, and bit-identical results."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def make_auto(space: Space, kernel: Any = None, script: AutoRatio | None = None)
 
 
 def test_each_step_is_measured(clock: VirtualTime) -> None:
-    """The host kernel takes 20 ms per run, and the caller waits for the values at once."""
+    """Per run the kernel takes 20 ms on the host, 5 ms on the device. The caller waits at once."""
     space, script = Space(), Scripted((1.0, 0.5, 0.5))
     tier = make_auto(space, TimedAdam(clock, 0.02, 0.005), script)
     train(tier, space, GROUPS, range(4), active=[0, 1, 2])  # pieces 0 to 2 are one run
@@ -172,7 +172,7 @@ def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -
 def test_a_host_that_is_always_late_gives_all_to_the_device(
     clock: VirtualTime, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The kernel takes 4 ms for any share, so the search ends at ratio 0 and logs it once."""
+    """The host takes 4 ms for any share, so the search ends at ratio 0 and logs it once."""
     caplog.set_level(logging.INFO, logger="zero_offload")
     space = Space()
     # The last piece fills the space, so that any share has elements to update.
@@ -258,7 +258,7 @@ def test_room_is_what_this_process_may_take_of_the_device(
 def test_room_is_what_the_peak_without_the_state_leaves(
     reserved: int, steps: list[tuple[int, float]], total: int
 ) -> None:
-    """Each step takes some of the device's ``total`` bytes, plus 14 per element of state."""
+    """Each step needs ``taken`` bytes, and 14 bytes per element of state on the device."""
     numel, element_bytes = 10**7, 14
     peak = others = 0
     room = DeviceRoom(numel, element_bytes)

@@ -49,7 +49,6 @@ def _sizes(num_blocks: int) -> list[int]:
 
 
 def _check(file: BlockFile, expected: Sequence[int]) -> None:
-    """Check that each block is filled with its expected number."""
     for record, size in enumerate(file.block_bytes):
         found = torch.full((size,), 99, dtype=torch.uint8)
         file.read(record, found).wait()

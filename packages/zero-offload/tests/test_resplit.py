@@ -47,7 +47,6 @@ ROUTES = [
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Migrate state in several blocks."""
     monkeypatch.setattr("zero_offload.tiers.shares.BLOCK_NUMEL", 50)
 
 

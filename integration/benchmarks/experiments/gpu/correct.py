@@ -8,7 +8,7 @@ comm          quantized collectives: losses compared with the engine's without t
               two nodes, where hpZ must not change a bit
 
 Several ranks share one device through gloo. Where gloo does not support the device, the row says
-so. torch's deterministic algorithms are on, because the oracle must repeat its own bits.
+so. torch's deterministic algorithms are on, because equal computations must give equal bits.
 """
 
 from __future__ import annotations

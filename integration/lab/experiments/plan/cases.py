@@ -63,7 +63,6 @@ def _case(
 
 
 def held_out() -> Iterator[Case]:
-    """Yield the 24 held-out configurations."""
     for dtype in ("fp32", "bf16"):
         for is_offloaded in (False, True):
             yield _case("wide", WIDE, 0, dtype, is_offloaded=is_offloaded)

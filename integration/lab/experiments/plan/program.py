@@ -148,9 +148,9 @@ def search(bench: Bench, case: Case, rounds: int) -> Row:
     """Measure every choice of a case's plan, and compare the plan's best choice with the fastest.
 
     A choice slower than `HOPELESS` times the fastest is not measured in later rounds. Among equally
-    fast choices the fastest measured one is only the luckiest. Therefore the `NUM_FINALISTS`
-    fastest and the plan's best are measured again, in turn, `FINAL_ROUNDS` times. Only these times
-    are compared, round by round, because the machine's speed changes more over minutes than choices
+    fast choices noise decides which one has the least time. Therefore the `NUM_FINALISTS` fastest
+    and the plan's best are measured again, in turn, `FINAL_ROUNDS` times. Only these times are
+    compared, round by round, because the machine's speed changes more over minutes than choices
     differ.
     """
     planned, plan_s = bench.plan(case)

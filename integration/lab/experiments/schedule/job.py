@@ -184,8 +184,6 @@ class _HastyStreams(VirtualStreams):
 
 
 class _Clock(DeviceClock):
-    """A clock of the virtual compute stream."""
-
     def __init__(self, compute: VirtualStream) -> None:
         super().__init__(CPU)
         self._compute = compute

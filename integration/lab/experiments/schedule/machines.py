@@ -115,7 +115,6 @@ def _trace(shape: GptShape, tokens: int) -> Trace:
 
 
 def rates_of(machine: Machine) -> tuple[Rates, str]:
-    """Return a machine's rates and their source."""
     found = device_calibration(
         machine.device, machine.ranks, host_bytes_per_s=machine.host_bytes_per_s
     )

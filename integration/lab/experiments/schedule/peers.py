@@ -81,15 +81,12 @@ class Program:
         return found
 
     def update(self, what: str, seconds: float, after: list[Work], need: int = 0) -> Work:
-        """Add work on the host."""
         return self._add("host", what, seconds, after, need)
 
     def publish(self, share: float, after: Work) -> Work:
-        """Add the copy of new values to the device."""
         return self._add("up", "parameters", share * self.times.link_s, [after])
 
     def update_on_device(self, share: float) -> None:
-        """Add an update on the device."""
         self._compute("update", share * self.times.device_s)
 
     def _compute(self, what: str, seconds: float, after: list[Work] | None = None) -> Work:
@@ -198,7 +195,7 @@ def run(peer: Peer, times: Times, clipped_every: int = 0) -> tuple[float, list[S
         peer.add_step(program, number, is_clipped=is_clipped)
     program.schedule.run()
     ends = [work.stop for work in program.ends]
-    # A step after which ZenFlow's interval ends.
+    # The step after the end of one of ZenFlow's intervals, so that the host's update is in it.
     start, stop = ends[-1 - ZENFLOW_STEPS], ends[-ZENFLOW_STEPS]
     spans = [
         Span(w.lane, w.what, w.start - start, w.stop - start)

@@ -21,7 +21,6 @@ COLORS = {
 
 
 def lane_panel(case: str, spans: Sequence[Span]) -> Panel:
-    """Return a panel of the work in each lane of a step."""
 
     def draw(axes: Axes) -> None:
         for what, color in COLORS.items():

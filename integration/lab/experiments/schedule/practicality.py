@@ -125,7 +125,6 @@ def job_of(case: Case, times: Times, chunks: float) -> Job:
 
 
 def device_s(times: Times, chunks: float) -> float:
-    """Return the length of a step without offload."""
     return Job(times, "after the decision", 0.0, chunks_per_block=chunks).run()
 
 
@@ -142,7 +141,6 @@ def _row(machine: Machine, tokens: int, name: str, off_s: float, step_s: float, 
 
 
 def rows_of(cases: Sequence[Case], machine: Machine, shape: GptShape, tokens: int) -> Iterator[Row]:
-    """Yield the steps of cases on a machine."""
     chunks, bar = chunks_per_block(machine, shape), BARS.get(tokens)
     off_s = device_s(times_of(machine, shape, tokens, FP32), chunks)
     for case in cases:
@@ -275,7 +273,6 @@ def _column(machine: str) -> Column:
 
 
 def _by_schedule(rows: Sequence[Row], tokens: int) -> dict[str, Row]:
-    """Group rows by schedule, then by machine."""
     found: dict[str, Row] = {}
     for row in rows:
         if row["tokens"] == tokens:

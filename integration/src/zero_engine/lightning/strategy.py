@@ -67,7 +67,7 @@ class ZeroPrecision(Precision):
     """
 
     def __init__(self, precision: Any) -> None:
-        """Store Lightning's name of a precision. Raises ConfigError if it is not served."""
+        """Store ``Trainer(precision=...)``'s value. Raises ConfigError if it is not supported."""
         if precision not in _BLOCK_OF:
             raise ConfigError(
                 f"Trainer(precision={precision!r}) is not served by the ZeRO strategies; "

@@ -65,8 +65,10 @@ COPY_SHARE = 1 / 8
 class TrainingRun:
     """Training run whose folder is prepared.
 
-    ``config`` is the engine's, after `fill_auto`. ``checkpoints`` is a folder or URL.
-    ``max_copy_bytes`` limits the copy of a rank's states for a save. None: no limit.
+    Attributes:
+        config: the engine's configuration, after `fill_auto` (the constructor takes it before).
+        checkpoints: folder or URL of the checkpoints.
+        max_copy_bytes: limit of the copy of a rank's states for a save; None for no limit.
     """
 
     def __init__(

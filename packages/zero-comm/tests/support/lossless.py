@@ -269,7 +269,6 @@ def decoded(codec: Any, buffer: Tensor, old: Tensor, around: int = 7) -> tuple[b
 
 
 def modes_in(buffer: Tensor, numel: int) -> list[int]:
-    """Return the mode of each block."""
     descriptors = buffer[: descriptors_nbytes(numel)].cpu().view(torch.int16)
     return [x >> 11 for x in descriptors.tolist()]
 

@@ -19,7 +19,6 @@ def difference_buffer(old: Sequence[int], new: Sequence[int], bits: int) -> byte
 
 
 def value_buffer(elements: Sequence[int], bits: int) -> bytes:
-    """Encode elements of ``bits`` bits."""
     starts = range(0, len(elements), BLOCK)
     return _joined([_values(elements[i : i + BLOCK], bits) for i in starts])
 

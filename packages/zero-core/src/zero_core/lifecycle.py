@@ -133,7 +133,8 @@ class Ownership:
 
     def dropped(self) -> None:
         """Call `close` after the engine was garbage-collected, except at exit."""
-        # On another thread than the builder's, close() could deadlock. `check_is_free` calls it.
+        # close() could deadlock on a thread other than the one that built the engine. In that case
+        # `check_is_free` calls it when an engine is next built on the model.
         if self._thread == threading.get_ident() and not sys.is_finalizing():
             try:
                 self.close()

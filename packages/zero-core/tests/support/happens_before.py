@@ -170,7 +170,7 @@ _WAITS = {
 
 
 def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
-    """Return the innermost frame below ``roots`` of an explicit wait, or "" for other records."""
+    """Return the innermost frame under ``roots`` of a wait, query or `record_stream`, else ""."""
     if record.kind not in _WAITS or record.name:
         return ""
     return next(

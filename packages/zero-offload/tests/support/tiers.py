@@ -52,7 +52,6 @@ class Space:
 
     @property
     def every(self) -> range:
-        """Indices of all pieces."""
         return range(len(self.pieces))
 
     def grad(self, step: int) -> Tensor:
@@ -114,7 +113,6 @@ def make_tier(
 def offload_tiers(
     geometry: Geometry, kernel: Any, cls: Any = optim.AdamW, groups: Any = ADAM
 ) -> OffloadTiers:
-    """Return the factory of a tier's parts."""
     return OffloadTiers(
         geometry,
         OffloadSettings(),
@@ -206,7 +204,6 @@ def trained(
     padding: bool = True,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Train a new tier, and return its `snapshot`."""
     space = Space() if space is None else space
     tier = make_tier(space, cls, groups, **options)
     train(tier, space, groups, steps, grad_scale=grad_scale)

@@ -301,9 +301,10 @@ def partition(param: nn.Parameter, value: PartitionedValue) -> None:
 def leave_partitioned(engine: ShardedModel) -> None:
     """Close ``engine`` and leave the current values in its model.
 
-    At stages 0 to 2 parameters keep their values. At stage 3, and where a step was interrupted,
-    they become partitioned: each rank keeps its elements in host memory. Parameters that cannot be
-    partitioned are gathered, so every rank must call it.
+    At stages 0 to 2 parameters keep their values. At stage 3, or if an exchange of values has
+    failed, they become partitioned: each rank keeps its elements in host memory. Parameters that
+    cannot be partitioned are gathered, so every rank must call it. Raises RuntimeError after an
+    interrupted ``step()``.
     """
     for param, spec, control, spans, local in engine.leave_shards():
         part = _copy_off_heap(local, local.dtype)

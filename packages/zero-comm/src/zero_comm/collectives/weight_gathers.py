@@ -269,8 +269,9 @@ def numbers_of(
 ) -> Tensor:
     """Return the three numbers that ranks compare: int64, [3]. See [Note: lossless differences].
 
-    They are the bytes of this rank's message, the version of the kept values, and a checksum of
-    ``held``, values that must be equal on the ranks. Without kept values they are 0, -1 and 0.
+    They are the size of this rank's message in bytes, the version of the kept values, and a
+    checksum of ``held`` (0 if empty), whose values must be equal on all ranks. Without kept values
+    they are 0, -1 and 0.
     """
     total = zero = torch.zeros((), dtype=torch.int64, device=new.device)
     if before == _NONE:

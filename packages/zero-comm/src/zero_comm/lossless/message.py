@@ -132,13 +132,14 @@ def unpack(
     versions: tuple[int, int] = (0, 0),
     own: int | None = None,
 ) -> None:
-    """Decode the message in each of ``rows``, uint8 [senders, bytes], into its flat ``values``.
+    """Decode ``rows``, uint8 [senders, bytes], into the flat tensors at their index of ``values``.
 
     For differences, ``values`` hold the old version. The row of sender ``own`` is not decoded. Rows
     start at multiples of 16 bytes and may have extra bytes at their end, which are zeros on an
-    accelerator. On a host a message that is damaged or of other elements or versions raises
-    CorruptMessageError, and its ``values`` are unchanged unless wrong bytes have the right
-    checksum. On an accelerator the results of the checks are added to ``checks`` instead.
+    accelerator. On a host, a damaged message, or one whose header has another coding, element size,
+    number of elements or versions, raises CorruptMessageError. Its tensor is then unchanged, unless
+    wrong bytes have the right checksum. On an accelerator the results of the checks are added to
+    ``checks`` instead.
     """
     codec, each = find_codec(coding, rows.device), zip(rows, values, senders, strict=True)
     if rows.is_cpu:

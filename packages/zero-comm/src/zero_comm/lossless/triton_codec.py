@@ -18,7 +18,7 @@ from zero_comm.quantizer.triton_backend import on_device
 
 
 class TritonCodec:
-    """Codec of one coding, whose kernels run on the tensors' device and its current stream."""
+    """Codec of differences or values. ``kernels`` run in the tensors' device's current stream."""
 
     name = "triton"
 

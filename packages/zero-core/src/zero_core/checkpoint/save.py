@@ -14,9 +14,9 @@ ranks. The checkpoint is the union of these folders.
 [Note: a save beside training]
 ``async_save`` copies small tensors and makes a snapshot of the states, which copies a part when a
 step is about to change it (`zero_core.sharded.snapshot`). A thread writes the files. The ranks'
-threads communicate by torch's store (`zero_core.comm.groups.StoreExchange`). The thread reads
-frozen values and parameters in host memory in place. `ShardedState.quiesce` waits for the thread
-before such values are written outside of a step.
+threads communicate by torch's store (`zero_core.comm.groups.StoreExchange`). States that the
+snapshot has not copied, and frozen values in host memory, are read by the thread where they are.
+`ShardedState.quiesce` waits for the thread before values are written outside of a step.
 """
 
 from __future__ import annotations

@@ -440,7 +440,7 @@ def _is_past(path: Path) -> bool:
 
 
 def inode_of(path: Path) -> tuple[int, ...]:
-    """Return numbers that a rewrite of the file changes: inode, size and time of modification."""
+    """Return device, inode, size and modification time. A rewrite changes at least one."""
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 

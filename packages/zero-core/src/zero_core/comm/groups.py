@@ -385,7 +385,7 @@ class _SharedGroup:
     """A process group, and weak references to the `ProcessLibrary` objects that use it."""
 
     group: dist.ProcessGroup
-    # Backend, the job's ranks in the group's order, and lane.
+    # Backend, global ranks of the members in the group's order, and lane.
     key: tuple[str | None, tuple[int, ...], Lane]
     users: weakref.WeakSet[ProcessLibrary] = field(default_factory=weakref.WeakSet)
 

@@ -86,7 +86,8 @@ class BackwardOrder:
         self._trails: list[_Trail] = []
         self._followed: _Trail | None = None  # the trail followed last in this backward
         self._entered: set[int] = set()  # units entered in this backward
-        # A trail and its recomputed positions, and whether a gradient of one of these is ready.
+        # A trail and the positions of its recomputed units, and whether backward has gone through
+        # them: a gradient of one of the units is ready, or a unit before all of them is recomputed.
         self._recomputed: tuple[_Trail, list[int]] | None = None
         self._is_recomputed_ready = False
 

@@ -66,9 +66,10 @@ class GradientSink(Protocol):
         """Whether the reduced gradient of every segment was added."""
 
     def begin_backward(self, *, is_new_round: bool) -> None:
-        """Check, at the start of a backward, that it may add to the step's gradient.
+        """Begin a backward, or raise if it may not add to the step's gradient.
 
-        ``is_new_round``: a forward has begun since the last backward, outside of ``no_sync``.
+        Hides the gradient from ``param.grad`` until it is complete again. ``is_new_round``: a
+        forward has begun since the last backward, and this backward is outside of ``no_sync``.
         """
 
     def add(self, grads: FlatGrads, *, is_last: bool) -> bool:

@@ -6,10 +6,11 @@ the host and the storage is resized to zero. Reloading reverses this. Views stay
 and only addresses change. Scratch memory is not copied. Memory that other ranks map cannot be
 resized and is not offloaded.
 
-Reading an emptied storage would crash. So parameters become placeholders, temporary hooks make
-every module of the model refuse a forward, and no backward may begin. At stages 0 to 2 offloading
-increments the version of the parameters. So torch refuses the backward of an earlier forward, even
-after reloading.
+Reading an emptied storage would crash. So offloaded parameters are placeholders. While parameters
+or scratch memory are offloaded, temporary hooks make every module of the model refuse a forward.
+While these or gradients are offloaded, no backward may begin. At stages 0 to 2, offloading
+parameters increments their autograd version counters, so torch refuses the backward of an earlier
+forward, even after reloading.
 """
 
 from __future__ import annotations

@@ -355,8 +355,8 @@ class StepGradient:
             if self.policy.is_final:
                 grads.wait()
             grads.shard.release(tier.offer_grad(start, reduced.shard))
-        else:  # one micro-step's gradient, which the tier accumulates
-            accumulating = cast(AccumulatingTier, tier)  # `plan_gradient` has checked it
+        else:  # one micro-step's gradient: `plan_gradient` plans it only for an AccumulatingTier
+            accumulating = cast(AccumulatingTier, tier)
             grads.shard.release(accumulating.add_grad(start, reduced.shard, is_last=is_last))
             if not is_last:
                 return False

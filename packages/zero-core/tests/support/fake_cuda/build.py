@@ -1,10 +1,11 @@
-"""Build of the fake CUDA libraries into torch's folder: ``python build.py HEADERS BUILD``.
+"""Builds fake CUDA libraries into torch's folder: ``python build.py HEADERS BUILD``.
 
-torch's CUDA wheel cannot be imported without NVIDIA's libraries. For the wheel of CUDA ``BUILD``,
-such as ``cu130``, this program creates in ``torch/lib``
+torch's CUDA wheel cannot be imported without NVIDIA's libraries. ``HEADERS`` is a folder with
+NVIDIA's header packages, ``BUILD`` the CUDA version of the wheel, such as ``cu130``. This program
+creates in ``torch/lib``
 
 - ``libcudart``, ``libnccl`` and ``libfake_cuda_ops``, compiled from the sources in this folder;
-- stub libraries with every other function that torch imports. Most stubs print their name and fail.
+- stubs of all other NVIDIA functions that torch imports. Most print their name and fail.
 
 torch's libraries search ``torch/lib`` last, so NVIDIA's own packages must not be installed. Every
 program of the environment uses the fake libraries, including those that torchrun starts.

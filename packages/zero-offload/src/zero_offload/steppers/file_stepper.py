@@ -290,9 +290,10 @@ class FileStepper(RuleStepper):
     def _pass(
         self, name: str, spans: Sequence[tuple[int, int, int]], *, is_read: bool
     ) -> Iterator[Iterator[tuple[int, int, int, Block, dict[str, Tensor]]]]:
-        """Provide an iterator that takes the block of each span: ``(index, a, b, block, buffers)``.
+        """Take the block of each span in turn.
 
-        With ``is_read`` buffers are first read from the file. All writes are complete at the end.
+        The context's iterator yields ``(index, a, b, block, buffers)``. If ``is_read``, the buffers
+        have been read from the file. All writes are complete when it exits without an error.
         """
         for index, _, _ in spans:
             self._pipeline.announce([index], self.layout.parts_of(index, name) if is_read else ())
