@@ -413,12 +413,21 @@ def _inputs_on_the_host() -> None:
         outs.clear()
 
 
+def _accumulated_with_late_copies() -> None:
+    """Overwrite gradients during their copies. A query that finds a copy done is an order, too."""
+    fake_cuda.set_delays(seed=1, copy_s=0.02)
+    _train(CASES["accumulated"])
+    fake_cuda.set_delays()
+
+
 def _fetched_on_another_stream() -> None:
     copies = HostInputs(torch.device("cuda:0")).copies
     stored = copies.store(torch.ones(1024, device="cuda:0").square())
     assert stored is not None
     with torch.Stream("cuda:0"):
         copies.take(stored).square()
+    copies.store(torch.ones(1024, device="cuda:0").square())  # dropped at once
+    torch.ones(1024, device="cuda:0").square()  # may reuse its memory
 
 
 def _gradients_on_the_host() -> None:
@@ -458,6 +467,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "one run, differences up": partial(_tier, 1.0, _SmallSteps(), 1),
     "device tier": _device_tier,
     "inputs on the host": _inputs_on_the_host,
+    "accumulated, late copies": _accumulated_with_late_copies,
     "fetched on another stream": _fetched_on_another_stream,
     "gradients on the host": _gradients_on_the_host,
     "reused memory": _reused_memory,
