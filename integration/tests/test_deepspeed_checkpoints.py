@@ -21,8 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.support.facade import NO_PERSISTENCE, config, make, on_ranks
 from zero_core import CheckpointError
-from zero_core.testing import spawn
-from zero_core.testing.training import assert_same
+from zero_core.testing import assert_same, spawn
 from zero_engine import deepspeed
 from zero_engine.deepspeed.checkpoint import clone_tensors_for_torch_save
 from zero_engine.deepspeed.utils import zero_to_fp32

@@ -8,10 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import zero_core
-from zero_core.testing.models import make_tower, rows, seeded
-from zero_core.testing.oracle import Case
-from zero_core.testing.simulated import on_ranks
-from zero_core.testing.training import adamw, train
+from zero_core.testing import Case, adamw, make_tower, on_ranks, rows, seeded, train
 
 
 def _net():
