@@ -26,10 +26,6 @@ def _engine(stage, process_group=None):
     return Case(stage).build(process_group, _net())
 
 
-def _train(engine, rank, steps):
-    train(engine, [rows(step, rank) for step in steps])
-
-
 def _assert_is_plain(model):
     for name, module in model.named_modules():
         hooks = {k: v for k, v in vars(module).items() if k.endswith("_hooks") and v}
@@ -62,7 +58,7 @@ def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(ranks, stage)
     for more in ({}, {"activation_checkpointing": {"enabled": True}}, hooked):
         config = Case(stage).config() | more
         engine = zero_core.build(_net(), config, process_group=ranks)
-        _train(engine, ranks.rank, range(2))
+        train(engine, [rows(step, ranks.rank) for step in range(2)])
         state = engine.full_state_dict()
         with engine.gathered():
             copied = copy.deepcopy(engine.module)
@@ -86,7 +82,7 @@ def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(ranks, stage)
 @on_ranks(2)
 def test_a_copy_is_refused_where_values_are_not_whole(ranks, stage):
     engine = _engine(stage, process_group=ranks)
-    _train(engine, ranks.rank, range(1))
+    train(engine, [rows(0, ranks.rank)])
     state = engine.full_state_dict()
     if stage == 3:
         with pytest.raises(RuntimeError, match=r"blocks\.1\.\d\.weight .*gathered\(\)"):
