@@ -28,9 +28,7 @@ from zero_core.testing.sampled_rows import (  # re-exported so that pytest finds
 from zero_core.testing.sampled_rows import (
     pytest_collection_modifyitems as pytest_collection_modifyitems,
 )
-from zero_core.testing.sampled_rows import (
-    pytest_runtestloop as pytest_runtestloop,
-)
+from zero_core.testing.sampled_rows import pytest_runtestloop as pytest_runtestloop
 from zero_engine.calibration import kept
 from zero_engine.cli import app
 from zero_engine.launch.torchrun import local_address_only

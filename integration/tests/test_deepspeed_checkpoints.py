@@ -21,8 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.support.facade import NO_PERSISTENCE, config, make, on_ranks
 from zero_core import CheckpointError
-from zero_core.testing import spawn
-from zero_core.testing.training import assert_same
+from zero_core.testing import assert_same, spawn, train
 from zero_engine import deepspeed
 from zero_engine.deepspeed.checkpoint import clone_tensors_for_torch_save
 from zero_engine.deepspeed.utils import zero_to_fp32
@@ -72,14 +71,9 @@ def _engine(stage: int, seed: int = 0, mpu: Any = None, **more: Any) -> Any:
 
 
 def _train(engine: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(10 * step + engine.global_rank)
-        loss = engine(torch.randint(0, 7, (3,), generator=generator))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    seeds = [10 * step + engine.global_rank for step in steps]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    return train(engine, [torch.randint(0, 7, (3,), generator=g) for g in generators])
 
 
 def _go_on(rank: int, world_size: int, folder: str) -> None:

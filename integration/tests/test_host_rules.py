@@ -16,14 +16,7 @@ import zero_core
 from cpu_adam import reference
 from tests.support.host_optimizers import OPTIMIZERS
 from zero_core import Engine, plugins
-from zero_core.testing import (
-    Case,
-    batch,
-    make_model,
-    on_ranks,
-    train,
-)
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, assert_same, batch, make_model, on_ranks, train
 from zero_offload.rules import compact
 
 STEPS = 4

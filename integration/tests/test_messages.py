@@ -339,10 +339,8 @@ def make_net() -> nn.Module:
 
 def report_of(config: dict[str, Any], ranks: SimulatedRanks | None = None) -> dict[str, Any]:
     engine = zero_core.build(make_net(), config, process_group=ranks)
-    for _ in range(2):  # the first step has no earlier values for lossless differences
-        for _ in range(engine.gradient_accumulation_steps):
-            engine.backward(engine(rows(0, 0, UNIT_WIDTH).bfloat16()))
-            engine.step()
+    # The first step has no earlier values for lossless differences.
+    train(engine, [rows(0, 0, UNIT_WIDTH).bfloat16()] * (2 * engine.gradient_accumulation_steps))
     memory = engine.memory_report()
     return {
         "sent": [asdict(row) for row in engine.comm_report()],

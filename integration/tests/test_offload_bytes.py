@@ -13,14 +13,7 @@ from torch import Tensor
 import zero_core
 import zero_offload
 from zero_core.layout.arithmetic import Segment
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    make_model,
-    make_tower,
-    on_ranks,
-    rows,
-)
+from zero_core.testing import Case, SimulatedRanks, make_model, make_tower, on_ranks, rows
 from zero_offload.param_tier import OffloadedParams
 from zero_offload.steppers import file_stepper
 

@@ -100,8 +100,7 @@ def test_offload_takes_what_was_planned(world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "given", "labels"),
-    [(GPT2LMHeadModel, GPT2, 32), (T5ForConditionalGeneration, T5, 16)],
+    ("make", "given", "labels"), [(GPT2LMHeadModel, GPT2, 32), (T5ForConditionalGeneration, T5, 16)]
 )
 def test_a_hugging_face_configuration_is_planned_as_its_model(make, given, labels):
     with torch.device("meta"):

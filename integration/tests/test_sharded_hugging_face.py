@@ -18,14 +18,7 @@ from transformers import AutoModelForCausalLM
 import zero_core
 from tests.support.lm_models import lm_config, make_lm
 from zero_core import CheckpointError, ConfigError
-from zero_core.testing import (
-    Case,
-    PeakMemory,
-    SimulatedRanks,
-    seeded,
-    simulate,
-    spawn,
-)
+from zero_core.testing import Case, PeakMemory, SimulatedRanks, seeded, simulate, spawn
 from zero_core.testing.quantized import WrappedCodes
 from zero_engine.hf.merged import export_merged
 

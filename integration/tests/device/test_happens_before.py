@@ -33,14 +33,7 @@ from zero_core.comm.queues import HostQueues
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.protocols import Work
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    Tower,
-    make_tower,
-    rows,
-    run_alone,
-)
+from zero_core.testing import Case, SimulatedRanks, Tower, make_tower, rows, run_alone
 from zero_core.vertical.segments import PartialGrads
 from zero_offload import OffloadedOptimizer
 from zero_offload.flat import geometry

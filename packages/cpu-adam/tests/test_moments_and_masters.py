@@ -434,21 +434,6 @@ class TestConvertState:
 
 
 class TestRefusals:
-    def test_a_setting_that_does_not_exist(self):
-        params = make_params([(3,)], dtype=torch.bfloat16)
-        for options, error, match in [
-            ({"master_dtype": "bfloat16"}, ValueError, "master_dtype: must be one of float32, spl"),
-            ({"master_dtype": torch.float32}, TypeError, "master_dtype: expected a name"),
-            ({"state_dtype": "int4"}, ValueError, "state_dtype: must be one of"),
-            ({"state_dtype": torch.int8}, TypeError, "state_dtype: expected a name"),
-            ({"seed": -1}, ValueError, "seed: "),
-            ({"seed": 0.5}, TypeError, "seed: "),
-        ]:
-            with pytest.raises(error, match=f"^{match}"):
-                CPUAdam(params, **options)
-        with pytest.raises(ValueError, match=r"^master_dtype: "):
-            CPUAdam([{"params": params, "master_dtype": "int16"}])
-
     def test_an_fp16_parameter_cannot_be_split(self):
         halves = make_params([(3,)], dtype=torch.float16)
         match = r"^master_dtype: .*bf16 parameters.*fp16"

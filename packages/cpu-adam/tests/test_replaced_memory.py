@@ -16,12 +16,7 @@ from support.torch_cases import make_params, set_grads, train  # noqa: E402
 from cpu_adam import CPUAdam  # noqa: E402
 
 SIZES = [(n % 7 + 1,) for n in range(20)] + [(3, 4), (), (0,), (2, 3, 2, 2)]
-SETTINGS = [
-    {},
-    {"state_dtype": "int8"},
-    {"state_dtype": "bfloat16"},
-    {"master_dtype": "split"},
-]
+SETTINGS = [{}, {"state_dtype": "int8"}, {"state_dtype": "bfloat16"}, {"master_dtype": "split"}]
 
 
 def mixed_params(half):

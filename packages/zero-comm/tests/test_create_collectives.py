@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.simulated_ranks import (
-    FOUR_BIT,
-    QGZ,
-    QWZ,
-    Network,
-    SimulatedTransport,
-    hpz,
-)
+from support.simulated_ranks import FOUR_BIT, QGZ, QWZ, Network, SimulatedTransport, hpz
 
 import zero_comm
 from zero_comm import create_collectives

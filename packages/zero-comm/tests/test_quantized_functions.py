@@ -7,12 +7,7 @@ from support.real_ranks import DTYPES, SHAPES, Outcomes, outcomes_of, values_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zero_comm import (
-    dequantize,
-    quantize,
-    quantized_all_gather,
-    quantized_reduce_scatter,
-)
+from zero_comm import dequantize, quantize, quantized_all_gather, quantized_reduce_scatter
 
 PER_NODE = dict(SHAPES)
 

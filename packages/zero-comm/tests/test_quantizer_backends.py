@@ -24,12 +24,7 @@ from support.real_ranks import start_ranks
 from torch import Tensor
 
 import zero_comm
-from zero_comm import (
-    BlockFormat,
-    dequantize_sum,
-    quantize,
-    quantize_rows,
-)
+from zero_comm import BlockFormat, dequantize_sum, quantize, quantize_rows
 from zero_comm.quantizer.backend import find_backend
 from zero_comm.quantizer.block_format import seed_of_group
 from zero_comm.quantizer.torch_backend import BACKEND as REFERENCE

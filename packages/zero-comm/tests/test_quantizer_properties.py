@@ -12,12 +12,7 @@ from support.quantizer_reference import (
     reference_values,
     steps_per_element,
 )
-from support.quantizer_strategies import (
-    flat_tensors,
-    formats,
-    plain,
-    seeds,
-)
+from support.quantizer_strategies import flat_tensors, formats, plain, seeds
 from torch import Tensor
 
 from zero_comm import BlockFormat, dequantize, quantize, quantized_nbytes

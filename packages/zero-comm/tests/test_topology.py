@@ -35,18 +35,16 @@ def test_without_a_launcher_that_numbers_nodes_the_host_is_the_node() -> None:
     assert node_key({}, 0) == node_key(open_mpi, 7) == f"host {socket.gethostname()}"
 
 
-def test_nodes_of_different_sizes_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert ranks_per_node_of("aaaabb") == 2
-    assert "nodes have [4, 2] ranks; groups of 2" in caplog.text
-
-
-def test_ranks_of_a_node_that_are_not_consecutive_are_told(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("nodes", "expected", "told"),
+    [("aaaabb", 2, "nodes have [4, 2] ranks; groups of 2"), ("abab", 1, "not consecutive")],
+)
+def test_uneven_or_interleaved_nodes_are_told(
+    nodes: str, expected: int, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert ranks_per_node_of("abab") == 1
-    assert "not consecutive" in caplog.text
+        assert ranks_per_node_of(nodes) == expected
+    assert told in caplog.text
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))

@@ -18,11 +18,7 @@ def leave_only(monkeypatch: pytest.MonkeyPatch, name: str, names: tuple[str, str
     """
 
     def collective(
-        out: Tensor,
-        given: Tensor,
-        op: object = None,
-        group: object = None,
-        async_op: bool = False,
+        out: Tensor, given: Tensor, op: object = None, group: object = None, async_op: bool = False
     ) -> None:
         out.copy_(given if op is None else given * 2)
 

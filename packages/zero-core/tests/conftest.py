@@ -10,9 +10,7 @@ from zero_core.testing.sampled_rows import (  # re-exported so that pytest finds
 from zero_core.testing.sampled_rows import (
     pytest_collection_modifyitems as pytest_collection_modifyitems,
 )
-from zero_core.testing.sampled_rows import (
-    pytest_runtestloop as pytest_runtestloop,
-)
+from zero_core.testing.sampled_rows import pytest_runtestloop as pytest_runtestloop
 
 # Hypothesis must not fail a test because a busy machine is slow.
 settings.register_profile("zero-core", deadline=None, suppress_health_check=[HealthCheck.too_slow])

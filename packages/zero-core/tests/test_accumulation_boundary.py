@@ -5,10 +5,7 @@ import torch
 from support.tiers import MadeTier
 
 from zero_core.errors import CheckpointError
-from zero_core.testing.models import batch, make_model
-from zero_core.testing.oracle import Case
-from zero_core.testing.simulated import on_ranks
-from zero_core.testing.training import assert_same, train_ddp
+from zero_core.testing import Case, assert_same, batch, make_model, on_ranks, train_ddp
 
 EPOCHS = (3, 3, 2, 3, 1)
 """Micro-steps of each step, in two epochs whose last step is shorter."""

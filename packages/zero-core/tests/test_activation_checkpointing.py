@@ -9,10 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_core
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.testing.models import make_tower, seeded
-from zero_core.testing.oracle import Case
-from zero_core.testing.ranks import on_processes
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, assert_same, make_tower, on_processes, seeded
 
 BLOCKS = ({}, {"cpu_checkpointing": True})
 

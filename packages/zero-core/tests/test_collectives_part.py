@@ -9,7 +9,7 @@ import zero_core
 from zero_core import CollectiveError, ConfigError, MissingPartError
 from zero_core.core import access
 from zero_core.protocols import EXACT_PARAMETERS
-from zero_core.testing import Case, assert_same, batch, make_model, on_ranks, simulate, train
+from zero_core.testing import Case, assert_same, make_model, on_ranks, simulate, train_steps
 
 CONFIG = Case(3).config()
 
@@ -69,22 +69,18 @@ def test_a_gather_that_fails_is_named_and_leaves_no_values_behind(ranks):
     for _ in range(2):
         named = rf"rank {ranks.rank}: all_gather of unit 0 .root. failed .*Connection closed"
         with pytest.raises(CollectiveError, match=named):
-            _step(engine, 0)
+            train_steps(engine, 0, 1)
         assert all(map(access.is_refused, engine.module.parameters()))
     with pytest.raises(CollectiveError, match="Connection closed"), engine.gathered():
         pass
     assert part.lost
     part.failure = None
     for each in (engine, plain):
-        _step(each, 0)
+        train_steps(each, 0, 1)
     part.versions.clear()
     with engine.gathered(), plain.gathered():
         assert part.versions == {EXACT_PARAMETERS}
         assert_same(engine.module.state_dict(), plain.module.state_dict())
-
-
-def _step(engine, step):
-    train(engine, [batch(step, 0, engine.rank)])
 
 
 @on_ranks(4, ranks_per_node=2)
@@ -98,9 +94,8 @@ def test_a_part_is_told_the_nodes_and_what_is_frozen_and_may_use_the_lanes(ranks
     assert engine.memory_report()["secondary shards"] == 4711
     # Training with jobs on both queues is bit-identical to training without a plug-in.
     plain = zero_core.build(make_model(), CONFIG, process_group=ranks)
-    for step in range(4):
-        _step(engine, step)
-        _step(plain, step)
+    for each in (engine, plain):
+        train_steps(each, 0, 4)
     assert part.num_forgotten == 0
     assert_same(engine.full_state_dict(), plain.full_state_dict())
     assert engine.comm_report() == plain.comm_report()
@@ -120,7 +115,7 @@ def test_a_part_forgets_what_it_keeps_whenever_values_are_replaced_or_saved(rank
             module.blocks[0].norm.weight.fill_(2.0)
 
     for use, count in (
-        (lambda: _step(engine, 0), 0),
+        (lambda: train_steps(engine, 0, 1), 0),
         (lambda: engine.states.get_full(name), 0),
         (lambda: engine.save_checkpoint(tmp_path), 1),
         (lambda: engine.load_checkpoint(tmp_path), 1),
@@ -135,7 +130,7 @@ def test_a_part_forgets_what_it_keeps_whenever_values_are_replaced_or_saved(rank
         use()
         assert part.num_forgotten == count
     engine, part, _ = _build(ranks, pretrained=tmp_path / "export")
-    _step(engine, 1)
+    train_steps(engine, 1, 2)
     assert part.num_forgotten == 1
 
 

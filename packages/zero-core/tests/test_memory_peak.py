@@ -12,9 +12,7 @@ from torch import accelerator, nn
 
 import zero_core
 from zero_core.comm import control
-from zero_core.testing import Case, train
-from zero_core.testing.models import RootAndBlocks
-from zero_core.testing.ranks import PeakMemory, alone, spawn
+from zero_core.testing import Case, PeakMemory, RootAndBlocks, alone, spawn, train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 

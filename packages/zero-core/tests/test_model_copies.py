@@ -8,10 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import zero_core
-from zero_core.testing.models import make_tower, rows, seeded
-from zero_core.testing.oracle import Case
-from zero_core.testing.simulated import on_ranks
-from zero_core.testing.training import adamw, train
+from zero_core.testing import Case, adamw, make_tower, on_ranks, rows, seeded, train
 
 
 def _net():
@@ -27,10 +24,6 @@ def _net():
 
 def _engine(stage, process_group=None):
     return Case(stage).build(process_group, _net())
-
-
-def _train(engine, rank, steps):
-    train(engine, [rows(step, rank) for step in steps])
 
 
 def _assert_is_plain(model):
@@ -65,7 +58,7 @@ def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(ranks, stage)
     for more in ({}, {"activation_checkpointing": {"enabled": True}}, hooked):
         config = Case(stage).config() | more
         engine = zero_core.build(_net(), config, process_group=ranks)
-        _train(engine, ranks.rank, range(2))
+        train(engine, [rows(step, ranks.rank) for step in range(2)])
         state = engine.full_state_dict()
         with engine.gathered():
             copied = copy.deepcopy(engine.module)
@@ -89,7 +82,7 @@ def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(ranks, stage)
 @on_ranks(2)
 def test_a_copy_is_refused_where_values_are_not_whole(ranks, stage):
     engine = _engine(stage, process_group=ranks)
-    _train(engine, ranks.rank, range(1))
+    train(engine, [rows(0, ranks.rank)])
     state = engine.full_state_dict()
     if stage == 3:
         with pytest.raises(RuntimeError, match=r"blocks\.1\.\d\.weight .*gathered\(\)"):

@@ -11,13 +11,9 @@ from support.fake_cuda.simulated import simulate_on_devices
 
 import zero_core
 from zero_core.runtime import device_states
+from zero_core.testing import Case, RootAndBlocks, alone, assert_same, batch, on_ranks, simulate
+from zero_core.testing import train as trained
 from zero_core.testing.equal import micro_step
-from zero_core.testing.models import RootAndBlocks, batch
-from zero_core.testing.oracle import Case
-from zero_core.testing.ranks import alone
-from zero_core.testing.simulated import on_ranks, simulate
-from zero_core.testing.training import assert_same
-from zero_core.testing.training import train as trained
 
 CASES = [
     Case(stage=stage, dtype=dtype, accumulation=accumulation, clipping=0.5)

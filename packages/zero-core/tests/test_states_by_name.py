@@ -11,7 +11,7 @@ from zero_core.testing.models import batch, make_model, make_tower, rows
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import on_ranks
-from zero_core.testing.training import adamw, assert_same, train, train_steps
+from zero_core.testing.training import adamw, assert_same, step_ddp, train, train_steps
 
 NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "sometimes")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -25,12 +25,11 @@ class _Reference:
         self.ddp = SimulatedDDP(self.model, ranks)
         self.optimizer = adamw(self.model)
         self.params = dict(self.model.named_parameters())
-        for step in (0, 1, 4):
-            self.optimizer.zero_grad()
-            self.ddp(**batch(step, 0, ranks.rank))["loss"].backward()
-            self.ddp.average_gradients()
-            if step != 4:
-                self.optimizer.step()
+        for step in (0, 1):
+            step_ddp(self.ddp, self.optimizer, batch(step, 0, ranks.rank))
+        self.optimizer.zero_grad()
+        self.ddp(**batch(4, 0, ranks.rank))["loss"].backward()
+        self.ddp.average_gradients()
 
     def read(self, name, what):
         param = self.params[name]
@@ -41,10 +40,8 @@ class _Reference:
 
 def _engine(stage, ranks):
     engine = Case(stage=stage).build(ranks)
-    for step in (0, 1, 4):
-        engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
-        if step != 4:
-            engine.step()
+    train_steps(engine, 0, 2)
+    engine.backward(engine(**batch(4, 0, ranks.rank))["loss"])
     return engine
 
 

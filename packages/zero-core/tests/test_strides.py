@@ -64,10 +64,6 @@ def _build(ranks, stage, optimizer=torch.optim.AdamW, dtype="fp32", **model):
     return Case(stage, dtype).build(ranks, net, optimizer=_adamw(net, optimizer))
 
 
-def _train(engine, rank, steps):
-    return train(engine, [_x(step, rank) for step in steps])
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, _Whole])
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
@@ -78,7 +74,7 @@ def test_losses_weights_and_strides_are_those_of_ddp(ranks, stage, kind):
     engine = _build(ranks, stage, kind)
     with engine.gathered():
         assert _strides(engine.module) == _strides(model)
-    assert _train(engine, ranks.rank, range(STEPS)) == losses
+    assert train(engine, [_x(step, ranks.rank) for step in range(STEPS)]) == losses
     full = engine.full_state_dict()
     assert all(value.is_contiguous() for value in full.values())  # required by safetensors
     assert_same(full, dict(model.state_dict()))
@@ -97,7 +93,7 @@ def test_losses_weights_and_strides_are_those_of_ddp(ranks, stage, kind):
 
 def _saves(ranks, folder, kind, is_channels_last):
     engine = _build(ranks, 2, kind, "bf16", is_channels_last=is_channels_last)
-    _train(engine, ranks.rank, range(2))
+    train(engine, [_x(step, ranks.rank) for step in range(2)])
     engine.save_checkpoint(folder)
     engine.export_safetensors(folder / "export")
     return _values(engine)
@@ -114,13 +110,13 @@ def _values(engine):
 
 def _loads(ranks, folder, stage, kind, is_channels_last):
     engine = _build(ranks, stage, kind, "bf16", is_channels_last=is_channels_last)
-    _train(engine, ranks.rank, range(1))
+    train(engine, [_x(0, ranks.rank)])
     engine.load_checkpoint(folder)
     loaded = _values(engine)
     with engine.gathered():
         module = {n: v.float() for n, v in engine.module.state_dict().items()}
     assert_same(module, {n: loaded[n] for n in module})
-    _train(engine, ranks.rank, range(2, 3))
+    train(engine, [_x(2, ranks.rank)])
     fresh = _build(ranks, stage, kind, "bf16", is_channels_last=is_channels_last)
     zero_core.load_pretrained(fresh, folder / "export")
     return loaded, {n: v.float() for n, v in fresh.full_state_dict().items()}

@@ -13,10 +13,7 @@ from torch.utils._pytree import tree_leaves
 import zero_core
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.meter import Links, Meter
-from zero_core.testing.models import make_model
-from zero_core.testing.oracle import Case
-from zero_core.testing.simulated import device_collectives, simulate
-from zero_core.testing.training import train_steps
+from zero_core.testing import Case, device_collectives, make_model, simulate, train_steps
 
 NODES = [(4, 2), (6, 2), (6, 3)]
 """(world size, ranks per node)"""

@@ -60,10 +60,7 @@ def _train(ranks, is_shared, config):
 @alone
 def test_bits_on_a_device_that_is_late_are_those_of_the_horizontal_schedule_on_the_cpu():
     on_device = {"activation_checkpointing": {}}
-    cases = [
-        *((1, 3, False, {}), (2, 1, False, {}), (2, 3, True, {})),
-        (2, 3, True, on_device),
-    ]
+    cases = [*((1, 3, False, {}), (2, 1, False, {}), (2, 3, True, {})), (2, 3, True, on_device)]
     for seed, (world_size, stage, is_shared, further) in enumerate(cases):
         config = _config(stage, **further)
         expected = simulate(_train, world_size, is_shared, config)

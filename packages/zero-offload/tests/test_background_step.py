@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.kernels import TIMEOUT_S, GatedAdam, ReferenceAdam
-from support.tiers import (
-    ADAM,
-    Space,
-    assert_same,
-    make_tier,
-    offer,
-    snapshot,
-    train,
-    workers,
-)
+from support.tiers import ADAM, Space, assert_same, make_tier, offer, snapshot, train, workers
 
 from zero_offload import OffloadError
 from zero_offload.tiers.twin import TwinTier

@@ -53,9 +53,7 @@ def test_pairs_that_are_no_interval_are_refused(pair: tuple[int, int]) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12), st.booleans()), max_size=12))
 @settings(deadline=None)
-def test_ledger_holds_the_latest_offer_of_each_element(
-    offers: list[tuple[int, int, bool]],
-) -> None:
+def test_ledger_holds_the_latest_offer_of_each_element(offers: list[tuple[int, int, bool]]) -> None:
     numel, shared = 42, torch.zeros(42)
     expected: list[float | None] = [None] * numel
     ledger = GradLedger()

@@ -203,10 +203,7 @@ def test_misuse_is_refused_with_the_reason() -> None:
 
 
 def _train_with_scaler(
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    *,
-    max_norm: float = 0.0,
+    model: nn.Module, optimizer: optim.Optimizer, *, max_norm: float = 0.0
 ) -> None:
     """Train for five steps, of which the third overflows and halves the loss scale."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)

@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.kernels import ReferenceAdam, ReferenceKernel
-from support.tiers import (
-    ADAM,
-    BF16,
-    CPU,
-    FP32,
-    Space,
-    make_tier,
-)
+from support.tiers import ADAM, BF16, CPU, FP32, Space, make_tier
 from torch import Tensor
 
 from zero_offload import OffloadError, create_param_tier, param_tier
