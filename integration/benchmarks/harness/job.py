@@ -130,7 +130,7 @@ class Job:
             return MODELS[self.model](self.shape)
 
     def plan(self, *, has_activations: bool = False, **where: Any) -> zero_core.Plan:
-        """Return this engine's plan. ``where`` has further arguments of `zero_core.plan`."""
+        """Return zero-core's plan of this job. ``where``: further arguments of `zero_core.plan`."""
         size = (self.micro_batch, self.shape.context)
         ids = torch.zeros(size, dtype=torch.int64, device="meta")
         inputs = [ids] if has_activations else None

@@ -90,7 +90,7 @@ def losses(engine: Any, rank: int, first: int) -> list[float]:
 
 
 def write_by_deepspeed(folder: Path) -> None:
-    """Write every case's checkpoint, conversions and losses on this rank, with DeepSpeed."""
+    """Write each case's checkpoint and this rank's losses, with DeepSpeed. Rank 0 converts."""
     import deepspeed as original
     import torch.distributed as dist
     from deepspeed.checkpoint.ds_to_universal import main as to_universal

@@ -27,7 +27,7 @@ SLACK_BYTES = 10 * 2**20
 
 
 def _loaded(folder: str, kind: str) -> Any:
-    """Load a model with base weights of ``kind``."""
+    """Load the model in ``folder``, quantized by ``BASES[kind]``."""
     # Imported here, because the process must serve deepspeed before it imports transformers.
     from test_quantized_bases import BASES
     from transformers import AutoModelForCausalLM

@@ -260,7 +260,7 @@ def _mutants(path: str, text: str, lines: set[int]) -> Iterator[Mutant]:
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """Walk the nodes that compute, without annotations and messages of errors and logs."""
+    """Yield the nodes that mutants may change: no annotations, errors, f-strings or logs."""
     for field, value in ast.iter_fields(tree):
         children = value if isinstance(value, list) else [value]
         for child in children:

@@ -163,7 +163,7 @@ def transfer(place: Place, ways: Sequence[tuple[int, int, str]], num_bytes: int)
 
 
 def _take(server: socket.socket) -> float:
-    # With a small receive buffer, few bytes are read late if this process is scheduled late.
+    # A large receive buffer would fill while this process is not scheduled, and distort the rate.
     server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**17)
     server.settimeout(LIMIT_S)  # the sender may have died
     dist.barrier()
