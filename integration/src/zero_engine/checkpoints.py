@@ -16,6 +16,7 @@ import zero_core
 from zero_core.errors import CheckpointError
 from zero_engine.command_options import Text, option
 from zero_engine.progress import working
+from zero_engine.train.options import RESOLVED_CONFIG
 
 Answer = tuple[Mapping[str, object], str]
 """A command's report, as JSON values and as text."""
@@ -27,7 +28,7 @@ _Tag = Annotated[Text, option("Name of the checkpoint. Default: the newest.")]
 
 def _checkpoints_of(directory: str) -> str:
     """Return the folder or URL of the checkpoints in ``directory``, which may be a run's folder."""
-    if not Path(directory, "config.resolved.json").is_file():
+    if not Path(directory, RESOLVED_CONFIG).is_file():
         return directory
     from zero_engine.train.settings import RunFolder
 

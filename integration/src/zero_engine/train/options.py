@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from zero_core.errors import ConfigError
 
+RESOLVED_CONFIG = "config.resolved.json"  # a run's settings, in its folder
 MAX_SEED = 2**44
 """Largest seed that torch accepts after `zero_engine.train.data` multiplies it."""
 _BOUNDS = {

@@ -13,7 +13,7 @@ from zero_core.checkpoint import Location, holds_checkpoint, local_path, locatio
 from zero_core.config import parse_json, read_config_text
 from zero_core.errors import CheckpointError, ConfigError
 from zero_engine.presets import default_config_text
-from zero_engine.train.options import RunSettings, Start, flag_of
+from zero_engine.train.options import RESOLVED_CONFIG, RunSettings, Start, flag_of
 
 AUTO = "auto"
 RECORDS = "records"
@@ -34,7 +34,7 @@ class RunFolder:
 
     def __init__(self, root: Path, checkpoints: str | None = None) -> None:
         self.root = root
-        self.resolved_config = root / "config.resolved.json"
+        self.resolved_config = root / RESOLVED_CONFIG
         self.data = root / "data"
         self.metrics = root / "metrics.jsonl"
         self.records = root / RECORDS
