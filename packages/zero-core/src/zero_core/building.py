@@ -44,6 +44,7 @@ from zero_core.extensions import (
 )
 from zero_core.extensions.guards import ModelGuard
 from zero_core.extensions.invariance import arithmetic_of
+from zero_core.extensions.lengths import WeightLengths
 from zero_core.init.values import (
     FormerModel,
     InitialValues,
@@ -53,7 +54,6 @@ from zero_core.init.values import (
     on_all_ranks,
 )
 from zero_core.lifecycle import Ownership, Removable, check_is_free
-from zero_core.optim.device_tier import DeviceTier
 from zero_core.optim.train_state import TrainState
 from zero_core.plugins import make_collectives, make_param_tier, make_state_tier
 from zero_core.protocols import (
@@ -374,7 +374,8 @@ def _make_engine(
     sizes = len(layout.params), len(layout.units)
     facts = Facts(communicator, ranks.device, *sizes, meter, arithmetic)
     edits = Edits(state, facts)
-    followers: list[Extension] = [edits] if edits.is_needed else []
+    followers = WeightLengths.wanted(communicator, state)
+    followers += [edits] if edits.is_needed else []
     site = Site(config, state, train, facts, ranks, meter.links.ranks_per_node)
     if is_training:  # before the engine's hooks, which run around those of extensions
         attach_extensions(given, state, held.ownership)
@@ -383,16 +384,8 @@ def _make_engine(
     guard = ModelGuard(state)
     extensions = Extensions([guard, *followers])
     gradient = StepGradient(state, communicator, train, config, facts, extensions, arithmetic)
-    unit_set = UnitSet(held.units, communicator, has_sharded_params=memory.has_sharded_params)
-    # Agree on message lengths after a step, unless waiting for them in the gather costs nothing (on
-    # a CPU), or the shards are updated later (by other tiers).
-    if (
-        communicator.announcing
-        and ranks.device.type != "cpu"
-        and isinstance(state.tier, DeviceTier)
-    ):
-        exchanged = (f for f in state.params if f.is_exchanged and f.segment.is_trainable)
-        unit_set.announced = [f for f in exchanged if f.source.is_on_device]
+    is_sharded = memory.has_sharded_params
+    unit_set = UnitSet(held.units, communicator, extensions, has_sharded_params=is_sharded)
     passes = Passes(unit_set, communicator, gradient, facts)
     modules = [module for _, module, _ in drawn.found.units]
     is_apart = config.has_inputs_on_host and ranks.device.type != "cpu"

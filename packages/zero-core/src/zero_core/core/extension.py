@@ -101,6 +101,12 @@ class Extension:
         """
         return None
 
+    def values_changed(self) -> None:
+        """Called when shards have new values, or will have after the state tier's update.
+
+        Other ranks gather the values after this event.
+        """
+
     # --------------------------------------------------------- events of a step
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -159,6 +165,7 @@ class Extensions:
     before_write: Sequence[Callable[[], None]]
     saved: Sequence[Callable[[str, float], None]]
     loaded: Sequence[Callable[[str, float], None]]
+    values_changed: Sequence[Callable[[], None]]
     newer_state: Sequence[Callable[[Any, int | None], Callable[[], dict[str, Any]] | None]]
     called: Sequence[Callable[[Sequence[Any], Mapping[str, Any]], None]]
     scaled: Sequence[Callable[[Tensor], None]]

@@ -199,11 +199,6 @@ class FlatParams:
             self.source.wait_update()
         self._full_version = self.version
 
-    def announcement(self) -> tuple[int, int, Tensor | None, Tensor]:
-        """Describe the next gather for `zero_core.protocols.AnnouncingCollectives.announce`."""
-        kept = self.full if self.is_kept else None
-        return self.segment.index, self.version, kept, self.source.read()
-
     def publish(self, launcher: Launcher | None) -> None:
         """Start to exchange stale kept values, after their update.
 

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from zero_core.comm.communicator import Communicator
+from zero_core.core.extension import Extensions
 from zero_core.core.params import FlatParams, Launcher
 from zero_core.core.saved import SavedWeights
 from zero_core.core.unit import Unit
@@ -48,7 +49,12 @@ class UnitSet:
     """
 
     def __init__(
-        self, units: Sequence[Unit], communicator: Communicator, *, has_sharded_params: bool
+        self,
+        units: Sequence[Unit],
+        communicator: Communicator,
+        extensions: Extensions,
+        *,
+        has_sharded_params: bool,
     ) -> None:
         self.units = tuple(units)
         self.tail = units[-1] if units[-1].is_tail else None
@@ -65,6 +71,7 @@ class UnitSet:
         self.stay_gathered: frozenset[int] = frozenset()
         self.part_hooks = SuspendableHooks()
         self._communicator = communicator
+        self._extensions = extensions
         self._opening_tail = threading.RLock()
         if self.tail is not None and has_sharded_params:
             for flat in self.tail.params:
@@ -72,7 +79,6 @@ class UnitSet:
         self._full_params_depth = 0  # number of open `full_params` contexts
         kept = [flat for unit in units for flat in unit.params if flat.is_kept]
         self._published = [flat for flat in kept if flat.is_exchanged]
-        self.announced: Sequence[FlatParams] = ()  # see `Communicator.announce`
         self._launcher: Launcher | None = None
         self._is_publishing = False  # whether `publish` has launched exchanges since `drain`
         self._publishing = threading.RLock()
@@ -256,8 +262,8 @@ class UnitSet:
                     self.release(self.units[flat.segment.unit])
                 self.ready.discard(flat.segment.unit)
                 flat.invalidate()
-            if self.announced:
-                self._communicator.announce([flat.announcement() for flat in self.announced])
+            for follow in self._extensions.values_changed:
+                follow()
             self.publish()
 
     def values_replaced(self, flats: Iterable[FlatParams] | None = None) -> None:
