@@ -167,7 +167,7 @@ class Plan:
     device_memory: int | None  # bytes of one device, or None if not given
     host_memory: int | None  # bytes of one node's memory, or None if not given
     async_save_bytes: int = 0  # largest host memory of `Engine.async_save`
-    # estimated device bytes outside of tensors, by kind: see `zero_core.footprint.outside`
+    # estimated device bytes outside of tensors, by kind: see `zero_core.footprint.forecast`
     outside: Mapping[str, int] = field(default_factory=dict)
     # for each missing package, a sentence with the key that needs the package. Bytes of the package
     # are not counted, and choices that need it are left out
