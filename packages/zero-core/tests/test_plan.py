@@ -246,7 +246,9 @@ def _plan_tower(config, world_size=2, **how):
 
 
 def test_recomputation_and_smaller_micro_batches_are_proposed_where_no_stage_fits():
-    config = make_config(3, train_micro_batch_size_per_gpu=64)
+    off = {"zero_optimization": {"stage": 3, "offload_optimizer": None}}
+    off["activation_checkpointing"] = {"enabled": "false"}
+    config = make_config(3, train_micro_batch_size_per_gpu=64, **off)
     free = _plan_tower(config)
     least = min(choice.device_bytes for choice in free.choices)
     found = _plan_tower(config, device_memory=least - 1)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from zero_core.footprint.result import Plan
     from zero_core.init.deferred import deferred_init
     from zero_core.layout.arithmetic import Layout
-    from zero_core.optim.lion import Lion
+    from zero_core.optim.adam import Lion
     from zero_core.plugins import check_config
     from zero_core.quantization import quantize_blocks
     from zero_core.runtime.device_states import StatePart
@@ -100,7 +100,7 @@ _HOMES = {
     "engine": "Engine",
     "init.deferred": "deferred_init",
     "layout.arithmetic": "Layout",
-    "optim.lion": "Lion",
+    "optim.adam": "Lion",
     "footprint.planner": "plan",
     "footprint.result": "Plan",
     "plugins": "check_config",

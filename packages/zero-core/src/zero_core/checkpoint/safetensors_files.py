@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from zero_core.sharded.snapshot import StateBlocks
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_EXPORTED = re.compile(r"model(-\d{5}-of-\d{5}(-patch\d+)?)?\.safetensors")  # also a patched file
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -315,8 +317,9 @@ class ModelFiles:
         if self._pending is not None or not self._parts:
             self._close_part()
         # Remove an earlier export, because readers might prefer its files.
-        for old in (*self._directory.glob("model*.safetensors"), self._directory / INDEX):
-            old.unlink(missing_ok=True)
+        for old in list(self._directory.iterdir()):
+            if old.name == INDEX or _EXPORTED.fullmatch(old.name):
+                old.unlink(missing_ok=True)
         count = len(self._parts)
         names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         for number, name in enumerate(names if count > 1 else [_SINGLE]):

@@ -78,11 +78,12 @@ def params_of(kind: type[BaseModel]) -> pydantic.AfterValidator:
     return pydantic.AfterValidator(check)
 
 
-def strings(what: str) -> BeforeValidator:
+def strings(what: str, at_least: int = 0) -> BeforeValidator:
     """Return a validator that converts a list of strings to a tuple. ``what`` is for messages."""
 
     def convert(value: Any) -> Any:
-        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        is_list = isinstance(value, list | tuple) and len(value) >= at_least
+        if is_list and all(isinstance(item, str) for item in value):
             return tuple(value)
         raise ValueError(f"expected a list of {what}")
 
@@ -121,7 +122,7 @@ class OffloadOptimizerConfig(_Block):
     host_share: Literal["last", "first"] = "last"
     """End of the model that the host updates, with ``ratio`` or ``device_budget``. The last blocks
     get their gradients first and are needed last. Not in DeepSpeed's configuration."""
-    parameters: tuple[str, ...] | None = None
+    parameters: Annotated[tuple[str, ...], strings("patterns of parameter names", 1)] | None = None
     """Patterns (`fnmatch`) of the names of the parameters that the host updates."""
     device_budget: NonNegativeInt | None = None
     """Bytes per rank that master weights, states and copied gradients may take on the device. The
@@ -171,16 +172,6 @@ class OffloadOptimizerConfig(_Block):
         if value in (None, "auto") or (is_number and 0.0 <= value <= 1.0):
             return value
         raise ValueError('expected a number from 0 to 1, or "auto"')
-
-    @pydantic.field_validator("parameters", mode="before")
-    @classmethod
-    def _check_patterns(cls, value: Any) -> Any:
-        if value is None:
-            return None
-        is_list = isinstance(value, list | tuple) and len(value) > 0
-        if not is_list or not all(isinstance(pattern, str) for pattern in value):
-            raise ValueError("expected a list of patterns of parameter names")
-        return tuple(value)
 
 
 class OffloadParamConfig(_Block):

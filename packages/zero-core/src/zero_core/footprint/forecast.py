@@ -16,6 +16,16 @@ micro-step, in the order of the module tree, with gradients up to the first unit
 1910.02054), section 7: at stage 3 parameters are gathered once for forward and once for backward.
 The last block, the root and the tail are gathered once per micro-step. (Vertical schedule: gathers
 per step.) Gradients are reduced once per micro-step. Quantized ones count a call per phase or hop.
+
+[Note: outside of tensors]
+Allocator: torch's ``c10/core/AllocatorConfig.h``. Requests up to 1 MiB share segments of 2 MiB.
+Requests below 10 MiB share segments of 20 MiB. A larger request has a separate segment, rounded up
+to 2 MiB. Streams share no segments. cuBLAS: torch's ``getChosenWorkspaceSize``, 32 MiB since Hopper
+and 8 MiB before: a plan does not know the device, and counts the larger. NCCL, on 8 H100 with
+NVSwitch (NVIDIA/nccl, issue 1685): 1.06 GB with CUDA's context and a communicator, and 4.34 GB
+after the first all-to-all, which connects each pair of ranks by 32 channels of 12 MiB. Between
+nodes NCCL has a shared buffer of 512 MiB (issue 2363). Context: 0.4 to 0.6 GB with lazy loading
+(pytorch/pytorch, issue 109888).
 """
 
 from __future__ import annotations
@@ -44,7 +54,7 @@ from zero_core.footprint.footprints import (
     UploadFootprint,
     learning_rate,
 )
-from zero_core.layout.arithmetic import Layout, Segment
+from zero_core.layout.arithmetic import Layout, Segment, round_up
 from zero_core.layout.gradient_plan import accumulated_dtype, communicated_dtype
 from zero_core.optim.device_tier import TURN_NUMEL, optimizer_maker, probe_states, widened_numel
 from zero_core.optim.factory import has_kernel_rule
@@ -57,6 +67,11 @@ from zero_core.step.update import may_speculate
 
 _META = torch.device("meta")
 _WHOLES = "whole parameters in a step"
+_MIB = 1 << 20
+_NUM_THREADS = 2  # threads with a workspace: the forward's and autograd's
+_CONTEXT = _COMMUNICATOR = 500 * 10**6
+_PEER = 470 * 10**6  # for each peer on the node, in an all-to-all
+_NETWORK = 512 * _MIB  # for all peers on other nodes, in an all-to-all
 
 
 @dataclass(frozen=True)
@@ -208,7 +223,7 @@ class Forecast:
         worst = footprints.collectives(config, links, is_worst_case=True)
         messages = collectives_memory(worst, layout, config)
         # kinds that are each allocated on a separate stream
-        self.apart = {"exchange buffers", "updated shards", *messages}
+        self._apart = {"exchange buffers", "updated shards", *messages}
         # Offloaded shards, which a tier on the device rounds before their copy to the host.
         rounded = (
             s.shard_numel * s.dtype.itemsize
@@ -226,9 +241,9 @@ class Forecast:
             waiting = sum(small) - max(sizes) * (max(sizes) in small)
             held[s.unit] += min(waiting, s.padded_numel // 2) * s.dtype.itemsize
             largest[s.unit] = max(largest[s.unit], max(sizes) * s.dtype.itemsize)
-        self.blocks = memory.expected_blocks()  # bytes of each allocation of some kinds, by kind
+        self._blocks = memory.expected_blocks()  # bytes of each allocation of some kinds, by kind
         self._fixed = {
-            **{kind: sum(sizes) for kind, sizes in self.blocks.items()},
+            **{kind: sum(sizes) for kind, sizes in self._blocks.items()},
             "exchange buffers": self._exchange_bytes(),
             "micro-step gradient": max(further.values(), default=0),
             "parameter gradient": max((held + largest).values(), default=0),
@@ -376,6 +391,40 @@ class Forecast:
             return largest + 2 * max(messages, default=0)
         held = sum(n * numel * dtype.itemsize for (numel, dtype), n in slices.items())
         return held + 2 * sum(n * nbytes for nbytes, n in messages.items())
+
+    def outside_of_tensors(self, memory: MemoryUse) -> dict[str, int]:
+        """Estimate the device bytes by library, beside those of ``memory``."""
+        blocks = {kind: [nbytes] for kind, nbytes in memory.device.items()} | self._blocks
+        streams = [[n for kind, sizes in blocks.items() if kind not in self._apart for n in sizes]]
+        streams += [sizes for kind, sizes in blocks.items() if kind in self._apart]
+        # Groups: one of the program, one for gathers, and one for reductions (all-to-alls). Sums in
+        # two levels add two groups for reductions, and gathers in two phases add two.
+        links, asked = self._links, self._config.zero_optimization.quantized_key
+        levels, num_groups = links.sums_in_two_levels, 3 * (links.world_size > 1)
+        num_groups += 2 * levels + 2 * (asked is not None and levels)
+        peers = (1 + levels) * (links.ranks_per_node - 1)
+        far = (1 + levels) * (links.num_nodes > 1)
+        return {
+            "allocator": sum(map(_unused_bytes, streams)),
+            "cuBLAS": _NUM_THREADS * 32 * _MIB,
+            "NCCL": num_groups * _COMMUNICATOR + peers * _PEER + far * _NETWORK,
+            "CUDA context": _CONTEXT,
+        }
+
+
+def _unused_bytes(sizes: list[int]) -> int:
+    """Return the bytes that blocks of ``sizes`` leave unused in segments of torch's allocator."""
+    unused: list[int] = []  # free bytes of each segment for blocks above 1 MiB
+    for size in (n for n in sizes if n > _MIB):
+        place = min((n for n in unused if n >= size), default=0)
+        if place:
+            unused.remove(place)
+        else:
+            place = 20 * _MIB if size < 10 * _MIB else round_up(size, 2 * _MIB)
+        unused.append(place - size)
+    # Each stream has some small tensors, so at least one segment of 2 MiB.
+    small = 1 + sum(n for n in sizes if n <= _MIB)
+    return sum(unused) + round_up(small, 2 * _MIB) - small
 
 
 def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:
@@ -568,11 +617,12 @@ def _choices(zero: ZeroConfig, links: Links) -> Iterator[tuple[str, dict[str, An
     yield "as configured", {}
     yield "plain", _PLAIN
     has_nodes = links.num_nodes > 1
-    every: dict[str, Any] = {"zero_quantized_gradients": True}
-    if zero.stage == 3:
-        every = {"zero_quantized_weights": True, **every}
+    every: dict[str, Any] = {}
     if zero.stage == 3 and has_nodes and links.ranks_per_node > 1:
-        every = {"zero_hpz_partition_size": links.ranks_per_node, **every}
+        every["zero_hpz_partition_size"] = links.ranks_per_node
+    if zero.stage == 3:
+        every["zero_quantized_weights"] = True
+    every["zero_quantized_gradients"] = True
     # Quantization rounds what the lossless key sends exactly, so it excludes that key.
     rounded: dict[str, Any] = {"zero_lossless_weights": False}
     not_coded: dict[str, Any] = {"zero_lossless_gradients": False}

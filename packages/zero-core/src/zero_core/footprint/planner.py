@@ -39,7 +39,6 @@ from zero_core.errors import ConfigError, MissingPartError
 from zero_core.footprint.activations import Trace, trace_step
 from zero_core.footprint.footprints import Footprints
 from zero_core.footprint.forecast import Forecast, MemoryUse, step_traffic, traffic_choices
-from zero_core.footprint.outside import outside_of_tensors
 from zero_core.footprint.result import (
     AS_CONFIGURED,
     STAGE_3_KEYS,
@@ -301,8 +300,6 @@ class Planner:
         link_bytes = forecast.host_link_bytes(self._ratio) if machine.is_accelerated else (0, 0)
         by_key = {choice.key: choice for choice in reversed(choices)}
         memory = self._memory(forecast, config, self._ratio)
-        blocks = {kind: [nbytes] for kind, nbytes in memory.device.items()} | forecast.blocks
-        outside = outside_of_tensors(blocks, forecast.apart, config, self.links)
         return Plan(
             world_size=machine.world_size,
             ranks_per_node=machine.ranks_per_node,
@@ -318,7 +315,7 @@ class Planner:
             device_memory=machine.device_memory,
             host_memory=machine.host_memory,
             async_save_bytes=forecast.async_save_bytes,
-            outside=outside if machine.is_accelerated else {},
+            outside=forecast.outside_of_tensors(memory) if machine.is_accelerated else {},
             missing=tuple(self._footprints.missing.values()),
         )
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zero_core.comm.meter import Traffic
-from zero_core.config import ZeroConfig
+from zero_core.config import ZeroConfig, as_kind
 from zero_core.footprint.forecast import MemoryUse, TrafficChoice
 
 STAGE_3_KEYS = (
@@ -56,7 +56,7 @@ class Placement:
         found = {**zero}
         for name, key, value in self.settings:
             if name:
-                key, value = name, {**found.get(name, {}), key: value}
+                key, value = name, {**(found.get(name) or {}), key: value}
             found[key] = value
         return found
 
@@ -112,8 +112,8 @@ class Choice:
 
     def apply(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of the user's ``config`` with the settings of this choice."""
-        zero = {**config.get("zero_optimization", {}), "stage": self.stage}
-        offload = {**zero.get("offload_optimizer", {}), "device": self.device}
+        zero = {**(config.get("zero_optimization") or {}), "stage": self.stage}
+        offload = {**(zero.get("offload_optimizer") or {}), "device": self.device}
         if self.device != "none":
             for key in ("parameters", "device_budget"):
                 offload.pop(key, None)
@@ -132,7 +132,7 @@ class Choice:
         block = config.get("activation_checkpointing")
         if not self.is_recomputed:
             found.pop("activation_checkpointing", None)
-        elif block is None or not block.get("enabled", True):
+        elif block is None or not as_kind(block.get("enabled", True), bool):
             found["activation_checkpointing"] = {"enabled": True}
         return found
 
@@ -167,7 +167,7 @@ class Plan:
     device_memory: int | None  # bytes of one device, or None if not given
     host_memory: int | None  # bytes of one node's memory, or None if not given
     async_save_bytes: int = 0  # largest host memory of `Engine.async_save`
-    # estimated device bytes outside of tensors, by kind: see `zero_core.footprint.outside`
+    # estimated device bytes outside of tensors, by kind: see `zero_core.footprint.forecast`
     outside: Mapping[str, int] = field(default_factory=dict)
     # for each missing package, a sentence with the key that needs the package. Bytes of the package
     # are not counted, and choices that need it are left out

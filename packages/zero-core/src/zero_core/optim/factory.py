@@ -13,8 +13,7 @@ from torch import nn
 
 from zero_core.config import Config, OptimizerConfig
 from zero_core.errors import ConfigError
-from zero_core.optim.adam import Adam
-from zero_core.optim.lion import Lion
+from zero_core.optim.adam import Adam, Lion
 from zero_core.optim.muon import Muon, split_groups
 
 _log = logging.getLogger(__name__)

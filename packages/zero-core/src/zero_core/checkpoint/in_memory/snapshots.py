@@ -278,14 +278,6 @@ class Slot:
         return found
 
 
-def _drop_strangers(folder: Path, ranks: set[int]) -> None:
-    for path in sorted(folder.glob("[01]/*")):
-        match = _OWNED.fullmatch(path.name)
-        owner = int(match[1]) if match else 0 if path.name == BUFFERS else -1
-        if owner not in ranks:
-            path.unlink(missing_ok=True)
-
-
 class Ring:
     """Exchange of snapshots between nodes: to rank ``target``, and from rank ``source``."""
 
@@ -454,7 +446,11 @@ class MemoryCheckpoints(Extension):
                     kept = set(range(rank, rank + self._per_node))
                     if self._ring is not None:
                         kept |= {(r - self._per_node) % facts["world_size"] for r in kept}
-                    _drop_strangers(slot.folder.parent, kept)
+                    for path in sorted(slot.folder.parent.glob("[01]/*")):
+                        match = _OWNED.fullmatch(path.name)
+                        owner = int(match[1]) if match else 0 if path.name == BUFFERS else -1
+                        if owner not in kept:
+                            path.unlink(missing_ok=True)
                 slot.invalidate(rank)
                 names, written = list(tier.state_names()), {}
                 for name in names:
