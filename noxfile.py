@@ -282,7 +282,7 @@ def wheels(session: nox.Session) -> None:
         session.run("python", "-m", "build", "--outdir", str(wheelhouse), folder)
     # By file name: an index may have other packages with these names.
     own = [
-        f"{path}[all]" if path.name.startswith("zero_engine") else str(path)
+        f"{path}[all]" if path.name.startswith("zero_parts") else str(path)
         for path in sorted(wheelhouse.glob("*.whl"))
     ]
     # Download the requirements too. A package without a wheel must fail.
