@@ -119,7 +119,7 @@ def slow(session: nox.Session) -> None:
 
 def examples(session: nox.Session) -> None:
     """Run every example by the command in its docstring. Each asserts its own result."""
-    install_everything(session, "accelerate>=1.13", extras=",lightning,ray")
+    install_everything(session, "accelerate>=1.14", extras=",lightning,ray")
     found = sorted(Path("integration", "examples").rglob("*.py"))
     for path in (p for p in found if p.stem not in ("lesson", "wide_products")):
         description = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
