@@ -141,7 +141,7 @@ def _goes(doing):
 _CAUSES = {
     _stop: ["no sign of life of rank 1 for", "last seen in forward of unit 2 (blocks.1) of step"],
     _turn: [
-        "branches: they wait",
+        "branches. They wait: rank",
         "name the module that holds them in zero_optimization.leaf_module",
         "rank 1 in reduce_scatter of unit 2 (blocks.1) of step 6",
     ],

@@ -499,7 +499,7 @@ class Watch:
         if len(waits) < 2:
             return None
         said = [f"{count_ranks(ranks)} in {what}" for what, ranks in waits.items()]
-        text = f"the ranks took different branches: they wait {join_few(said)}. {OTHER_BLOCKS}"
+        text = f"the ranks took different branches. They wait: {join_few(said)}. {OTHER_BLOCKS}"
         return Verdict(text, logging.ERROR, True)
 
     # ----------------------------------------- called by the heartbeat and main threads
