@@ -149,8 +149,9 @@ def test_commands_of_a_page_run(page, material, finished_run, tmp_path):
     text = "\n".join(TO_RUN[page])
     if "report runs/mine" in text and "train " not in text:
         shutil.copytree(finished_run[0].root, folder / "runs" / "mine")
-    if page.stem in ("index", "clusters"):  # train.py is the quick start of these pages
-        (folder / "train.py").write_text(_block("index", "python"), encoding="utf-8")
+    if page.stem in ("index", "clusters") or page == ROOT / "README.md":
+        start = "README" if page.parent == ROOT else "index"  # train.py is the quick start
+        (folder / "train.py").write_text(_block(start, "python"), encoding="utf-8")
     path = f"{folder / '.nox/train/bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"PATH": path, "HOME": str(folder), "SHELL": "/bin/bash", "GLOO_SOCKET_IFNAME": "lo"}
     printed = {}
