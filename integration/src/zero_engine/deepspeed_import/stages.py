@@ -46,6 +46,9 @@ from zero_engine.deepspeed_import.source import (
     storage_ties,
 )
 
+_Shape = tuple[int, ...]
+_Trained = Mapping[str, tuple[_Shape, Mapping[str, Sequence[Tensor]], int]]
+"""Shape, fragments of each state, and number of steps of each trained parameter."""
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
 
 
@@ -82,7 +85,7 @@ def in_rank_order(files: Sequence[Path]) -> list[Path]:
     return [by_rank[rank] for rank in range(len(by_rank))]
 
 
-def param_groups(state: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+def param_groups(state: Mapping[str, Any]) -> list[tuple[str, _Shape]]:
     return [
         (name, tuple(shape)) for group in state["param_shapes"] for name, shape in group.items()
     ]
@@ -125,19 +128,12 @@ def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> So
                         )
                     by_kind = fragments.setdefault(name, {})
                     by_kind.setdefault(kind, []).append(values[start:stop])
-    ties = {**storage_ties(model), **model["shared_params"]}
-    params = []
-    trained = dict(param_groups(model))
-    for first, names in named_like(model, ties).items():
-        value = model["module"][first]
-        if first in trained:
-            found = fragments.get(first, {MASTER: []})
-            params.append(
-                SourceParam(names, trained[first], value.dtype, found, step=steps.get(first, 0))
-            )
-        else:
-            parts = (flat(value, f"{place}: {first}"),)
-            params.append(SourceParam(names, tuple(value.shape), value.dtype, value=parts))
+    trained = {
+        name: (shape, fragments.get(name, {MASTER: []}), steps.get(name, 0))
+        for name, shape in param_groups(model)
+    }
+    names = named_like(model, {**storage_ties(model), **model["shared_params"]})
+    params = _params(place, [model], names, trained)
     return make_source(model, params, base["param_groups"], loss_scale_of(states[0]))
 
 
@@ -150,7 +146,7 @@ def _read_stage_3(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
         for rank in range(world)
     ]
     model = models[0]
-    found: dict[str, tuple[tuple[int, ...], dict[str, list[Tensor]], int]] = {}
+    found: dict[str, tuple[_Shape, dict[str, list[Tensor]], int]] = {}
     for rank, state in enumerate(states):
         for index, shapes in enumerate(model["param_shapes"]):
             where = f"{place}: sub-group {index} of rank {rank}"
@@ -168,16 +164,36 @@ def _read_stage_3(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
                         raise CheckpointCorruptError(f"{where}: {kind} ends before {name}")
                     by_kind.setdefault(kind, []).append(values[start : start + real])
                 start += part
-    params = []
-    for first, names in named_like(model, model["shared_params"]).items():
-        dtype = model["module"][first].dtype
-        if first in found:
-            shape, by_kind, step = found[first]
-            params.append(SourceParam(names, shape, dtype, by_kind, step=step))
-        else:
-            params.append(frozen_of_stage_3(place, names, dtype, models))
+    names = named_like(model, model["shared_params"])
+    params = _params(place, models, names, found, is_stage_3=True)
     groups = states[0]["optimizer_state_dict"]["param_groups"]
     return make_source(model, params, groups, loss_scale_of(states[0]))
+
+
+def _params(
+    place: Path,
+    models: Sequence[Mapping[str, Any]],
+    names: Mapping[str, tuple[str, ...]],
+    trained: _Trained,
+    *,
+    is_stage_3: bool = False,
+) -> list[SourceParam]:
+    """Return the parameters in the model's order. Those that are not ``trained`` are frozen.
+
+    ``models`` are model states: of all ranks at stage 3, otherwise of rank 0.
+    """
+    params = []
+    for first, all_names in names.items():
+        value = models[0]["module"][first]
+        if first in trained:
+            shape, states, step = trained[first]
+            params.append(SourceParam(all_names, shape, value.dtype, states, step=step))
+        elif is_stage_3:
+            params.append(frozen_of_stage_3(place, all_names, value.dtype, models))
+        else:
+            parts = (flat(value, f"{place}: {first}"),)
+            params.append(SourceParam(all_names, tuple(value.shape), value.dtype, value=parts))
+    return params
 
 
 def frozen_of_stage_3(
@@ -214,8 +230,7 @@ def read_universal(place: Path) -> Source:
             f"{place} is of tensor or pipeline parallelism, which is not imported"
         )
     optimizer = load_file(place / FOLDER / "optimizer_state.pt")
-    ties = {**storage_ties(model), **(model["shared_params"] or {})}
-    shapes = dict(param_groups(model))
+    names = named_like(model, {**storage_ties(model), **(model["shared_params"] or {})})
     by_group = optimizer.get("optimizer_state_dict", {}).get("state", {})
     step_of = {  # stage 3 has the steps by sub-group, not in a file per parameter
         name: int(by_group[index]["step"])
@@ -223,30 +238,23 @@ def read_universal(place: Path) -> Source:
         if "step" in by_group.get(index, {})
         for name in group
     }
-    params = []
-    for first, names in named_like(model, ties).items():
-        dtype = model["module"][first].dtype
-        folder = place / FOLDER / first
-        if first in shapes:
-            if not is_plain(first) or folder.is_symlink() or folder.parent.is_symlink():
-                raise CheckpointCorruptError(
-                    f"{place}: parameter {first!r:.100} has no folder of its own in it"
-                )
-            states = {
-                kind: (_value(folder / file),)
-                for kind, file in _FILES.items()
-                if kind == MASTER or (folder / file).exists()
-            }
-            step_file = folder / "step.pt"
-            step = int(load_file(step_file)) if step_file.exists() else step_of.get(first, 0)
-            params.append(SourceParam(names, shapes[first], dtype, states, step=step))
-            continue
-        if is_stage_3:
-            params.append(frozen_of_stage_3(place, names, dtype, models))
-        else:
-            value = model["module"][first]
-            parts = (flat(value, f"{files[0]}: {first}"),)
-            params.append(SourceParam(names, tuple(value.shape), dtype, value=parts))
+    trained = {}
+    for name, shape in param_groups(model):
+        folder = place / FOLDER / name
+        if not is_plain(name) or folder.is_symlink() or folder.parent.is_symlink():
+            raise CheckpointCorruptError(
+                f"{place}: parameter {name!r:.100} has no folder of its own in it"
+            )
+        states = {
+            kind: (_value(folder / file),)
+            for kind, file in _FILES.items()
+            if kind == MASTER or (folder / file).exists()
+        }
+        step_file = folder / "step.pt"
+        step = int(load_file(step_file)) if step_file.exists() else step_of.get(name, 0)
+        trained[name] = shape, states, step
+    where = place if is_stage_3 else files[0]
+    params = _params(where, models, names, trained, is_stage_3=is_stage_3)
     return make_source(model, params, optimizer["param_groups"], loss_scale_of(optimizer))
 
 
@@ -286,16 +294,11 @@ def read_stage_0(place: Path, frozen: Iterable[str]) -> Source:
         found = _by_masters(place, saved["fp32_groups"], inner, values)
     else:
         found = _by_shape(place, inner, values)
-    params = []
-    for first, all_names in names.items():
-        value = model["module"][first]
-        states, step = found.get(first, (None, 0))
-        parts = (flat(value, f"{place}: {first}"),)
-        fragments = None if states is None else {kind: (t,) for kind, t in states.items()}
-        kept = parts if states is None else ()
-        params.append(
-            SourceParam(all_names, tuple(value.shape), value.dtype, fragments, kept, step)
-        )
+    trained = {
+        name: (tuple(values[name].shape), {kind: (t,) for kind, t in states.items()}, step)
+        for name, (states, step) in found.items()
+    }
+    params = _params(place, [model], names, trained)
     scale = loss_scale_of(saved, has_zero=False)
     return make_source(model, params, inner["param_groups"], scale)
 

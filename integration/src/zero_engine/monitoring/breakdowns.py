@@ -2,7 +2,7 @@
 
 DeepSpeed's keys for them are ``wall_clock_breakdown``, ``memory_breakdown``, ``flops_profiler`` and
 ``comms_logger``. On an accelerator, `WallClock` records events on the current stream, and waits for
-the last event at the end of each step.
+them at the end of each step.
 """
 
 from __future__ import annotations
@@ -36,49 +36,8 @@ _NAMES: Mapping[str, str] = {"forward": "fwd", "backward": "bwd", "step": "step"
 """DeepSpeed's short names of a step's parts, by the monitors' names."""
 
 
-class Stopwatch:
-    """Sum of the times between `begin` and `end`, in milliseconds of the device's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begun: torch.Event | float | None = None
-        self._pairs: list[tuple[torch.Event, torch.Event]] = []
-        self._host_ms = 0.0
-        self._was_used = False
-
-    def begin(self) -> None:
-        self._begun = self._now()
-
-    def end(self) -> None:
-        begun, self._begun = self._begun, None
-        self._was_used = True
-        now = self._now()
-        if isinstance(begun, float) and isinstance(now, float):
-            self._host_ms += 1e3 * (now - begun)
-        elif isinstance(begun, torch.Event) and isinstance(now, torch.Event):
-            self._pairs.append((begun, now))
-
-    def take(self) -> float | None:
-        """Reset the sum and return it, or None if nothing was timed. Waits for the last event."""
-        was_used, self._was_used = self._was_used, False
-        if not was_used:
-            return None
-        total, self._host_ms = self._host_ms, 0.0
-        pairs, self._pairs = self._pairs, []
-        if pairs:
-            pairs[-1][1].synchronize()  # all other events are earlier on the stream
-        return total + sum(float(begun.elapsed_time(ended)) for begun, ended in pairs)
-
-    def _now(self) -> torch.Event | float:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-
 class WallClock(StepObserver):
-    """Times of every step, printed on rank 0 and written to ``monitor``.
+    """Times of every step by the device's clock, printed on rank 0 and written to ``monitor``.
 
     A time is the sum over a step's micro-steps. Backward contains reductions, which run
     concurrently. A part that was not observed is "not measured".
@@ -87,17 +46,27 @@ class WallClock(StepObserver):
     def __init__(
         self, device: torch.device, monitor: Monitor, *, say: Callable[[str], None]
     ) -> None:
-        self._watches = {name: Stopwatch(device) for name in _NAMES}
+        self._device = device
+        self._begun: dict[str, Any] = {}  # starts of parts that have not ended
+        self._spans: dict[str, list[tuple[Any, Any]]] = {part: [] for part in _NAMES}
         self._monitor = monitor
         self._say = say
         self.last_ms: Mapping[str, float] = {}
         """The last step's times by DeepSpeed's names."""
 
     def _begin(self, part: str) -> None:
-        self._watches[part].begin()
+        self._begun[part] = self._now()
 
     def _end(self, part: str) -> None:
-        self._watches[part].end()
+        now = self._now()
+        self._spans[part].append((self._begun.pop(part, now), now))
+
+    def _now(self) -> torch.Event | float:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
 
     begin_forward = partialmethod(_begin, "forward")
     end_forward = partialmethod(_end, "forward")
@@ -107,8 +76,16 @@ class WallClock(StepObserver):
     end_step = partialmethod(_end, "step")
 
     def step_done(self, facts: StepFacts) -> None:
-        taken = {name: watch.take() for name, watch in self._watches.items()}
-        times = {name: ms for name, ms in taken.items() if ms is not None}
+        times: dict[str, float] = {}
+        for part, spans in self._spans.items():
+            for begun, ended in spans:
+                if isinstance(ended, torch.Event):
+                    ended.synchronize()
+                    ms = begun.elapsed_time(ended)
+                else:
+                    ms = 1e3 * (ended - begun)
+                times[part] = times.get(part, 0.0) + ms
+            spans.clear()
         self.last_ms = {_NAMES[name]: ms for name, ms in times.items()}
         if self._monitor.enabled:
             prefix, samples = "Train/Samples/elapsed_time_ms_", facts.global_samples

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from zero_core.config import MAX_DEPTH
@@ -59,7 +60,10 @@ class _Reader:
             self._depth += 1
             if self._depth > MAX_DEPTH:
                 self._fail(f"nested more than {MAX_DEPTH} deep")
-            value = self._object() if first == "{" else self._array()
+            if first == "{":
+                value: Any = self._object()
+            else:
+                value = [self._value() for _ in self._members("array", "]")]
             self._depth -= 1
             return value
         if self._text.startswith(_LONG_QUOTE, self._at):
@@ -89,13 +93,8 @@ class _Reader:
         return int(number) if number.is_integer() and abs(number) < _LARGEST_WHOLE else number
 
     def _object(self, *, is_braced: bool = True) -> dict[str, Any]:
-        begin = self._at
-        self._at += is_braced
         found: dict[str, Any] = {}
-        while (first := self._next()) != ("}" if is_braced else ""):
-            if not first:
-                self._fail("the object that begins here has no '}'", begin)
-            place = self._at
+        for place in self._members("object", "}" if is_braced else ""):
             key = self._key()
             if key in found:
                 self._fail(f"duplicate key {key!r}: keep one of them", place)
@@ -103,21 +102,19 @@ class _Reader:
                 self._fail(f"expected ':' after the key {key!r}, found {self._rest()}")
             self._at += 1
             found[key] = self._value()
-            self._skip_comma()
-        self._at += is_braced
         return found
 
-    def _array(self) -> list[Any]:
+    def _members(self, what: str, close: str) -> Iterator[int]:
+        """Move through the brackets and commas of ``what``. Yields the start of each member."""
         begin = self._at
-        self._at += 1
-        found: list[Any] = []
-        while (first := self._next()) != "]":
+        self._at += len(close)
+        while (first := self._next()) != close:
             if not first:
-                self._fail("the array that begins here has no ']'", begin)
-            found.append(self._value())
-            self._skip_comma()
-        self._at += 1
-        return found
+                self._fail(f"the {what} that begins here has no '{close}'", begin)
+            yield self._at
+            if self._next() == ",":
+                self._at += 1
+        self._at += len(close)
 
     def _key(self) -> str:
         if self._text[self._at] in "\"'":
@@ -161,10 +158,6 @@ class _Reader:
         assert space is not None
         self._at = space.end()
         return self._text[self._at : self._at + 1]
-
-    def _skip_comma(self) -> None:
-        if self._next() == ",":
-            self._at += 1
 
     def _rest(self) -> str:
         line = _LINE.match(self._text, self._at)
