@@ -185,34 +185,28 @@ def _params(
     params = []
     for first, all_names in names.items():
         value = models[0]["module"][first]
+        shape = tuple(value.shape)
         if first in trained:
             shape, states, step = trained[first]
             params.append(SourceParam(all_names, shape, value.dtype, states, step=step))
-        elif is_stage_3:
-            params.append(frozen_of_stage_3(place, all_names, value.dtype, models))
+            continue
+        if is_stage_3:
+            if first not in (models[0].get("frozen_param_shapes") or {}):
+                raise CheckpointError(
+                    f"{place} has no value of {first}, which was frozen: it was saved with "
+                    "exclude_frozen_parameters; save it again without"
+                )
+            shape = tuple(models[0]["frozen_param_shapes"][first])
+            values = [model["frozen_param_fragments"][first] for model in models]
+            parts, left = [], math.prod(shape)
+            for rank, fragment in enumerate(values):
+                part = flat(fragment, f"{place}: {first} of rank {rank}")
+                parts.append(part[: max(left, 0)])  # the last parts may end with padding
+                left -= part.numel()
         else:
-            parts = (flat(value, f"{place}: {first}"),)
-            params.append(SourceParam(all_names, tuple(value.shape), value.dtype, value=parts))
+            parts = [flat(value, f"{place}: {first}")]
+        params.append(SourceParam(all_names, shape, value.dtype, value=parts))
     return params
-
-
-def frozen_of_stage_3(
-    place: Path, names: tuple[str, ...], dtype: Any, models: Sequence[Mapping[str, Any]]
-) -> SourceParam:
-    """Join the parts of a frozen parameter from all ranks' model states."""
-    first = names[0]
-    if first not in (models[0].get("frozen_param_shapes") or {}):
-        raise CheckpointError(
-            f"{place} has no value of {first}, which was frozen: it was saved with "
-            "exclude_frozen_parameters; save it again without"
-        )
-    shape = tuple(models[0]["frozen_param_shapes"][first])
-    left, parts = math.prod(shape), []
-    for rank, model in enumerate(models):
-        part = flat(model["frozen_param_fragments"][first], f"{place}: {first} of rank {rank}")
-        parts.append(part[: max(left, 0)])
-        left -= part.numel()
-    return SourceParam(names, shape, dtype, value=parts)
 
 
 FOLDER = "zero"
