@@ -358,26 +358,22 @@ def _constant(seconds: float) -> Points:
     return [(1.0, seconds)]
 
 
-def measure(
-    device: torch.device, *, cores: int | None, disk: Path | None, is_link_alone: bool = False
-) -> dict[str, Any]:
+def measure(device: torch.device, *, cores: int | None, disk: Path | None) -> dict[str, Any]:
     """Measure this rank's rates, as a row of a calibration's JSON. Every rank must call it.
 
     ``cores`` is the number of cores, None with accelerators. ``disk`` is a folder on the disk of
-    NVMe offload. ``is_link_alone`` times only collectives, for ranks of several nodes.
+    NVMe offload.
     """
     watch = Stopwatch(device)
-    if not is_link_alone:
-        time_operators(watch)
-        fit_operators(watch)
-        time_updates(watch)
-        time_copies(watch)
-        if disk is not None:
-            time_files(watch, disk)
+    time_operators(watch)
+    fit_operators(watch)
+    time_updates(watch)
+    time_copies(watch)
+    if disk is not None:
+        time_files(watch, disk)
     time_exchanges(watch)
     threads = torch.get_num_threads()
-    if not is_link_alone:
-        time_engine(watch, threads, cores)
+    time_engine(watch, threads, cores)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return {"ranks": ranks, "threads": threads, "cores": cores, "curves": watch.curves}
 
