@@ -26,7 +26,10 @@ from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
 from zero_engine.deepspeed.config.reader import load
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.errors import NotServedError
-from zero_engine.deepspeed.utils.groups import secondary_group
+from zero_engine.deepspeed.utils.groups import (
+    get_data_parallel_group,
+    get_data_parallel_world_size,
+)
 from zero_engine.deepspeed.zero import described, partitioned
 from zero_engine.deepspeed.zero.described import ZeroParamStatus as ZeroParamStatus
 from zero_engine.deepspeed.zero.described import ZeroParamType as ZeroParamType
@@ -128,7 +131,11 @@ class Init:
         self._is_enabled = enabled
         given = config if config is not None else config_dict_or_path
         found = load(given) if enabled and given is not None else {}
-        self._dtype = dtype if dtype is not None else _dtype_of(found)
+        if any(_value_of(found, block, "enabled") is True for block in ("bf16", "bfloat16")):
+            dtype = dtype or torch.bfloat16
+        elif _value_of(found, "fp16", "enabled") is True:
+            dtype = dtype or torch.float16
+        self._dtype = dtype
         self._has_checks = _value_of(found, "zero_optimization", "enable_sanity_checks") is True
         group = mpu.get_data_parallel_group() if mpu is not None else None
         self._group = data_parallel_group if data_parallel_group is not None else group
@@ -142,7 +149,9 @@ class Init:
                 self._describe(made)
 
     def _describe(self, params: Iterable[nn.Parameter]) -> None:
-        secondary = secondary_group(self._num_secondary, self._group)
+        world, size = get_data_parallel_group(), get_data_parallel_world_size()
+        is_secondary = self._group in (None, world) and self._num_secondary == size > 1
+        secondary = world if is_secondary else None  # hpZ's secondary shards span all ranks
         described.describe(params, has_checks=self._has_checks, secondary=secondary)
 
     @classmethod
@@ -244,10 +253,15 @@ class GatheredParameters:
             ]
             stored = [component.tensor for p in others for component in adapters.stored_tensors(p)]
             stack.enter_context(adapters.gathered_slices(stored, modifier_rank=rank))
-            for engine, own in _by_engine(self._params):
+            for engine, owned in _by_engine(self._params):
                 if rank is not None or engine.config.zero_optimization.stage == 3:
-                    stack.enter_context(engine.gathered(params=own, modifier_rank=rank))
-            stack.enter_context(_available(self._params))
+                    stack.enter_context(engine.gathered(params=owned, modifier_rank=rank))
+            for param in self._params:
+                own = vars(param)
+                # The class of engines' parameters computes ds_status.
+                if "ds_status" in own and not isinstance(param, described.ShardedParameter):
+                    stack.callback(own.update, ds_status=own["ds_status"])
+                    own["ds_status"] = ZeroParamStatus.AVAILABLE
             if rank is None:
                 checked = [p for p in self._params if vars(p).get(described.SANITY_CHECKS)]
                 stack.enter_context(_unedited(checked))
@@ -279,12 +293,6 @@ def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
         )
 
 
-def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
-    if any(_value_of(config, block, "enabled") is True for block in ("bf16", "bfloat16")):
-        return torch.bfloat16
-    return torch.float16 if _value_of(config, "fp16", "enabled") is True else None
-
-
 def _value_of(config: Mapping[str, Any], block: str, key: str) -> Any:
     found = config.get(block)
     return found.get(key) if isinstance(found, Mapping) else None
@@ -300,21 +308,6 @@ def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[
             assert name is not None, "it was found by it"
             found.setdefault(id(engine), (engine, {}))[1][name] = param
     return [(engine, [own[name] for name in sorted(own)]) for engine, own in found.values()]
-
-
-@contextmanager
-def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Set ``ds_status`` of ``params`` without an engine to AVAILABLE in this context."""
-    owned = described.ShardedParameter  # this class of engines' parameters computes ds_status
-    marked = [p for p in params if "ds_status" in vars(p) and not isinstance(p, owned)]
-    before = [vars(param)["ds_status"] for param in marked]
-    for param in marked:
-        vars(param)["ds_status"] = ZeroParamStatus.AVAILABLE
-    try:
-        yield
-    finally:
-        for param, status in zip(marked, before, strict=True):
-            vars(param)["ds_status"] = status
 
 
 @contextmanager
