@@ -38,7 +38,7 @@ from zero_core.config import (
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.hjson import parse_hjson
 from zero_engine.deepspeed.served import VERSION
-from zero_engine.monitoring.monitors import (
+from zero_engine.monitoring import (
     COLLECTIVES,
     CommsLoggerSettings,
     FlopsProfilerSettings,
