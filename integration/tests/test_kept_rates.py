@@ -12,14 +12,17 @@ import pytest
 from conftest import refusal_of
 from typer.testing import CliRunner
 
-from zero_engine.calibration import kept, machine
-from zero_engine.calibration.kept import fingerprint, keep, kept_path, kept_rates
+from zero_engine.calibration import machine
 from zero_engine.calibration.machine import (
     default_ranks,
     device_calibration,
     device_memory,
     device_names,
+    fingerprint,
     first_failed,
+    keep,
+    kept_path,
+    kept_rates,
 )
 from zero_engine.calibration.training import EXCHANGED, exchanged
 from zero_engine.cli import app
@@ -31,7 +34,7 @@ MODEL = ("plan", "--layers=2", "--width=32", "--heads=2", "--vocab=64")
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "kept_path", kept_path)
+    monkeypatch.setattr(machine, "kept_path", kept_path)
 
 
 def rates_of_a_cpu() -> Calibration:

@@ -18,9 +18,9 @@ from zero_engine.deepspeed import (
     zero,
 )
 from zero_engine.deepspeed.accelerator import get_accelerator
+from zero_engine.deepspeed.comm import init_distributed
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
-from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NotServedError

@@ -22,9 +22,9 @@ from zero_core import ShardedModel, build, engine_of
 from zero_core.adapters import Cures, check_served, find_ranks, make_optimizer, tag_matrices
 from zero_core.config import Config, OptimizerConfig, explain, find_unneeded, load_config
 from zero_core.errors import ConfigError
+from zero_engine.deepspeed.comm import choose_device, init_distributed
 from zero_engine.deepspeed.config.reader import PATHS, Settings, Source, keep_bf16_moments, read
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
-from zero_engine.deepspeed.distributed import choose_device, init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import ModelMissingError, NotServedError, UntestedOptimizerError

@@ -23,8 +23,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zero_core import ShardedModel, adapters, engine_of
 from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
+from zero_engine.deepspeed.comm import init_distributed
 from zero_engine.deepspeed.config.reader import load
-from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.utils.groups import (
     get_data_parallel_group,
