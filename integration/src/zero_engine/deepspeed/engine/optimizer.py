@@ -240,20 +240,13 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
         States are as in `OptimizerState`. ``scalars`` has each parameter's numbers, such as steps.
         """
-        params = [param for group in self.param_groups for param in group["params"]]
-        numbers = {id(param): number for number, param in enumerate(params)}
-        groups = [
-            {**group, "params": [numbers[id(param)] for param in group["params"]]}
-            for group in self.param_groups
-        ]
-        state = {numbers[id(param)]: own for param, own in self.state.items()}
-        names = [self._core.owns(param) for param in params]
+        names = [self._core.owns(p) for group in self.param_groups for p in group["params"]]
         scalars = {
             number: dict(self._core.states.scalars(name))
             for number, name in enumerate(names)
             if name is not None
         }
-        return {"state": state, "scalars": scalars, "param_groups": groups}
+        return {**super().state_dict(), "scalars": scalars}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank, at the same stage and world size.
