@@ -24,14 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 import zero_core
-from zero_core.adapters import (
-    Meter,
-    Ranks,
-    count_per_node,
-    find_ranks,
-    make_transport,
-    share_memory,
-)
+from zero_core import adapters
 from zero_core.errors import MissingPartError
 from zero_core.footprint import ATTENTION, ATTENTION_BACKWARD, Links, trace_step
 from zero_engine.calibration.operators import STEPS, Points, Stopwatch, rising, time_operators
@@ -62,7 +55,7 @@ class _Flat(nn.Module):
 
 
 def time_updates(watch: Stopwatch) -> None:
-    alone = Ranks(None, 0, 1, watch.device)
+    alone = adapters.Ranks(None, 0, 1, watch.device)
     host = {"device": "cpu"}
     measured = {
         f"{place}.{dtype}": (dtype, offload)
@@ -80,7 +73,7 @@ def time_updates(watch: Stopwatch) -> None:
 
 
 def _update_s(
-    ranks: Ranks, numel: int, dtype: str, offload: Mapping[str, str], watch: Stopwatch
+    ranks: adapters.Ranks, numel: int, dtype: str, offload: Mapping[str, str], watch: Stopwatch
 ) -> float:
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -107,14 +100,14 @@ def _update_s(
 
 def time_exchanges(watch: Stopwatch) -> None:
     """Time all-gathers, reduce-scatters and small all-reduces. Every rank must call it."""
-    ranks = find_ranks(None, None)
+    ranks = adapters.find_ranks(None, None)
     if ranks.size == 1:
         return
     control = ranks.connect()
-    per_node = count_per_node(control, ranks)
-    shared = share_memory(control, ranks, per_node)
+    per_node = adapters.count_per_node(control, ranks)
+    shared = adapters.share_memory(control, ranks, per_node)
     links = Links(ranks.size, per_node, is_ring=ranks.device.type != "cpu")
-    transport = make_transport(ranks, shared, Meter(links))
+    transport = adapters.make_transport(ranks, shared, adapters.Meter(links))
     way = "within" if per_node == ranks.size else "between"
     found: defaultdict[str, Points] = defaultdict(list)
     for nbytes in exchanged(ranks.size, is_host=watch.device.type == "cpu"):
@@ -312,7 +305,7 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
 
 def time_engine(watch: Stopwatch, threads: int, cores: int | None) -> None:
     """Fit the engine's time per pass and per step: tiny models' measured minus planned time."""
-    ranks = find_ranks(None, None)
+    ranks = adapters.find_ranks(None, None)
     watch.curves |= {"pass": _constant(0.0), "step": _constant(0.0)}
     curves = {name: Curve(tuple(points)) for name, points in watch.curves.items()}
     calibration = Calibration("", "", (Rates(ranks.size, threads, cores, curves),))
