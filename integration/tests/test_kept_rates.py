@@ -122,16 +122,6 @@ def test_figures_are_in_the_units_of_their_keys() -> None:
         assert 2e11 < 1e12 / curves["memory.float32"].seconds(1e12) < 7e12, name
 
 
-def test_memory_of_the_host_that_the_caller_names_takes_the_place_of_the_tables() -> None:
-    table, named = (
-        device_calibration("H100", 2, host_bytes_per_s=peak).at(2) for peak in (None, 400e9)
-    )
-    update = ["update.host.float32"]
-    assert named.seconds(update, 1e9) == pytest.approx(table.seconds(update, 1e9) / 2)
-    assert named.seconds(["file.read"], 1e9) == table.seconds(["file.read"], 1e9)
-    assert "400 GB/s" in device_calibration("H100", 2, host_bytes_per_s=400e9).source
-
-
 def test_many_cores_take_bounded_memory() -> None:
     """At most 8 CPU ranks are measured by default. Gathers of more ranks take at most 512 MiB."""
     assert default_ranks(cores=128, devices=0) == {1, 2, 8}

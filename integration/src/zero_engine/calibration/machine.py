@@ -141,18 +141,9 @@ def device_memory(name: str) -> int:
     return int(_device(name)[1]["memory_bytes"])
 
 
-def device_calibration(
-    name: str, ranks_per_node: int, *, host_bytes_per_s: float | None = None
-) -> Calibration:
-    """Estimate the rates of a device in the table: published peaks times `EFFICIENCY`.
-
-    ``host_bytes_per_s`` replaces the table's peak of a node's host memory.
-    """
-    (key, peaks), host = _device(name), dict(_table()["host"])
-    if host_bytes_per_s is not None:
-        gigabytes = host_bytes_per_s / 1e9
-        host["memory_bytes_per_s"] = host_bytes_per_s
-        host["source"] += f", but {gigabytes:g} GB/s of host memory, as the caller says"
+def device_calibration(name: str, ranks_per_node: int) -> Calibration:
+    """Estimate the rates of a device in the table: published peaks times `EFFICIENCY`."""
+    (key, peaks), host = _device(name), _table()["host"]
     memory = Curve.of_rate(peaks["memory_bytes_per_s"] * EFFICIENCY["memory"])
     curves = {
         f"matmul.{dtype}": Curve.of_rate(rate * EFFICIENCY["matmul"])
