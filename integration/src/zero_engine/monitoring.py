@@ -95,8 +95,7 @@ class MonitorSettings(_Block):
 
     @property
     def enabled(self) -> bool:
-        blocks = (self.tensorboard, self.csv_monitor, self.wandb, self.comet)
-        return any(block.enabled for block in blocks)
+        return any(block.enabled for _, block in self)
 
 
 class FlopsProfilerSettings(_Block):

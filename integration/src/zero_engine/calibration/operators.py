@@ -79,10 +79,8 @@ class Stopwatch:
             times.append(self._once(call))
         return times
 
-    def curve(
-        self, name: str, points: Iterable[tuple[float, Callable[[], object]]], **how: bool
-    ) -> None:
-        self.curves[name] = rising([(n, self.seconds(call, **how)) for n, call in points])
+    def curve(self, name: str, points: Iterable[tuple[float, Callable[[], object]]]) -> None:
+        self.curves[name] = rising([(n, self.seconds(call)) for n, call in points])
 
     def _once(self, call: Callable[[], object]) -> float:
         if self.device.type == "cpu":

@@ -132,8 +132,8 @@ def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> So
         name: (shape, fragments.get(name, {MASTER: []}), steps.get(name, 0))
         for name, shape in param_groups(model)
     }
-    names = named_like(model, {**storage_ties(model), **model["shared_params"]})
-    params = _params(place, [model], names, trained)
+    ties = {**storage_ties(model), **model["shared_params"]}
+    params = _params(place, [model], named_like(model, ties), trained)
     return make_source(model, params, base["param_groups"], loss_scale_of(states[0]))
 
 

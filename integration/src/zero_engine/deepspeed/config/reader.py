@@ -26,6 +26,7 @@ import pydantic
 from zero_core.config import (
     LARGEST,
     Config,
+    ZeroConfig,
     as_kind,
     as_typed,
     as_whole,
@@ -68,15 +69,12 @@ FLAGS = frozenset(
 """Paths of booleans. The last name of a path is a field of `Settings`."""
 HONOURED = FLAGS | frozenset(
     {
+        *MonitorSettings.model_fields,
         "checkpoint.tag_validation",
         "log_level",
-        "comet",
         "comms_logger",
-        "csv_monitor",
         "flops_profiler",
-        "tensorboard",
         "timers.throughput",
-        "wandb",
         "zero_allow_untested_optimizer",
     }
 )
@@ -184,23 +182,11 @@ _ZERO = "zero_optimization"
 _OWN_AUTO = ("accumulation_schedule", f"{_ZERO}.offload_optimizer.ratio")
 """Keys whose value "auto" is passed on to zero-core, which chooses a value."""
 
-_STAGE3 = (
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "gather_16bit_weights_on_model_save",
-    "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "allgather_sequential",
-)
-"""Keys of ``zero_optimization`` that DeepSpeed accepts with and without ``stage3_``."""
-
 _RENAMED = {
-    **{key: f"stage3_{key}" for key in _STAGE3},
+    **{key.removeprefix("stage3_"): key for key in ZeroConfig.model_fields if "stage3_" in key},
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
+"""Names of keys of ``zero_optimization``, by other names that DeepSpeed accepts."""
 _OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 CLIPPING = 1.0

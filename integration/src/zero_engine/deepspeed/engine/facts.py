@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from zero_core import Config, Engine, ShardedModel
+from zero_core.config import DTYPES
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from zero_engine.deepspeed.config.reader import Settings
 from zero_engine.deepspeed.utils.groups import get_data_parallel_group
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _SAFE_MODULES = (
     *("torch.nn.modules.linear.Linear", "torch.nn.modules.conv.Conv1d"),
     *("torch.nn.modules.conv.Conv2d", "torch.nn.modules.conv.Conv3d"),
@@ -125,7 +125,7 @@ class Facts:
         """Dtype in which gradients are reduced: the configured one, or that of the parameters."""
         config: Config = self.core.config
         named = config.communication_data_type
-        return _DTYPES[named] if named is not None else config.compute_dtype or torch.float32
+        return DTYPES[named] if named is not None else config.compute_dtype or torch.float32
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
         fp16 = self.core.config.fp16
@@ -144,7 +144,7 @@ class Facts:
         return float(2.0**self.core.config.fp16.initial_scale_power)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        grads = _DTYPES[self.core.config.data_types.grad_accum_dtype or "fp32"]
+        grads = DTYPES[self.core.config.data_types.grad_accum_dtype or "fp32"]
         return self.core.config.compute_dtype or torch.float32, grads
 
     mp_world_size = property(lambda self: 1)  # every rank is a data-parallel one
