@@ -20,17 +20,13 @@ _QUOTED = re.compile(
     r"""(?P<quote>["'])(?P<inner>(?:\\.|(?!(?P=quote))[^\\\x00-\x1f])*)(?P=quote)"""
 )
 _KEY = re.compile(r"[^{}\[\],:\s]+")
-_WORD = re.compile(
-    r"(?P<number>-?(?:0|[1-9]\d*)(?P<fraction>(?:\.\d+)?(?:[eE][-+]?\d+)?))|true|false|null"
-    r"|(?P<constant>-?Infinity|NaN)"
-)
+_WORD = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?|true|false|null|-?Infinity|NaN")
 _WORD_END = re.compile(r"[ \t]*(?=[,}\]#\r\n]|//|/\*|\Z)")
 _LINE = re.compile(r"[^\r\n]*")
 _LONG_QUOTE = "'''"
 _LARGEST_WHOLE = 1e10
 """Magnitude below which whole numbers written with a fraction or exponent become ints."""
 _MAX_DIGITS = 400
-_WORDS = {"true": True, "false": False, "null": None}
 
 
 def parse_hjson(text: str, name: str) -> dict[str, Any]:
@@ -81,16 +77,12 @@ class _Reader:
             self._at = line.end()
             return line[0].strip()
         self._at = end.end()
-        if found["constant"]:
-            return float(found["constant"].lower().replace("infinity", "inf"))
-        if found["number"] is None:
-            return _WORDS[found[0]]
         if len(found[0]) > _MAX_DIGITS:
             self._fail(f"a number of {len(found[0])} characters")
-        if not found["fraction"]:
-            return int(found[0])
-        number = float(found[0])
-        return int(number) if number.is_integer() and abs(number) < _LARGEST_WHOLE else number
+        value = json.loads(found[0])
+        if isinstance(value, float) and value.is_integer() and abs(value) < _LARGEST_WHOLE:
+            return int(value)
+        return value
 
     def _object(self, *, is_braced: bool = True) -> dict[str, Any]:
         found: dict[str, Any] = {}
