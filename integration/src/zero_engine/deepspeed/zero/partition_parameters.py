@@ -253,9 +253,13 @@ class GatheredParameters:
             ]
             stored = [component.tensor for p in others for component in adapters.stored_tensors(p)]
             stack.enter_context(adapters.gathered_slices(stored, modifier_rank=rank))
-            for engine, owned in _by_engine(self._params):
+            owned: dict[int, tuple[ShardedModel, list[nn.Parameter]]] = {}
+            for param in self._params:
+                if (owner := engine_of(param)) is not None:
+                    owned.setdefault(id(owner), (owner, []))[1].append(param)
+            for engine, params in owned.values():
                 if rank is not None or engine.config.zero_optimization.stage == 3:
-                    stack.enter_context(engine.gathered(params=owned, modifier_rank=rank))
+                    stack.enter_context(engine.gathered(params=params, modifier_rank=rank))
             for param in self._params:
                 own = vars(param)
                 # The class of engines' parameters computes ds_status.
@@ -296,18 +300,6 @@ def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
 def _value_of(config: Mapping[str, Any], block: str, key: str) -> Any:
     found = config.get(block)
     return found.get(key) if isinstance(found, Mapping) else None
-
-
-def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[nn.Parameter]]]:
-    """Group ``params`` by the engine that owns them, each group in the order of names."""
-    found: dict[int, tuple[ShardedModel, dict[str, nn.Parameter]]] = {}
-    for param in params:
-        engine = engine_of(param)
-        if engine is not None:
-            name = engine.owns(param)
-            assert name is not None, "it was found by it"
-            found.setdefault(id(engine), (engine, {}))[1][name] = param
-    return [(engine, [own[name] for name in sorted(own)]) for engine, own in found.values()]
 
 
 @contextmanager
