@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_core import CheckpointError, Engine
 from zero_core.checkpoint import MANIFEST, find, local_path, read_latest, read_manifest
@@ -37,7 +37,6 @@ main()
 class Checkpoints(Facts):
     """Base class of the engine: saving and loading of checkpoints."""
 
-    module: nn.Module
     global_samples: int
     _has_warned_of_partial = False
 

@@ -187,9 +187,13 @@ class _Saved:
             if param.numel():
                 self.by_shape.setdefault(param.shape, []).append(param)
         if not _engines:
-            BackwardCFunction.saved_tensors = property(_saved_tensors)  # type: ignore[assignment]
+            BackwardCFunction.saved_tensors = property(  # type: ignore[assignment]
+                lambda context: _described(super(BackwardCFunction, context).saved_tensors)
+            )
             if _get_inputs is not None:
-                _CheckpointFrame.get_inputs = _inputs  # type: ignore[method-assign]
+                _CheckpointFrame.get_inputs = (  # type: ignore[method-assign]
+                    lambda frame: _described(_get_inputs(frame))
+                )
         _engines.append(self)
 
     def remove(self) -> None:
@@ -198,14 +202,6 @@ class _Saved:
             del BackwardCFunction.saved_tensors
             if _get_inputs is not None:
                 _CheckpointFrame.get_inputs = _get_inputs  # type: ignore[method-assign]
-
-
-def _saved_tensors(context: BackwardCFunction) -> Any:
-    return _described(super(BackwardCFunction, context).saved_tensors)
-
-
-def _inputs(frame: _CheckpointFrame) -> Any:
-    return _described(_get_inputs(frame))
 
 
 def _described(unpacked: Any) -> Any:
