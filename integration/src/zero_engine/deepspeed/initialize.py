@@ -13,17 +13,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import pydantic
 import torch
 from pydantic import BaseModel
 from torch import nn
 
 from zero_core import ShardedModel, build, engine_of
 from zero_core.adapters import Cures, check_served, find_ranks, make_optimizer, tag_matrices
-from zero_core.config import Config, OptimizerConfig, explain, find_unneeded, load_config
+from zero_core.config import Config, OptimizerConfig, find_unneeded, load_config
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.comm import choose_device, init_distributed
-from zero_engine.deepspeed.config.reader import PATHS, Settings, Source, keep_bf16_moments, read
+from zero_engine.deepspeed.config import reader
+from zero_engine.deepspeed.config.reader import PATHS, Settings, Source, read
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
@@ -147,7 +147,7 @@ def initialize(
             f"that DeepSpeed has tested ({', '.join(TESTED)}): set it to true, or leave it out"
         )
     if isinstance(given, DeepSpeedCPUAdam) and not given.fp32_optimizer_states:
-        keep_bf16_moments(settings.core)
+        reader.keep_bf16_moments(settings.core)
     is_training = given is not None or "optimizer" in settings.core
     left_out = {"optimizer"} if optimizer is not None else set()
     if lr_scheduler is not None or not is_training:
@@ -255,11 +255,7 @@ def _make_optimizer(
         return None
     if {id(p) for p in groups} == {id(p) for p in trainable}:
         return None
-    block = settings.core["optimizer"]
-    try:
-        named = OptimizerConfig.model_validate(block)
-    except pydantic.ValidationError as error:
-        raise ConfigError(explain(error, OptimizerConfig, block, "optimizer")) from None
+    named = reader.parse_block(OptimizerConfig, settings.core, "optimizer")
     if named.type.lower() == "muon":
         tag_matrices(model.named_parameters())
     return make_optimizer(named, groups)

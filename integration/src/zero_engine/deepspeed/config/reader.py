@@ -504,8 +504,8 @@ def read(config: Source) -> Settings:
     sorter.sort(as_typed(modernise(without_auto(raw, sorter.tell), sorter.tell), Config))
     core, own = core_config(sorter.core, sorter.tell), sorter.own
     zero = core.get("zero_optimization", {})
-    flops = _parse(FlopsProfilerSettings, own, "flops_profiler")
-    comms = _parse(CommsLoggerSettings, own, "comms_logger")
+    flops = parse_block(FlopsProfilerSettings, own, "flops_profiler")
+    comms = parse_block(CommsLoggerSettings, own, "comms_logger")
     if comms.enabled and comms.prof_ops:  # unknown names in prof_ops have no effect
         unknown = [name for name in comms.prof_ops if not name.startswith(COLLECTIVES)]
         if comms.prof_all:
@@ -524,7 +524,7 @@ def read(config: Source) -> Settings:
         monitors=get_monitor_config(own),
         comms_logger=comms,
         flops_profiler=flops,
-        throughput=_parse(ThroughputSettings, own, "timers.throughput"),
+        throughput=parse_block(ThroughputSettings, own, "timers.throughput"),
         steps_per_print=core.get("steps_per_print"),
         tag_validation=_VALIDATIONS[own.get("checkpoint.tag_validation", "WARN").upper()],
         gather_16bit_weights_on_model_save=bool(
@@ -541,7 +541,7 @@ def read(config: Source) -> Settings:
 def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
     """Return a configuration's monitors. Raises ConfigError if one of their blocks is invalid."""
     kinds = {name: type(block) for name, block in MonitorSettings()}
-    return MonitorSettings(**{name: _parse(kinds[name], param_dict, name) for name in kinds})
+    return MonitorSettings(**{name: parse_block(kinds[name], param_dict, name) for name in kinds})
 
 
 class _Sorter:
@@ -605,7 +605,8 @@ def _mapping(path: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _parse(kind: type[_Parsed], own: Mapping[str, Any], path: str) -> _Parsed:
+def parse_block(kind: type[_Parsed], own: Mapping[str, Any], path: str) -> _Parsed:
+    """Return the block ``own[path]`` as a ``kind``, or raise ConfigError."""
     block = _mapping(path, own.get(path, {}))
     try:
         return kind.model_validate(block)
