@@ -17,11 +17,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from zero_engine.deepspeed.errors import Unserved
+from zero_engine.deepspeed.errors import INNER, Unserved
 
 VERSION = "0.19.8"
 """Release of DeepSpeed that has this interface."""
-INNER = "it is an inner part of DeepSpeed, which works differently here"
 
 _NAMES_BY_REASON = {
     "there is no pipeline parallelism here; stage 3 with offload_param holds large models": (
@@ -217,13 +216,13 @@ class RefusedModule(ModuleType):
     def __getattr__(self, name: str) -> Unserved:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return _unserved(f"{self._served_name}.{name}", self._reason)
+        return Unserved(f"{self._served_name}.{name}", self._reason)
 
     def __setattr__(self, name: str, value: object) -> None:
         # A script that patches DeepSpeed expects an effect, and there would be none.
         is_imports = name.startswith("_") or isinstance(value, ModuleType)
         if not is_imports:
-            _unserved(f"{self._served_name}.{name}", self._reason)()
+            Unserved(f"{self._served_name}.{name}", self._reason)()
         super().__setattr__(name, value)
 
 
@@ -245,7 +244,7 @@ def refuse_other_names(path: str) -> None:
         dotted = f"{path}.{name}".removeprefix(".")
         if name.startswith("_") or dotted in _SUBMODULES:
             raise AttributeError(f"module {full_name!r} has no attribute {name!r}")
-        return _unserved(dotted, reason_to_refuse(dotted) or INNER)
+        return Unserved(dotted, reason_to_refuse(dotted) or INNER)
 
     vars(module)["__getattr__"] = find
     if path:
@@ -261,10 +260,6 @@ def _served_names(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
         and not isinstance(value, ModuleType)
         and any(fnmatchcase(name, pattern) for pattern in _PATTERNS.get(path, ()))
     }
-
-
-def _unserved(name: str, reason: str) -> Unserved:
-    return Unserved(name, reason, could_be_ours=reason == INNER)
 
 
 def serve() -> None:
