@@ -243,7 +243,8 @@ def fit_operators(watch: Stopwatch) -> None:
     """
     watch.curves["operator"] = _constant(0.0)
     few, many = (_compare(watch, Blocks(n, 32, 2, 64), (2, 16), "float32") for n in DEPTHS)
-    beside = (many.seconds - few.seconds) - (many.kernels_s - few.kernels_s)
+    kernels_s = [found.products_s + found.others_s for found in (few, many)]
+    beside = (many.seconds - few.seconds) - (kernels_s[1] - kernels_s[0])
     watch.curves["operator"] = _constant(max(beside, 0.0) / (many.calls - few.calls))
     is_cpu = watch.device.type == "cpu"
     shape, tokens = ((3, 384, 6, 2048), (4, 128)) if is_cpu else ((4, 2048, 16, 16384), (4, 1024))
@@ -277,10 +278,6 @@ class _Compared:
     products_s: float
     others_s: float
     calls: int
-
-    @property
-    def kernels_s(self) -> float:
-        return self.products_s + self.others_s
 
 
 def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: str) -> _Compared:

@@ -154,10 +154,6 @@ class Init:
         secondary = world if is_secondary else None  # hpZ's secondary shards span all ranks
         described.describe(params, has_checks=self._has_checks, secondary=secondary)
 
-    @classmethod
-    def is_active(cls) -> bool:
-        return cls._active is not None
-
     def __enter__(self) -> None:
         if not self._is_enabled:
             return
@@ -235,7 +231,7 @@ class GatheredParameters:
     def __enter__(self) -> None:
         rank = self._modifier_rank
         found = [p for p in self._params if partitioned.value_of(p) is not None]
-        if Init.is_active():
+        if Init._active is not None:
             # Parameters made within `Init` hold whole values until its end. Rank 0's are kept.
             if any(map(partitioned.is_partitioned, found)) or rank not in (None, 0):
                 raise NotServedError(
