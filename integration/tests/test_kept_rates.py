@@ -24,7 +24,7 @@ from zero_engine.calibration.machine import (
     kept_path,
     kept_rates,
 )
-from zero_engine.calibration.training import EXCHANGED, exchanged
+from zero_engine.calibration.rank import EXCHANGED, exchanged
 from zero_engine.cli import app
 from zero_engine.planning import Calibration, Curve, Rates
 

@@ -44,8 +44,7 @@ from benchmarks.harness.report import MS, Column, Section, bars, judged, machine
 from benchmarks.harness.rounds import start_ranks
 from lab.experiments.plan.cases import AGAIN, SETS, Case
 from zero_engine.calibration.machine import measure_machine, read_calibration
-from zero_engine.calibration.operators import Stopwatch
-from zero_engine.calibration.training import merged, time_exchanges
+from zero_engine.calibration.rank import Stopwatch, merged, time_exchanges
 from zero_engine.planning import Calibration, Rates, TimedChoice, TimedPlan, plan
 from zero_engine.planning.search import whole
 

@@ -24,7 +24,7 @@ import torch
 
 from zero_core.config import parse_json, read_config_text
 from zero_core.errors import ConfigError, ZeroError
-from zero_engine.calibration.training import merged
+from zero_engine.calibration.rank import merged
 from zero_engine.machine import accelerator_names, available_cores, processor_name
 from zero_engine.planning.rates import FORMAT, Calibration, Curve, Rates
 
@@ -83,7 +83,7 @@ def measure_to(
 
 def _measure(count: int, cores: int, disk: Path | None) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "zero_engine.calibration.training", scratch, str(cores)]
+        command = [sys.executable, "-m", "zero_engine.calibration.rank", scratch, str(cores)]
         command.append("" if disk is None else str(disk))
         threads = str(max(1, cores // count))
         started = []
