@@ -24,14 +24,14 @@ from torch.distributed.run import get_args_parser
 from tests.support.ports import free_port
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.served import reason_to_refuse
-from zero_engine.script.deepspeed_options import (
+from zero_engine.script.hook import install, mend_loading
+from zero_engine.script.run import (
     add_options,
     carry_out,
     process_number_saved,
     read_host_file,
+    run_program,
 )
-from zero_engine.script.hook import install, mend_loading
-from zero_engine.script.run import run_program
 
 SEES = """
 import json, os, sys
@@ -180,7 +180,7 @@ def test_run_on_one_machine_takes_a_free_port_and_no_host_file_of_deepspeeds(
     monkeypatch.setattr("zero_engine.script.run.run_ranks", started.append)
     host_file = script.parent / "job"
     host_file.write_text("localhost slots=3\n", encoding="utf-8")
-    monkeypatch.setattr("zero_engine.script.deepspeed_options.HOST_FILE", str(host_file))
+    monkeypatch.setattr("zero_engine.script.run.HOST_FILE", str(host_file))
     run_program([*options, str(script)])
     run_program(["deepspeed", str(script)])
     one, by_deepspeed = started
