@@ -21,8 +21,7 @@ from zero_core.step.param_grads import TrainedParameter
 from zero_core.testing import LR, spawn
 from zero_engine import deepspeed
 from zero_engine.deepspeed import NotServedError, initialize, zero
-from zero_engine.deepspeed.zero.described import ShardedParameter
-from zero_engine.deepspeed.zero.partition_parameters import is_zero_param
+from zero_engine.deepspeed.zero.partition_parameters import ShardedParameter, is_zero_param
 
 
 def _model() -> nn.Module:

@@ -32,8 +32,7 @@ from zero_engine.deepspeed.ops.optimizers import CLASSES, DeepSpeedCPUAdam, made
 from zero_engine.deepspeed.served import VERSION
 from zero_engine.deepspeed.utils.logging import log_dist, speak
 from zero_engine.deepspeed.utils.z3_leaf_module import mark_configured
-from zero_engine.deepspeed.zero.described import describe_engine
-from zero_engine.deepspeed.zero.partition_parameters import suspended_init
+from zero_engine.deepspeed.zero.partition_parameters import describe_engine, suspended_init
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
 from zero_engine.terminal import count
 

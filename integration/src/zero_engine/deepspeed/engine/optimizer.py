@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_core import Engine
 from zero_core.adapters import ObjectMethods
 from zero_engine.deepspeed.engine.facts import value_of
-from zero_engine.deepspeed.zero.described import AtEnd
+from zero_engine.deepspeed.zero.partition_parameters import AtEnd
 
 
 class ParameterOffload:
