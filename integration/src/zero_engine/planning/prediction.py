@@ -27,13 +27,25 @@ file      reads and writes of NVMe offload: in the order of "host"
 
 If ranks compute on the CPU, all running work shares ``cores``. If the running work asks for more,
 all work that uses cores is slowed down by the same factor.
+
+[Note: lanes]
+compute  forward, recomputation, backward and the device's update
+gather   gathers of parameters
+reduce   reductions of gradients, and the step's small all-reduce
+copies   between a device and its host
+host     the host's update
+file     reads and writes of NVMe offload
+
+A lane's seconds are the sum of its work. Lanes overlap, so their sum can exceed the step. If ranks
+compute on the CPU, the computing thread also copies data of the same node: the lane is then
+"gather" or "reduce", and the copy delays "compute".
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -56,8 +68,8 @@ from zero_core.footprint import (
     updates_in_backward,
 )
 from zero_engine.planning.rates import Rates
-from zero_engine.planning.result import LANES, Span, StepTime
 
+LANES = ("compute", "gather", "reduce", "copies", "host", "file")
 NUM_STEPS = 3
 IN_ORDER = ("main", "link", "down")
 BY_NEED = ("host", "up", "file")
@@ -65,6 +77,46 @@ _WIDE = "float32"
 _UNDO_COST = 1.05
 """Extra time of an undo log, relative to the update, as the benchmark ``cpu_adam`` measures it with
 two cores and 64 Mi elements. The log writes 12 bytes per element, Adam reads and writes 26."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Time ``[start_s, stop_s)`` of a step in which a lane is busy with ``what``."""
+
+    lane: str
+    what: str
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted time of one optimizer step in steady state, all micro-steps included.
+
+    Attributes:
+        total_s: seconds from one step's end to the next one's.
+        lanes: busy seconds of each of `LANES`.
+        samples: samples of the step, over all ranks.
+        spans: work of the lanes in one step, by start.
+    """
+
+    total_s: float
+    lanes: Mapping[str, float]
+    samples: int
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def bound(self) -> str:
+        """Lane with the most busy seconds."""
+        return max(LANES, key=lambda lane: self.lanes[lane])
+
+    @property
+    def bound_s(self) -> float:
+        return self.lanes[self.bound]
+
+    @property
+    def sample_s(self) -> float:
+        return self.total_s / self.samples
 
 
 @dataclass(eq=False, slots=True)
