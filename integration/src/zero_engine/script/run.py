@@ -364,15 +364,14 @@ def _imported(node: ast.AST, importer: Path, source: Source) -> Iterator[Path]:
 
 def add_options(parser: ArgumentParser) -> None:
     def add(*names: str, **how: object) -> None:
-        flags = [flag for n in names for flag in dict.fromkeys((n, "--" + n[2:].replace("_", "-")))]
-        dest = names[0].lstrip("-")
-        short = SHORT.get(dest, ())
-        parser.add_argument(*short, *flags, dest=dest, **how)  # type: ignore[arg-type]
+        flags = dict.fromkeys(f for n in names for f in (n, n[:2] + n[2:].replace("_", "-")))
+        dest = next(name[2:] for name in names if name.startswith("--"))
+        parser.add_argument(*flags, dest=dest, **how)  # type: ignore[arg-type]
 
     add("--record", metavar="FOLDER", help="record each step there, for 'zero-engine report'")
-    add("--hostfile", metavar="FILE", help="lines 'HOST slots=NUMBER'")
-    add("--include", metavar="FILTER", default="", help="slots to use: worker-0@worker-1:0,2")
-    add("--exclude", metavar="FILTER", default="", help="slots to leave out")
+    add("-H", "--hostfile", metavar="FILE", help="lines 'HOST slots=NUMBER'")
+    add("-i", "--include", metavar="FILTER", default="", help="slots to use: worker-0@worker-1:0,2")
+    add("-e", "--exclude", metavar="FILTER", default="", help="slots to leave out")
     add("--num_nodes", type=int, default=-1, help="use the first N hosts of the host file")
     add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks of each machine")
     add("--no_ssh", action="store_true", help="start the ranks of --node_rank alone, here")
@@ -380,7 +379,7 @@ def add_options(parser: ArgumentParser) -> None:
         "--enable_each_rank_log", metavar="FOLDER", default="None", help="write ranks' output there"
     )
     add("--save_pid", action="store_true", help="write this process's number to /tmp/PID.deepspeed")
-    add("--quiet", action="store_true", help="print errors only")
+    add("-q", "--quiet", action="store_true", help="print errors only")
     add("--log_level", choices=LOG_LEVELS, default="info", help="least level that is printed")
     add("--launcher", default="pdsh", help="no effect: ranks are started on this machine alone")
     for name in ("--launcher_args", "--ssh_port", "--venv_script"):
@@ -393,9 +392,6 @@ def add_options(parser: ArgumentParser) -> None:
     for name in TOLD_APART:
         if f"PET_{name.upper()}" not in os.environ:
             parser.set_defaults(**{name: None})
-
-
-SHORT = {"hostfile": ("-H",), "include": ("-i",), "exclude": ("-e",), "quiet": ("-q",)}
 
 
 def with_host_file(arguments: Sequence[str]) -> list[str]:
