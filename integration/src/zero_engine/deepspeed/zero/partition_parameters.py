@@ -50,10 +50,7 @@ from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
 from zero_engine.deepspeed.comm import init_distributed
 from zero_engine.deepspeed.config.reader import load
 from zero_engine.deepspeed.errors import NotServedError
-from zero_engine.deepspeed.utils.groups import (
-    get_data_parallel_group,
-    get_data_parallel_world_size,
-)
+from zero_engine.deepspeed.utils import groups
 from zero_engine.deepspeed.zero import partitioned
 
 _log = logging.getLogger(__name__)
@@ -351,7 +348,7 @@ class Init:
                 self._describe(made)
 
     def _describe(self, params: Iterable[nn.Parameter]) -> None:
-        world, size = get_data_parallel_group(), get_data_parallel_world_size()
+        world, size = groups.get_data_parallel_group(), groups.get_data_parallel_world_size()
         is_secondary = self._group in (None, world) and self._num_secondary == size > 1
         secondary = world if is_secondary else None  # hpZ's secondary shards span all ranks
         describe(params, has_checks=self._has_checks, secondary=secondary)
