@@ -71,8 +71,6 @@ from zero_engine.planning.rates import Rates
 
 LANES = ("compute", "gather", "reduce", "copies", "host", "file")
 NUM_STEPS = 3
-IN_ORDER = ("main", "link", "down")
-BY_NEED = ("host", "up", "file")
 _WIDE = "float32"
 _UNDO_COST = 1.05
 """Extra time of an undo log, relative to the update, as the benchmark ``cpu_adam`` measures it with
@@ -165,9 +163,8 @@ class Schedule:
     def run(self) -> None:
         """Set start and stop of all work. Work after later work of its resource: ValueError."""
         followers: dict[int, list[Work]] = {}
-        queues: dict[str, deque[Work]] = {name: deque() for name in IN_ORDER}
-        ready: dict[str, list[tuple[int, int, Work]]] = {name: [] for name in BY_NEED}
-
+        queues: dict[str, deque[Work]] = {n: deque() for n in ("main", "link", "down")}
+        ready: dict[str, list[tuple[int, int, Work]]] = {n: [] for n in ("host", "up", "file")}
         place = {id(work): number for number, work in enumerate(self.work)}
 
         def offer(work: Work) -> None:

@@ -87,7 +87,12 @@ class _Reader:
     def _object(self, *, is_braced: bool = True) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for place in self._members("object", "}" if is_braced else ""):
-            key = self._key()
+            if self._text[self._at] in "\"'":
+                key = self._quoted()
+            elif (word := _KEY.match(self._text, self._at)) is None:
+                self._fail(f"expected a key, found {self._rest()}")
+            else:
+                key, self._at = word[0], word.end()
             if key in found:
                 self._fail(f"duplicate key {key!r}: keep one of them", place)
             if self._next() != ":":
@@ -107,15 +112,6 @@ class _Reader:
             if self._next() == ",":
                 self._at += 1
         self._at += len(close)
-
-    def _key(self) -> str:
-        if self._text[self._at] in "\"'":
-            return self._quoted()
-        found = _KEY.match(self._text, self._at)
-        if found is None:
-            self._fail(f"expected a key, found {self._rest()}")
-        self._at = found.end()
-        return found[0]
 
     def _quoted(self) -> str:
         found = _QUOTED.match(self._text, self._at)

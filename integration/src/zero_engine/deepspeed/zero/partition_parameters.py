@@ -45,7 +45,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import _CheckpointFrame
 
 from zero_core import ShardedModel, adapters, engine_of
-from zero_core.adapters import EngineParameter, derive, is_refused, own_class, use_class
 from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
 from zero_engine.deepspeed.comm import init_distributed
 from zero_engine.deepspeed.config.reader import load
@@ -69,7 +68,7 @@ ZeroParamStatus = enum.Enum("ZeroParamStatus", "AVAILABLE NOT_AVAILABLE INFLIGHT
 """States of a parameter: whether it holds its value on this rank."""
 
 
-class ShardedParameter(EngineParameter):
+class ShardedParameter(adapters.EngineParameter):
     """Class of a parameter while a stage-3 engine owns it."""
 
     @property
@@ -123,10 +122,10 @@ def describe_engine(engine: ShardedModel) -> None:
     params = list(engine.module.parameters())
     describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
     for param in params:
-        own = own_class(param)
-        if own is nn.Parameter or issubclass(own, EngineParameter):
-            use_class([param], derive(ShardedParameter, own))
-            engine.remove_at_end([AtEnd(partial(use_class, [param], own))])
+        own = adapters.own_class(param)
+        if own is nn.Parameter or issubclass(own, adapters.EngineParameter):
+            adapters.use_class([param], adapters.derive(ShardedParameter, own))
+            engine.remove_at_end([AtEnd(partial(adapters.use_class, [param], own))])
         else:  # a subclass that a user wrote stays the parameter's class
             engine.remove_at_end([_OwnClass(param)])
     engine.remove_at_end([_Saved(params)])
@@ -148,7 +147,7 @@ class _OwnClass:
     _num_params: ClassVar[Counter[type[nn.Parameter]]] = Counter()
 
     def __init__(self, param: nn.Parameter) -> None:
-        self._class = own_class(param)
+        self._class = adapters.own_class(param)
         self._attributes = vars(param)
         self._status = self._attributes.pop("ds_status")
         if not self._num_params[self._class]:
@@ -220,7 +219,7 @@ def _described(unpacked: Any) -> Any:
         if type(tensor) is not Tensor:
             continue
         alike = [param for engine in _engines for param in engine.by_shape.get(tensor.shape, ())]
-        here = (param for param in alike if not is_refused(param))
+        here = (param for param in alike if not adapters.is_refused(param))
         param = next((param for param in here if param.data_ptr() == tensor.data_ptr()), None)
         if param is not None:
             vars(tensor).update({name: getattr(param, name) for name in NAMES})

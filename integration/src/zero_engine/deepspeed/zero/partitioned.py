@@ -332,7 +332,14 @@ def gathered_params(
     try:
         for param in found:
             if is_partitioned(param):
-                _gather(param)
+                with torch.no_grad():
+                    value = _value(param)
+                    full = value.gather(param)
+                    if value.recorded is not None:
+                        value.keep(full)
+                    value.shape = full.shape
+                    param.__class__ = nn.Parameter
+                    param.data = full
                 gathered.append(param)
         yield
         if modifier_rank is not None:
@@ -346,17 +353,6 @@ def gathered_params(
 def _value(param: nn.Parameter) -> PartitionedValue:
     value: PartitionedValue = vars(param)[_VALUE]
     return value
-
-
-@torch.no_grad()
-def _gather(param: nn.Parameter) -> None:
-    value = _value(param)
-    full = value.gather(param)
-    if value.recorded is not None:
-        value.keep(full)
-    value.shape = full.shape
-    param.__class__ = nn.Parameter
-    param.data = full
 
 
 @torch.no_grad()
