@@ -80,12 +80,12 @@ def test_options_start_the_ranks_that_deepspeed_would(script, options, monkeypat
 def test_a_stale_file_of_the_process_number_is_replaced() -> None:
     path = Path("/tmp", f"{os.getpid()}.deepspeed")
     path.write_text("of a process that was killed", encoding="utf-8")
-    with process_number_saved(is_asked=True):
+    with process_number_saved():
         assert path.read_text(encoding="utf-8") == str(os.getpid())
     assert not path.exists()
     path.mkdir()
     try:
-        with pytest.raises(ConfigError, match="remove it"), process_number_saved(is_asked=True):
+        with pytest.raises(ConfigError, match="remove it"), process_number_saved():
             pass
     finally:
         path.rmdir()

@@ -33,7 +33,7 @@ import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -142,7 +142,7 @@ def run_program(arguments: Sequence[str]) -> int:
     if parsed.nproc_per_node.isdecimal():
         threads = max(1, available_cores() // max(1, int(parsed.nproc_per_node)))
         _set_defaults({"OMP_NUM_THREADS": str(threads)})
-    with process_number_saved(is_asked=parsed.save_pid):
+    with process_number_saved() if parsed.save_pid else nullcontext():
         return run_ranks(parsed)
 
 
@@ -449,24 +449,22 @@ def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str
 
 
 @contextmanager
-def process_number_saved(*, is_asked: bool) -> Iterator[None]:
-    """If ``is_asked``, keep ``/tmp/PID.deepspeed`` in this context, as ``--save_pid`` requests."""
+def process_number_saved() -> Iterator[None]:
+    """Keep ``/tmp/PID.deepspeed`` in this context, as ``--save_pid`` requests."""
     path = Path("/tmp", f"{os.getpid()}.deepspeed")
-    if is_asked:
-        try:
-            path.unlink(missing_ok=True)  # a killed process may have had the same id
-            # "x" does not follow another user's link.
-            with path.open("x", encoding="utf-8") as file:
-                file.write(str(os.getpid()))
-        except OSError as error:
-            raise ConfigError(
-                f"--save_pid: {path} cannot be made ({error}): remove it, or leave the option out"
-            ) from error
+    try:
+        path.unlink(missing_ok=True)  # a killed process may have had the same id
+        # "x" does not follow another user's link.
+        with path.open("x", encoding="utf-8") as file:
+            file.write(str(os.getpid()))
+    except OSError as error:
+        raise ConfigError(
+            f"--save_pid: {path} cannot be made ({error}): remove it, or leave the option out"
+        ) from error
     try:
         yield
     finally:
-        if is_asked:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def _chosen_hosts(parsed: Namespace, parser: ArgumentParser) -> Hosts:

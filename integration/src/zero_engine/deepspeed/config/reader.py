@@ -189,9 +189,6 @@ _RENAMED = {
 """Names of keys of ``zero_optimization``, by other names that DeepSpeed accepts."""
 _OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
-CLIPPING = 1.0
-"""Default of ``gradient_clipping``."""
-_AS_MADE = "as_made"
 _LION = {"lr": 1e-3, "betas": (0.9, 0.999)}
 """DeepSpeed's defaults of Lion, which differ from `zero_core.Lion`'s."""
 _DTYPE_NAMES: Mapping[str, str] = {
@@ -273,7 +270,7 @@ def _rename(block: dict[str, Any], old: str, name: str, tell: Tell, where: str =
 
 def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     """Return zero-core's keys ``given``, with DeepSpeed's defaults, in zero-core's form."""
-    core = {"gradient_clipping": CLIPPING, "broadcast_buffers": False, **given}
+    core = {"gradient_clipping": 1.0, "broadcast_buffers": False, **given}
     clipping = core["gradient_clipping"]
     if isinstance(clipping, bool):
         core["gradient_clipping"] = float(clipping)
@@ -358,7 +355,7 @@ def keep_updates_to_steps(core: dict[str, Any]) -> None:
 
 
 def _data_types(core: Mapping[str, Any]) -> dict[str, Any]:
-    types = {"buffer_dtype": _AS_MADE, **core.get("data_types", {})}
+    types = {"buffer_dtype": "as_made", **core.get("data_types", {})}
     for key in ("buffer_dtype", "grad_accum_dtype", "param_dtype"):
         if key in types:
             types[key] = _DTYPE_NAMES.get(str(types[key]), types[key])

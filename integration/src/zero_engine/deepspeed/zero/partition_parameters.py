@@ -450,8 +450,8 @@ class GatheredParameters:
                 if "ds_status" in own and not isinstance(param, ShardedParameter):
                     stack.callback(own.update, ds_status=own["ds_status"])
                     own["ds_status"] = ZeroParamStatus.AVAILABLE
-            if rank is None:
-                checked = [p for p in self._params if vars(p).get(SANITY_CHECKS)]
+            checked = [p for p in self._params if vars(p).get(SANITY_CHECKS)]
+            if checked and rank is None:
                 stack.enter_context(_unedited(checked))
             self._stack = stack.pop_all()
 
@@ -465,8 +465,6 @@ def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
     """Raise at the end if a rank has changed ``params`` in place. Every rank must enter it."""
     before = [(p.data_ptr(), p._version) for p in params]
     yield
-    if not params:
-        return
     is_edited = before != [(p.data_ptr(), p._version) for p in params]
     engine, value = engine_of(params[0]), partitioned.value_of(params[0])
     owner = value if engine is None else engine.sharded_state
