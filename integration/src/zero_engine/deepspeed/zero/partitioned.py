@@ -331,16 +331,17 @@ def gathered_params(
     _num_gathered += 1
     try:
         for param in found:
-            if is_partitioned(param):
-                with torch.no_grad():
-                    value = _value(param)
-                    full = value.gather(param)
-                    if value.recorded is not None:
-                        value.keep(full)
-                    value.shape = full.shape
-                    param.__class__ = nn.Parameter
-                    param.data = full
-                gathered.append(param)
+            if not is_partitioned(param):
+                continue
+            with torch.no_grad():
+                value = _value(param)
+                full = value.gather(param)
+                if value.recorded is not None:
+                    value.keep(full)
+                value.shape = full.shape
+                param.__class__ = nn.Parameter
+                param.data = full
+            gathered.append(param)
         yield
         if modifier_rank is not None:
             _publish([param for param in found if value_of(param) is not None], modifier_rank)
