@@ -198,7 +198,7 @@ class _Saved:
                 self.by_shape.setdefault(param.shape, []).append(param)
         if not _engines:
             BackwardCFunction.saved_tensors = property(  # type: ignore[assignment]
-                lambda context: _described(super(BackwardCFunction, context).saved_tensors)
+                lambda context: _described(super(BackwardCFunction, context).saved_tensors)  # type: ignore[misc]
             )
             if _get_inputs is not None:
                 _CheckpointFrame.get_inputs = (  # type: ignore[method-assign]

@@ -339,7 +339,7 @@ def gathered_params(
                 if value.recorded is not None:
                     value.keep(full)
                 value.shape = full.shape
-                param.__class__ = nn.Parameter
+                param.__class__ = nn.Parameter  # type: ignore[assignment]
                 param.data = full
             gathered.append(param)
         yield
