@@ -29,7 +29,7 @@ from zero_core.testing.sampled_rows import (
     pytest_collection_modifyitems as pytest_collection_modifyitems,
 )
 from zero_core.testing.sampled_rows import pytest_runtestloop as pytest_runtestloop
-from zero_engine.calibration import kept
+from zero_engine.calibration import machine
 from zero_engine.cli import app
 from zero_engine.launch.torchrun import local_address_only
 from zero_engine.presets import EXAMPLES, default_config_text
@@ -63,7 +63,7 @@ Program = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(autouse=True)
 def _no_kept_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "kept_path", lambda: Path("/nowhere/rates.json"))
+    monkeypatch.setattr(machine, "kept_path", lambda: Path("/nowhere/rates.json"))
 
 
 def environment() -> dict[str, str]:

@@ -28,7 +28,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int
     found: list[int] = []
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     # Only the selection sees the fake accelerator. build() uses the CPU.
-    monkeypatch.setattr("zero_engine.deepspeed.distributed.torch", _torch(found))
+    monkeypatch.setattr("zero_engine.deepspeed.comm.torch", _torch(found))
     yield found
     dist.destroy_process_group()
 
@@ -55,7 +55,7 @@ def test_initialize_takes_the_launchers_accelerator_or_the_arguments(
     monkeypatch.setenv("LOCAL_RANK", "3")
     make(**arguments).destroy()
     assert chosen[-1] == expected
-    monkeypatch.setattr("zero_engine.deepspeed.distributed.torch", _torch(chosen, visible=1))
+    monkeypatch.setattr("zero_engine.deepspeed.comm.torch", _torch(chosen, visible=1))
     deepspeed.init_distributed()
     assert chosen[-1] == 0, "the only one that the rank sees"
 

@@ -21,8 +21,7 @@ from zero_core.step.param_grads import TrainedParameter
 from zero_core.testing import LR, spawn
 from zero_engine import deepspeed
 from zero_engine.deepspeed import NotServedError, initialize, zero
-from zero_engine.deepspeed.zero.described import ShardedParameter
-from zero_engine.deepspeed.zero.partition_parameters import is_zero_param
+from zero_engine.deepspeed.zero.partition_parameters import ShardedParameter, is_zero_param
 
 
 def _model() -> nn.Module:
@@ -363,7 +362,7 @@ def test_init_that_cannot_begin_leaves_none_active() -> None:
     wrong: Any = "no group"
     with pytest.raises(ValueError, match="not registered"):
         zero.Init(data_parallel_group=wrong).__enter__()
-    assert not zero.Init.is_active()
+    assert zero.Init._active is None
     with zero.Init():
         made = nn.Linear(2, 2)
     assert is_zero_param(made.weight)

@@ -45,8 +45,7 @@ from zero_engine.deepspeed_import.importing import (
     read_source,
     write_source,
 )
-from zero_engine.deepspeed_import.source import MASTER, load_file
-from zero_engine.deepspeed_import.stages import read_universal
+from zero_engine.deepspeed_import.source import MASTER, load_file, read_universal
 
 
 class Model(nn.Module):

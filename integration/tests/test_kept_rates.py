@@ -12,16 +12,19 @@ import pytest
 from conftest import refusal_of
 from typer.testing import CliRunner
 
-from zero_engine.calibration import kept, machine
-from zero_engine.calibration.kept import fingerprint, keep, kept_path, kept_rates
+from zero_engine.calibration import machine
 from zero_engine.calibration.machine import (
     default_ranks,
     device_calibration,
     device_memory,
     device_names,
+    fingerprint,
     first_failed,
+    keep,
+    kept_path,
+    kept_rates,
 )
-from zero_engine.calibration.training import EXCHANGED, exchanged
+from zero_engine.calibration.rank import EXCHANGED, exchanged
 from zero_engine.cli import app
 from zero_engine.planning import Calibration, Curve, Rates
 
@@ -31,7 +34,7 @@ MODEL = ("plan", "--layers=2", "--width=32", "--heads=2", "--vocab=64")
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "kept_path", kept_path)
+    monkeypatch.setattr(machine, "kept_path", kept_path)
 
 
 def rates_of_a_cpu() -> Calibration:
@@ -117,16 +120,6 @@ def test_figures_are_in_the_units_of_their_keys() -> None:
         wide, narrow = (1e15 / curve.seconds(1e15) for curve in reached)
         assert 4e12 < wide <= narrow < 1.6e15, name
         assert 2e11 < 1e12 / curves["memory.float32"].seconds(1e12) < 7e12, name
-
-
-def test_memory_of_the_host_that_the_caller_names_takes_the_place_of_the_tables() -> None:
-    table, named = (
-        device_calibration("H100", 2, host_bytes_per_s=peak).at(2) for peak in (None, 400e9)
-    )
-    update = ["update.host.float32"]
-    assert named.seconds(update, 1e9) == pytest.approx(table.seconds(update, 1e9) / 2)
-    assert named.seconds(["file.read"], 1e9) == table.seconds(["file.read"], 1e9)
-    assert "400 GB/s" in device_calibration("H100", 2, host_bytes_per_s=400e9).source
 
 
 def test_many_cores_take_bounded_memory() -> None:

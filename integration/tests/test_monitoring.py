@@ -130,7 +130,7 @@ def test_a_monitor_without_its_package_says_what_to_install(monkeypatch, block, 
 
 
 class _Clock:
-    """A clock for `zero_engine.monitoring.breakdowns` that only a model advances."""
+    """A clock for `zero_engine.monitoring` that only a model advances."""
 
     now = 0.0
 
@@ -141,7 +141,7 @@ class _Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = _Clock()
-    monkeypatch.setattr("zero_engine.monitoring.breakdowns.time", made)
+    monkeypatch.setattr("zero_engine.monitoring.time", made)
     return made
 
 

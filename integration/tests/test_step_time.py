@@ -16,8 +16,7 @@ from zero_core import ConfigError
 from zero_core.footprint.result import AS_CONFIGURED
 from zero_core.testing import Case
 from zero_engine.planning import Calibration, Curve, Rates, plan
-from zero_engine.planning.prediction import StepShape, UnitTime, run_steps
-from zero_engine.planning.schedule import Schedule
+from zero_engine.planning.prediction import Schedule, StepShape, UnitTime, run_steps
 from zero_engine.planning.search import WORTH
 
 WIDTH, BLOCKS, TOKENS = 64, 4, 32

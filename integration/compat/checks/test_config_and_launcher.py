@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from zero_engine.deepspeed.config.hjson import parse_hjson
-from zero_engine.script.deepspeed_options import Hosts, add_options, filtered, read_host_file
+from zero_engine.script.run import Hosts, add_options, filtered, read_host_file
 
 NOT_SERVED = {
     *("autotuning_config", "compile_config", "data_efficiency_config", "datastates_config"),

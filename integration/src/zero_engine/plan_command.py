@@ -21,8 +21,13 @@ from zero_core.config import parse_json, read_config_text
 from zero_core.errors import ConfigError
 from zero_core.footprint import ranks_of_node
 from zero_engine import planning
-from zero_engine.calibration.kept import KeptRates, kept_rates
-from zero_engine.calibration.machine import device_calibration, device_memory, read_calibration
+from zero_engine.calibration.machine import (
+    KeptRates,
+    device_calibration,
+    device_memory,
+    kept_rates,
+    read_calibration,
+)
 from zero_engine.machine import parse_bytes
 from zero_engine.planning import Calibration, TimedPlan
 from zero_engine.terminal import count

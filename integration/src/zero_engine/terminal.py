@@ -9,14 +9,7 @@ import json
 import sys
 from importlib.util import find_spec
 
-from zero_core.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointFailedError,
-    ConfigError,
-    MissingPartError,
-    ZeroError,
-)
+from zero_core import errors
 
 FAILED = 1
 """The report's answer is no, or an operation failed that may succeed at another attempt."""
@@ -24,14 +17,14 @@ MISTAKE = 2
 """The request itself is wrong. Another attempt fails in the same way."""
 
 
-def exit_code(error: ZeroError) -> int:
-    is_mistake = isinstance(error, ConfigError | CheckpointError)
-    return MISTAKE if is_mistake and not isinstance(error, CheckpointFailedError) else FAILED
+def exit_code(error: errors.ZeroError) -> int:
+    is_mistake = isinstance(error, errors.ConfigError | errors.CheckpointError)
+    return MISTAKE if is_mistake and not isinstance(error, errors.CheckpointFailedError) else FAILED
 
 
-def refuse(error: ZeroError, *, as_json: bool) -> int:
+def refuse(error: errors.ZeroError, *, as_json: bool) -> int:
     """Print ``error`` in place of a report. Returns the exit code: 1 for a damaged checkpoint."""
-    is_corrupt = isinstance(error, CheckpointCorruptError)
+    is_corrupt = isinstance(error, errors.CheckpointCorruptError)
     if as_json:
         print(json.dumps({"error": str(error), "is_corrupt": is_corrupt}, indent=2))
     else:
@@ -47,7 +40,7 @@ def require(extra: str, user: str, *modules: str) -> None:
     """Raise MissingPartError if one of ``modules``, which the extra installs, is missing."""
     for module in modules:
         if find_spec(module) is None:
-            raise MissingPartError(
+            raise errors.MissingPartError(
                 f"{user} needs the package {module}, which is not installed: "
                 f'pip install "./integration[{extra}]" in a checkout'
             )

@@ -24,14 +24,14 @@ from torch.distributed.run import get_args_parser
 from tests.support.ports import free_port
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.served import reason_to_refuse
-from zero_engine.script.deepspeed_options import (
+from zero_engine.script.hook import install, mend_loading
+from zero_engine.script.run import (
     add_options,
     carry_out,
     process_number_saved,
     read_host_file,
+    run_program,
 )
-from zero_engine.script.hook import install, mend_loading
-from zero_engine.script.run import run_program
 
 SEES = """
 import json, os, sys
@@ -80,12 +80,12 @@ def test_options_start_the_ranks_that_deepspeed_would(script, options, monkeypat
 def test_a_stale_file_of_the_process_number_is_replaced() -> None:
     path = Path("/tmp", f"{os.getpid()}.deepspeed")
     path.write_text("of a process that was killed", encoding="utf-8")
-    with process_number_saved(is_asked=True):
+    with process_number_saved():
         assert path.read_text(encoding="utf-8") == str(os.getpid())
     assert not path.exists()
     path.mkdir()
     try:
-        with pytest.raises(ConfigError, match="remove it"), process_number_saved(is_asked=True):
+        with pytest.raises(ConfigError, match="remove it"), process_number_saved():
             pass
     finally:
         path.rmdir()
@@ -180,7 +180,7 @@ def test_run_on_one_machine_takes_a_free_port_and_no_host_file_of_deepspeeds(
     monkeypatch.setattr("zero_engine.script.run.run_ranks", started.append)
     host_file = script.parent / "job"
     host_file.write_text("localhost slots=3\n", encoding="utf-8")
-    monkeypatch.setattr("zero_engine.script.deepspeed_options.HOST_FILE", str(host_file))
+    monkeypatch.setattr("zero_engine.script.run.HOST_FILE", str(host_file))
     run_program([*options, str(script)])
     run_program(["deepspeed", str(script)])
     one, by_deepspeed = started

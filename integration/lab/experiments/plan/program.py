@@ -44,8 +44,7 @@ from benchmarks.harness.report import MS, Column, Section, bars, judged, machine
 from benchmarks.harness.rounds import start_ranks
 from lab.experiments.plan.cases import AGAIN, SETS, Case
 from zero_engine.calibration.machine import measure_machine, read_calibration
-from zero_engine.calibration.training import measure as measure_rank
-from zero_engine.calibration.training import merged
+from zero_engine.calibration.rank import Stopwatch, merged, time_exchanges
 from zero_engine.planning import Calibration, Rates, TimedChoice, TimedPlan, plan
 from zero_engine.planning.search import whole
 
@@ -213,7 +212,9 @@ def measure_link(place: Place) -> Row:
     """Measure the rates of collectives between ranks on the link."""
     torch.set_num_threads(1)
     place.join()
-    return measure_rank(torch.device("cpu"), cores=1, disk=None, is_link_alone=True)
+    watch = Stopwatch(torch.device("cpu"))
+    time_exchanges(watch)
+    return {"ranks": len(NODES), "threads": 1, "cores": 1, "curves": watch.curves}
 
 
 def _over_link(calibration: Calibration, link: Link) -> Calibration:

@@ -16,7 +16,7 @@ memory. Steps do not include exchanges between ranks, nor the memory traffic of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -26,8 +26,8 @@ from lab.experiments.schedule.job import Times
 from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
 from zero_core.footprint.activations import Trace, trace_step
-from zero_engine.calibration.machine import BYTES_PER_UPDATE, device_calibration
-from zero_engine.planning.rates import Rates
+from zero_engine.calibration.machine import BYTES_PER_UPDATE, EFFICIENCY, device_calibration
+from zero_engine.planning.rates import Curve, Rates
 
 CHUNK_NUMEL = 1 << 24
 """Maximum number of elements of an update that are published together."""
@@ -115,10 +115,14 @@ def _trace(shape: GptShape, tokens: int) -> Trace:
 
 
 def rates_of(machine: Machine) -> tuple[Rates, str]:
-    found = device_calibration(
-        machine.device, machine.ranks, host_bytes_per_s=machine.host_bytes_per_s
-    )
-    return found.at(machine.ranks), found.source
+    found = device_calibration(machine.device, machine.ranks)
+    rates, host_bytes_per_s = found.at(machine.ranks), machine.host_bytes_per_s
+    if host_bytes_per_s is None:
+        return rates, found.source
+    updated = host_bytes_per_s * EFFICIENCY["host"] / machine.ranks / BYTES_PER_UPDATE
+    curves = {**rates.curves, "update.host.float32": Curve.of_rate(updated)}
+    said = f"{found.source}, but {host_bytes_per_s / 1e9:g} GB/s of host memory"
+    return replace(rates, curves=curves), said
 
 
 def times_of(machine: Machine, shape: GptShape, tokens: int, states: States) -> Times:

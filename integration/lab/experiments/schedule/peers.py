@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lab.experiments.schedule.job import Times
-from zero_engine.planning.schedule import Schedule, Work
+from zero_engine.planning.prediction import Schedule, Work
 from zero_offload.testing.virtual_time import Span
 
 ZENFLOW_TOP, ZENFLOW_STEPS = 0.1, 4
@@ -41,7 +41,7 @@ CYCLE_STEPS = 20
 
 @dataclass
 class Program:
-    """Steps of a schedule on the resources of `zero_engine.planning.schedule`.
+    """Steps of a schedule on the resources of `zero_engine.planning.prediction`.
 
     Attributes:
         ends: last work of each step's backward.

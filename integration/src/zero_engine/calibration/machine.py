@@ -1,4 +1,9 @@
-"""Calibrations: of this machine, measured in new processes, or of a device in ``devices.json``."""
+"""Calibrations: of this machine, measured in new processes, or of a device in ``devices.json``.
+
+``zero-engine doctor --measure`` keeps the measured speeds ("rates") of this machine for the user in
+``$XDG_CACHE_HOME/zero-engine/rates.json`` (default ``~/.cache``). The file holds a `Calibration`
+and, under "machine", the `fingerprint` of the machine that was measured.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
 from importlib.resources import files
 from pathlib import Path
@@ -18,11 +24,11 @@ import torch
 
 from zero_core.config import parse_json, read_config_text
 from zero_core.errors import ConfigError, ZeroError
-from zero_engine.calibration.kept import keep
-from zero_engine.calibration.training import merged
+from zero_engine.calibration.rank import merged
 from zero_engine.machine import accelerator_names, available_cores, processor_name
 from zero_engine.planning.rates import FORMAT, Calibration, Curve, Rates
 
+MEASURE = "measure this machine with zero-engine doctor --measure"
 LIMIT_S = 300.0
 MOST_RANKS = 8
 EFFICIENCY = {"matmul": 0.6, "memory": 0.8, "link": 0.75, "host": 0.6}
@@ -77,7 +83,7 @@ def measure_to(
 
 def _measure(count: int, cores: int, disk: Path | None) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "zero_engine.calibration.training", scratch, str(cores)]
+        command = [sys.executable, "-m", "zero_engine.calibration.rank", scratch, str(cores)]
         command.append("" if disk is None else str(disk))
         threads = str(max(1, cores // count))
         started = []
@@ -135,18 +141,9 @@ def device_memory(name: str) -> int:
     return int(_device(name)[1]["memory_bytes"])
 
 
-def device_calibration(
-    name: str, ranks_per_node: int, *, host_bytes_per_s: float | None = None
-) -> Calibration:
-    """Estimate the rates of a device in the table: published peaks times `EFFICIENCY`.
-
-    ``host_bytes_per_s`` replaces the table's peak of a node's host memory.
-    """
-    (key, peaks), host = _device(name), dict(_table()["host"])
-    if host_bytes_per_s is not None:
-        gigabytes = host_bytes_per_s / 1e9
-        host["memory_bytes_per_s"] = host_bytes_per_s
-        host["source"] += f", but {gigabytes:g} GB/s of host memory, as the caller says"
+def device_calibration(name: str, ranks_per_node: int) -> Calibration:
+    """Estimate the rates of a device in the table: published peaks times `EFFICIENCY`."""
+    (key, peaks), host = _device(name), _table()["host"]
     memory = Curve.of_rate(peaks["memory_bytes_per_s"] * EFFICIENCY["memory"])
     curves = {
         f"matmul.{dtype}": Curve.of_rate(rate * EFFICIENCY["matmul"])
@@ -191,3 +188,63 @@ def _table() -> dict[str, Any]:
     text = files("zero_engine.calibration").joinpath("devices.json").read_text("utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
+
+
+@dataclass(frozen=True)
+class KeptRates:
+    """Saved rates (None if missing, or of another machine or torch), and a line for the user."""
+
+    calibration: Calibration | None
+    said: str
+
+
+def kept_path() -> Path:
+    return Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zero-engine/rates.json"
+    )
+
+
+def fingerprint() -> dict[str, object]:
+    return {
+        "processor": processor_name(),
+        "cores": available_cores(),
+        "accelerators": accelerator_names(),
+        "torch": torch.__version__,
+    }
+
+
+def keep(found: Calibration, written_to: str) -> Path:
+    path = kept_path()
+    content = {**json.loads(found.to_json()), "machine": fingerprint()}
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"the rates are in {written_to}, but cannot be kept in {path}: {error.strerror}; give "
+            f"--rates {written_to} to zero-engine plan, or set XDG_CACHE_HOME to a folder of yours"
+        ) from None
+    return path
+
+
+def kept_rates() -> KeptRates:
+    """Read the saved rates, which are used only if their machine's `fingerprint` is the same."""
+    path = kept_path()
+    if not path.exists():
+        return KeptRates(None, f"no times: no rates are kept in {path}: {MEASURE}")
+    name = f"the kept rates {path}"
+    content = parse_json(read_config_text(path, name), name)
+    was, now = content.get("machine"), fingerprint()
+    if not isinstance(was, dict):
+        raise ConfigError(f"{name} say nothing about their machine: {MEASURE}")
+    differing = [key for key in now if was.get(key) != now[key]]
+    if not differing:
+        found = Calibration.from_json(content, name)
+        return KeptRates(found, f"times by the rates kept in {path}, {found.source}")
+    which = "another torch" if differing == ["torch"] else "another machine"
+    changed = ", ".join(f"{key} {was.get(key)}, here {now[key]}" for key in differing)
+    return KeptRates(
+        None, f"no times: the rates kept in {path} are of {which} ({changed}): {MEASURE}"
+    )

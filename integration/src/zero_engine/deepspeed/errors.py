@@ -6,6 +6,7 @@ from typing import Any, NoReturn, Union
 
 from zero_core import ConfigError, ZeroError
 
+INNER = "it is an inner part of DeepSpeed, which works differently here"
 _DATA = (str, bytes, int, float, list, tuple, dict, set, frozenset)
 
 
@@ -39,13 +40,13 @@ class Unserved:
     A script may import such a name, compare it with None, and use it in an annotation.
     """
 
-    def __init__(self, name: str, instead: str = "", *, could_be_ours: bool = False) -> None:
+    def __init__(self, name: str, instead: str) -> None:
         """Keep the dotted ``name``, without "deepspeed.", and the advice ``instead``.
 
-        ``could_be_ours`` marks a class of which DeepSpeed's engine makes objects. ``isinstance``
-        raises for such a class, because False could be wrong, and returns False for others.
+        An `INNER` part may be a class of which DeepSpeed's engine makes objects. ``isinstance``
+        raises for it, because False could be wrong, and returns False for others.
         """
-        self.__dict__.update(_name=name, _instead=instead, _could_be_ours=could_be_ours)
+        self.__dict__.update(_name=name, _instead=instead)
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise NotServedError(self._name, self._instead)
@@ -56,7 +57,7 @@ class Unserved:
         self._refuse()
 
     def __instancecheck__(self, instance: object) -> bool:
-        return self._refuse() if self._could_be_ours else False
+        return self._refuse() if self._instead == INNER else False
 
     __subclasscheck__ = __instancecheck__
 
@@ -71,9 +72,9 @@ class Unserved:
         return self | other
 
     def __eq__(self, other: object) -> bool:
-        """Refuse comparison with data and, if this ``could_be_ours``, with a class."""
+        """Refuse comparison with data and, for an `INNER` part, with a class."""
         is_class = isinstance(other, type) and other is not Any
-        if isinstance(other, _DATA) or (is_class and self._could_be_ours):
+        if isinstance(other, _DATA) or (is_class and self._instead == INNER):
             self._refuse()
         return self is other
 

@@ -13,18 +13,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import pydantic
 import torch
 from pydantic import BaseModel
 from torch import nn
 
 from zero_core import ShardedModel, build, engine_of
 from zero_core.adapters import Cures, check_served, find_ranks, make_optimizer, tag_matrices
-from zero_core.config import Config, OptimizerConfig, explain, find_unneeded, load_config
+from zero_core.config import Config, OptimizerConfig, find_unneeded, load_config
 from zero_core.errors import ConfigError
-from zero_engine.deepspeed.config.reader import PATHS, Settings, Source, keep_bf16_moments, read
+from zero_engine.deepspeed.comm import choose_device, init_distributed
+from zero_engine.deepspeed.config import reader
+from zero_engine.deepspeed.config.reader import PATHS, Settings, Source, read
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
-from zero_engine.deepspeed.distributed import choose_device, init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import ModelMissingError, NotServedError, UntestedOptimizerError
@@ -32,8 +32,7 @@ from zero_engine.deepspeed.ops.optimizers import CLASSES, DeepSpeedCPUAdam, made
 from zero_engine.deepspeed.served import VERSION
 from zero_engine.deepspeed.utils.logging import log_dist, speak
 from zero_engine.deepspeed.utils.z3_leaf_module import mark_configured
-from zero_engine.deepspeed.zero.described import describe_engine
-from zero_engine.deepspeed.zero.partition_parameters import suspended_init
+from zero_engine.deepspeed.zero.partition_parameters import describe_engine, suspended_init
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
 from zero_engine.terminal import count
 
@@ -147,7 +146,7 @@ def initialize(
             f"that DeepSpeed has tested ({', '.join(TESTED)}): set it to true, or leave it out"
         )
     if isinstance(given, DeepSpeedCPUAdam) and not given.fp32_optimizer_states:
-        keep_bf16_moments(settings.core)
+        reader.keep_bf16_moments(settings.core)
     is_training = given is not None or "optimizer" in settings.core
     left_out = {"optimizer"} if optimizer is not None else set()
     if lr_scheduler is not None or not is_training:
@@ -255,11 +254,7 @@ def _make_optimizer(
         return None
     if {id(p) for p in groups} == {id(p) for p in trainable}:
         return None
-    block = settings.core["optimizer"]
-    try:
-        named = OptimizerConfig.model_validate(block)
-    except pydantic.ValidationError as error:
-        raise ConfigError(explain(error, OptimizerConfig, block, "optimizer")) from None
+    named = reader.parse_block(OptimizerConfig, settings.core, "optimizer")
     if named.type.lower() == "muon":
         tag_matrices(model.named_parameters())
     return make_optimizer(named, groups)

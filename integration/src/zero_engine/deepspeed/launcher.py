@@ -12,8 +12,7 @@ DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 
 def main(args: Sequence[str] | None = None) -> None:
     # Imported here, because training ranks do not need torchrun.
-    from zero_engine.script.deepspeed_options import with_host_file
-    from zero_engine.script.run import run_program
+    from zero_engine.script.run import run_program, with_host_file
 
     code = run_program(with_host_file(sys.argv[1:] if args is None else args))
     if code:

@@ -17,11 +17,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from zero_engine.deepspeed.errors import Unserved
+from zero_engine.deepspeed.errors import INNER, Unserved
 
 VERSION = "0.19.8"
 """Release of DeepSpeed that has this interface."""
-INNER = "it is an inner part of DeepSpeed, which works differently here"
 
 _NAMES_BY_REASON = {
     "there is no pipeline parallelism here; stage 3 with offload_param holds large models": (
@@ -79,101 +78,87 @@ _OWN = (
 )
 """Modules at DeepSpeed's own path, except ``utils.zero_to_fp32``, which serves itself."""
 
-_PATHS_BY_SOURCE = {
-    "dataloader utils.logging utils.tensor_fragment utils.usage utils.z3_leaf_module": "utils",
-    "zero.partition_parameters": (
-        "zero runtime.zero.partition_parameters runtime.zero.tiling zero.tiling"
-    ),
+_SERVED: Mapping[str, tuple[str, str]] = {
     "accelerator": (
-        "accelerator.abstract_accelerator accelerator.cpu_accelerator accelerator.real_accelerator"
+        "accelerator",
+        "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported",
     ),
-    "checkpoint": "checkpoint.utils",
-    "comm": "comm.comm",
-    "launcher": "launcher.runner",
-    "monitor": "monitor.config monitor.monitor",
-    "ops.optimizers": (
-        "ops.adagrad ops.adagrad.cpu_adagrad ops.adam ops.adam.cpu_adam ops.adam.fused_adam "
-        "ops.lion ops.lion.cpu_lion ops.lion.fused_lion"
+    "accelerator.abstract_accelerator": ("accelerator", "DeepSpeedAccelerator"),
+    "accelerator.cpu_accelerator": ("accelerator", "CpuAccelerator DeepSpeedAccelerator"),
+    "accelerator.real_accelerator": (
+        "accelerator",
+        "get_accelerator is_current_accelerator_supported",
     ),
-    "ops.op_builder": "ops.aio ops.op_builder.all_ops ops.op_builder.builder",
-    "checkpointing": "runtime.activation_checkpointing.checkpointing",
-    "engine.optimizer": "runtime.base_optimizer",
-    "initialize config.deepspeed_config": "runtime.config",
-    "dataloader": "runtime.dataloader",
-    "engine.engine": "runtime.engine runtime.zero.offload_config zero.offload_config",
-    "lr_schedules": "runtime.lr_schedules",
-    "zero": "runtime.zero",
-    "utils.usage": "runtime.utils utils.init_on_device utils.nvtx",
-}
-ALIASES: Mapping[str, str] = {
-    path: sources for sources, paths in _PATHS_BY_SOURCE.items() for path in paths.split()
-}
-"""DeepSpeed's paths, and the modules here that each gets its names from. ``zero`` is both."""
-
-_NAMES_BY_PATHS = {
-    "accelerator": "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported",
-    "accelerator.abstract_accelerator": "DeepSpeedAccelerator",
-    "accelerator.cpu_accelerator": "CpuAccelerator DeepSpeedAccelerator",
-    "accelerator.real_accelerator": "get_accelerator is_current_accelerator_supported",
-    "checkpoint.utils": "clone_tensors_for_torch_save",
+    "checkpoint.utils": ("checkpoint", "clone_tensors_for_torch_save"),
     "checkpointing runtime.activation_checkpointing.checkpointing": (
+        "checkpointing",
         "checkpoint configure get_* is_* model_parallel_cuda_manual_seed non_reentrant_checkpoint "
-        "reset"
+        "reset",
     ),
     "comm comm.comm": (
+        "comm",
         "ProcessGroup ReduceOp all* barrier batch_isend_irecv broadcast* destroy_process_group "
         "gather get_* has_* inference_all_reduce init_distributed initialize_mesh_device irecv "
-        "is_* isend log_summary monitored_barrier new_group recv reduce* scatter send"
+        "is_* isend log_summary monitored_barrier new_group recv reduce* scatter send",
     ),
-    "launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME main",
-    "monitor.config": "*Config get_monitor_config",
-    "monitor.monitor": "Monitor MonitorMaster",
-    "ops.adagrad ops.adagrad.cpu_adagrad": "DeepSpeedCPUAdagrad",
-    "ops.adam": "DeepSpeedCPUAdam FusedAdam",
-    "ops.adam.cpu_adam": "DeepSpeedCPUAdam",
-    "ops.adam.fused_adam": "FusedAdam",
-    "ops.aio": "AsyncIOBuilder",
-    "ops.lion": "DeepSpeedCPULion FusedLion",
-    "ops.lion.cpu_lion": "DeepSpeedCPULion",
-    "ops.lion.fused_lion": "FusedLion",
-    "ops.op_builder": "AsyncIOBuilder Fused*Builder OpBuilder",
-    "ops.op_builder.all_ops": "ALL_OPS",
-    "ops.op_builder.builder": "OpBuilder",
-    "runtime.base_optimizer": "DeepSpeedOptimizer",
-    "runtime.config": "*_OPTIMIZER DeepSpeedConfig*",
-    "runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
-    "runtime.engine": "DeepSpeedDataLoader DeepSpeedEngine Offload*Enum",
+    "launcher.runner": ("launcher", "DEEPSPEED_ENVIRONMENT_NAME main"),
+    "monitor.config": ("monitor", "*Config get_monitor_config"),
+    "monitor.monitor": ("monitor", "Monitor MonitorMaster"),
+    "ops.adagrad ops.adagrad.cpu_adagrad": ("ops.optimizers", "DeepSpeedCPUAdagrad"),
+    "ops.adam": ("ops.optimizers", "DeepSpeedCPUAdam FusedAdam"),
+    "ops.adam.cpu_adam": ("ops.optimizers", "DeepSpeedCPUAdam"),
+    "ops.adam.fused_adam": ("ops.optimizers", "FusedAdam"),
+    "ops.aio": ("ops.op_builder", "AsyncIOBuilder"),
+    "ops.lion": ("ops.optimizers", "DeepSpeedCPULion FusedLion"),
+    "ops.lion.cpu_lion": ("ops.optimizers", "DeepSpeedCPULion"),
+    "ops.lion.fused_lion": ("ops.optimizers", "FusedLion"),
+    "ops.op_builder": ("ops.op_builder", "AsyncIOBuilder Fused*Builder OpBuilder"),
+    "ops.op_builder.all_ops": ("ops.op_builder", "ALL_OPS"),
+    "ops.op_builder.builder": ("ops.op_builder", "OpBuilder"),
+    "runtime.base_optimizer": ("engine.optimizer", "DeepSpeedOptimizer"),
+    "runtime.config": ("initialize config.deepspeed_config", "*_OPTIMIZER DeepSpeedConfig*"),
+    "runtime.dataloader": ("dataloader", "DeepSpeedDataLoader RepeatingLoader"),
+    "runtime.engine": ("engine.engine", "DeepSpeedDataLoader DeepSpeedEngine Offload*Enum"),
     "runtime.lr_schedules": (
+        "lr_schedules",
         "[A-Z]*_* LRRangeTest OneCycle Warmup* add_tuning_arguments get_* override_* "
-        "parse_arguments update_lr"
+        "parse_arguments update_lr",
     ),
-    "runtime.utils": "clip_grad_norm_ logger see_memory_usage set_random_seed",
+    "runtime.utils": ("utils.usage", "clip_grad_norm_ logger see_memory_usage set_random_seed"),
     "runtime.zero zero": (
+        "zero.partition_parameters",
         "GatheredParameters Init TiledLinear* ZeroParam* *register_external_parameter "
-        "unwrap_model_for_generation"
+        "unwrap_model_for_generation",
     ),
-    "runtime.zero.offload_config zero.offload_config": "Offload*Enum",
+    "runtime.zero.offload_config zero.offload_config": ("engine.engine", "Offload*Enum"),
     "runtime.zero.partition_parameters": (
+        "zero.partition_parameters",
         "GatheredParameters Init ZeroParam* get_accelerator init_distributed is_zero_param "
-        "*register_external_parameter zero_wrapper_for_fp_tensor_constructor"
+        "*register_external_parameter zero_wrapper_for_fp_tensor_constructor",
     ),
-    "runtime.zero.tiling zero.tiling": "TiledLinear*",
+    "runtime.zero.tiling zero.tiling": ("zero.partition_parameters", "TiledLinear*"),
     "utils": (
+        "dataloader utils.logging utils.tensor_fragment utils.usage utils.z3_leaf_module",
         "OnDevice RepeatingLoader instrument_w_nvtx log_dist* logger safe_* "
-        "set_log_level_from_string *z3_leaf_*"
+        "set_log_level_from_string *z3_leaf_*",
     ),
-    "utils.groups": "get_*",
-    "utils.init_on_device": "OnDevice",
-    "utils.logging": "log_dist* logger set_log_level_from_string warning_once",
-    "utils.nvtx": "instrument_w_nvtx",
-    "utils.tensor_fragment": "safe_*",
-    "utils.z3_leaf_module": "*z3_leaf_*",
-    "utils.zero_to_fp32": "convert_* get_fp32_* load_state_dict_*",
+    "utils.groups": ("utils.groups", "get_*"),
+    "utils.init_on_device": ("utils.usage", "OnDevice"),
+    "utils.logging": ("utils.logging", "log_dist* logger set_log_level_from_string warning_once"),
+    "utils.nvtx": ("utils.usage", "instrument_w_nvtx"),
+    "utils.tensor_fragment": ("utils.tensor_fragment", "safe_*"),
+    "utils.z3_leaf_module": ("utils.z3_leaf_module", "*z3_leaf_*"),
+    "utils.zero_to_fp32": ("utils.zero_to_fp32", "convert_* get_fp32_* load_state_dict_*"),
 }
-_PATTERNS = {
-    path: names.split() for paths, names in _NAMES_BY_PATHS.items() for path in paths.split()
+"""DeepSpeed's paths, the modules here that they get names from, and patterns of the names."""
+ALIASES: Mapping[str, str] = {
+    path: sources
+    for paths, (sources, _) in _SERVED.items()
+    for path in paths.split()
+    if path not in sources.split()
 }
-"""Patterns of the names that each of DeepSpeed's modules serves."""
+"""DeepSpeed's paths that are no paths here, and ``zero`` and ``utils``, with their modules here."""
+_PATTERNS = {path: names.split() for paths, (_, names) in _SERVED.items() for path in paths.split()}
 
 _SUBMODULES_BY_PACKAGE = {
     "accelerator": (
@@ -231,13 +216,13 @@ class RefusedModule(ModuleType):
     def __getattr__(self, name: str) -> Unserved:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return _unserved(f"{self._served_name}.{name}", self._reason)
+        return Unserved(f"{self._served_name}.{name}", self._reason)
 
     def __setattr__(self, name: str, value: object) -> None:
         # A script that patches DeepSpeed expects an effect, and there would be none.
         is_imports = name.startswith("_") or isinstance(value, ModuleType)
         if not is_imports:
-            _unserved(f"{self._served_name}.{name}", self._reason)()
+            Unserved(f"{self._served_name}.{name}", self._reason)()
         super().__setattr__(name, value)
 
 
@@ -259,7 +244,7 @@ def refuse_other_names(path: str) -> None:
         dotted = f"{path}.{name}".removeprefix(".")
         if name.startswith("_") or dotted in _SUBMODULES:
             raise AttributeError(f"module {full_name!r} has no attribute {name!r}")
-        return _unserved(dotted, reason_to_refuse(dotted) or INNER)
+        return Unserved(dotted, reason_to_refuse(dotted) or INNER)
 
     vars(module)["__getattr__"] = find
     if path:
@@ -275,10 +260,6 @@ def _served_names(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
         and not isinstance(value, ModuleType)
         and any(fnmatchcase(name, pattern) for pattern in _PATTERNS.get(path, ()))
     }
-
-
-def _unserved(name: str, reason: str) -> Unserved:
-    return Unserved(name, reason, could_be_ours=reason == INNER)
 
 
 def serve() -> None:

@@ -19,8 +19,15 @@ from torch import Tensor
 
 from zero_core import CheckpointError, checkpoint
 from zero_core.errors import CheckpointCorruptError
-from zero_engine.deepspeed_import.source import MASTER, OWN_STATE, Source
-from zero_engine.deepspeed_import.stages import FOLDER, read_stage_0, read_universal, read_zero
+from zero_engine.deepspeed_import.source import (
+    FOLDER,
+    MASTER,
+    OWN_STATE,
+    Source,
+    read_stage_0,
+    read_universal,
+    read_zero,
+)
 
 _WHAT = "the import of a checkpoint"
 _MAX_ANSWER_BYTES = 64 << 10

@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from zero_core.errors import ConfigError
 
@@ -34,8 +34,7 @@ PORT = 29500
 LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True)
-class _Starter:
+class _Starter(NamedTuple):
     name: str
     rank: str
     size: str
@@ -43,14 +42,9 @@ class _Starter:
     local_size: str
 
 
+_OPEN_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 MPI = (
-    _Starter(
-        "mpirun",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    _Starter("mpirun", *(f"OMPI_COMM_WORLD_{n}" for n in _OPEN_MPI)),
     _Starter("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Starter("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )

@@ -6,7 +6,6 @@ print(found.step_time.total_s, *found.reasons)
 """
 
 from zero_engine.planning.rates import Calibration, Curve, Rates
-from zero_engine.planning.result import TimedChoice, TimedPlan
-from zero_engine.planning.search import plan
+from zero_engine.planning.search import TimedChoice, TimedPlan, plan
 
 __all__ = ["Calibration", "Curve", "Rates", "TimedChoice", "TimedPlan", "plan"]

@@ -8,18 +8,45 @@ copied to it in forward, and back one unit ahead in backward. Gradients of tied 
 back before the root's backward. Then a small all-reduce decides whether the step is taken, and the
 device and the host update their parts. The host updates earlier, in backward, if nothing can cancel
 the step, or if an undo log has room for the old values. A unit's next forward waits for its update.
-`NUM_STEPS` steps are simulated (`zero_engine.planning.schedule`), and the last one counts.
+`NUM_STEPS` steps are simulated, and the last one counts.
 
 With the vertical schedule (`zero_core.vertical.schedule`) one pass has all micro-batches of a step,
 and each micro-batch's gradient of a unit is reduced separately.
 
 If ranks compute on the CPU, the computing thread copies the data that ranks of its node send.
+
+Each piece of work has a duration, a resource, and earlier work that it depends on.
+
+[Note: resources]
+main      the computing thread, or the compute stream: in program order
+link      collectives between ranks: in launch order
+down      copies to the host: in launch order
+host      the host's updates: among ready ones the lowest ``need``, then program order
+up        copies to the device: in the order of "host"
+file      reads and writes of NVMe offload: in the order of "host"
+
+If ranks compute on the CPU, all running work shares ``cores``. If the running work asks for more,
+all work that uses cores is slowed down by the same factor.
+
+[Note: lanes]
+compute  forward, recomputation, backward and the device's update
+gather   gathers of parameters
+reduce   reductions of gradients, and the step's small all-reduce
+copies   between a device and its host
+host     the host's update
+file     reads and writes of NVMe offload
+
+A lane's seconds are the sum of its work. Lanes overlap, so their sum can exceed the step. If ranks
+compute on the CPU, the computing thread also copies data of the same node: the lane is then
+"gather" or "reduce", and the copy delays "compute".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import heapq
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zero_core.config import Config
@@ -41,14 +68,144 @@ from zero_core.footprint import (
     updates_in_backward,
 )
 from zero_engine.planning.rates import Rates
-from zero_engine.planning.result import LANES, Span, StepTime
-from zero_engine.planning.schedule import Schedule, Work
 
+LANES = ("compute", "gather", "reduce", "copies", "host", "file")
 NUM_STEPS = 3
 _WIDE = "float32"
 _UNDO_COST = 1.05
 """Extra time of an undo log, relative to the update, as the benchmark ``cpu_adam`` measures it with
 two cores and 64 Mi elements. The log writes 12 bytes per element, Adam reads and writes 26."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Time ``[start_s, stop_s)`` of a step in which a lane is busy with ``what``."""
+
+    lane: str
+    what: str
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted time of one optimizer step in steady state, all micro-steps included.
+
+    Attributes:
+        total_s: seconds from one step's end to the next one's.
+        lanes: busy seconds of each of `LANES`.
+        samples: samples of the step, over all ranks.
+        spans: work of the lanes in one step, by start.
+    """
+
+    total_s: float
+    lanes: Mapping[str, float]
+    samples: int
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def bound(self) -> str:
+        """Lane with the most busy seconds."""
+        return max(LANES, key=lambda lane: self.lanes[lane])
+
+    @property
+    def bound_s(self) -> float:
+        return self.lanes[self.bound]
+
+    @property
+    def sample_s(self) -> float:
+        return self.total_s / self.samples
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """Piece of work that takes ``seconds`` on a resource, after all of ``after`` is done.
+
+    ``cores`` are kept busy meanwhile. On host, up and file the lowest ``need`` goes first.
+    `Schedule.run` sets ``start`` and ``stop``.
+    """
+
+    resource: str
+    lane: str
+    what: str
+    seconds: float
+    after: list[Work] = field(default_factory=list)
+    cores: float = 0.0
+    need: int = 0
+    start: float = 0.0
+    stop: float = -1.0
+    _num_awaited: int = 0
+    _left: float = 0.0
+
+
+class Schedule:
+    """Pieces of work in program order, which `run` simulates."""
+
+    def __init__(self, cores: float | None) -> None:
+        self._cores = cores
+        self.work: list[Work] = []
+
+    def add(
+        self,
+        resource: str,
+        lane: str,
+        what: str,
+        seconds: float,
+        after: Iterable[Work | None] = (),
+        *,
+        cores: float = 0.0,
+        need: int = 0,
+    ) -> Work:
+        awaited = [work for work in after if work is not None]
+        self.work.append(Work(resource, lane, what, seconds, awaited, cores, need))
+        return self.work[-1]
+
+    def run(self) -> None:
+        """Set start and stop of all work. Work after later work of its resource: ValueError."""
+        followers: dict[int, list[Work]] = {}
+        queues: dict[str, deque[Work]] = {n: deque() for n in ("main", "link", "down")}
+        ready: dict[str, list[tuple[int, int, Work]]] = {n: [] for n in ("host", "up", "file")}
+        place = {id(work): number for number, work in enumerate(self.work)}
+
+        def offer(work: Work) -> None:
+            if work.resource in ready and not work._num_awaited:
+                heapq.heappush(ready[work.resource], (work.need, place[id(work)], work))
+
+        for work in self.work:
+            work._num_awaited, work._left = len(work.after), work.seconds
+            for earlier in work.after:
+                followers.setdefault(id(earlier), []).append(work)
+            if work.resource in queues:
+                queues[work.resource].append(work)
+            offer(work)
+        running: dict[str, Work] = {}
+        now, num_done = 0.0, 0
+        while num_done < len(self.work):
+            for name, queue in queues.items():
+                if name not in running and queue and not queue[0]._num_awaited:
+                    running[name] = queue.popleft()
+                    running[name].start = now
+            for name, waiting in ready.items():
+                if name not in running and waiting:
+                    running[name] = heapq.heappop(waiting)[2]
+                    running[name].start = now
+            if not running:
+                raise ValueError("work waits for work that cannot come before it")
+            asked = sum(work.cores for work in running.values())
+            slowed = 1.0 if self._cores is None or asked <= self._cores else asked / self._cores
+            pace = {name: slowed if w.cores else 1.0 for name, w in running.items()}
+            passed = min(w._left * pace[name] for name, w in running.items())
+            now += passed
+            for name, work in list(running.items()):
+                work._left -= passed / pace[name]
+                if work._left > 1e-12:
+                    continue
+                del running[name]
+                work.stop = now
+                num_done += 1
+                for follower in followers.get(id(work), ()):
+                    follower._num_awaited -= 1
+                    offer(follower)
 
 
 class Transfer(NamedTuple):

@@ -12,8 +12,10 @@ that use the host. A choice that changes numerical results can be the best only 
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +27,9 @@ from zero_core.footprint import (
     Choice,
     Machine,
     Placement,
+    Plan,
     Planner,
+    Table,
     Variant,
     format_bytes,
     may_speculate,
@@ -33,9 +37,8 @@ from zero_core.footprint import (
     updates_in_backward,
     variant_of,
 )
-from zero_engine.planning.prediction import Prediction
+from zero_engine.planning.prediction import LANES, Prediction, StepTime
 from zero_engine.planning.rates import Calibration, Rates
-from zero_engine.planning.result import StepTime, TimedChoice, TimedPlan
 
 WORTH = 0.02
 """Share of the time that a change must save. See [Note: choices by time]."""
@@ -43,6 +46,99 @@ RATIOS = (0.25, 0.5, 0.75)
 NUM_LEADERS = 3
 QUANTIZED = "quantized communication"
 DISK_RATES = ("file.read", "file.write")
+
+
+@dataclass(frozen=True)
+class TimedChoice(Choice):
+    """Configuration of the run, with its bytes per rank and the time of its step.
+
+    Attributes:
+        step_time: the predicted time, with a calibration and example inputs. Varied choices have
+            one only if they fit.
+    """
+
+    step_time: StepTime | None = None
+
+    @property
+    def sample_s(self) -> float:
+        """Predicted seconds per sample, infinite without a prediction."""
+        return math.inf if self.step_time is None else self.step_time.sample_s
+
+
+@dataclass(frozen=True)
+class TimedPlan(Plan):
+    """Bytes of a run per rank, and the time of its step.
+
+    Attributes:
+        best: with a calibration the fastest choice that fits; see `zero_engine.planning.search`.
+        reasons: with a calibration, sentences that explain ``best``.
+    """
+
+    configured: TimedChoice
+    choices: tuple[TimedChoice, ...]
+    best: TimedChoice | None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def step_time(self) -> StepTime | None:
+        """Predicted time of a step as configured, with a calibration and example inputs."""
+        return self.configured.step_time
+
+    def to_json(self) -> str:
+        """Return a JSON object. Only the configured choice has spans."""
+        content = asdict(self)
+        for choice in (*content["choices"], content["best"]):
+            if choice is not None and choice["step_time"] is not None:
+                del choice["step_time"]["spans"]
+        return json.dumps(content, indent=2)
+
+    @property
+    def marked(self) -> dict[str, TimedChoice]:
+        """Simplest and fastest choice that fit the given memory and round no more."""
+        is_limited = self.device_memory is not None or self.host_memory is not None
+        fitting = [c for c in self.choices if c.is_fitting and not c.placement.is_rounding]
+        if not fitting or not is_limited:
+            return {}
+        order = [(len(c.placement.settings), c.ratio, c.is_varied, c.stage) for c in fitting]
+        found = {"simplest": fitting[order.index(min(order))]}
+        fastest = min(fitting, key=lambda c: c.sample_s)
+        return found | ({} if fastest.step_time is None else {"fastest": fastest})
+
+    @property
+    def headline(self) -> str:
+        """Names of the marked choices, or ""."""
+        return "".join(f"; {mark} that fits: {choice}" for mark, choice in self.marked.items())
+
+    def tables(self, most_choices: int = 1000) -> tuple[Table, ...]:
+        """Return the tables. Of more than ``most_choices``, the marked and the first are shown."""
+        by_time = sorted(self.choices, key=lambda c: (c.is_varied, c.is_varied and c.sample_s))
+        ordered = replace(self, choices=tuple(by_time))
+        *others, choices = Plan.tables(ordered)
+        times = {c.key: c.step_time for c in self.choices}
+        marks = {self.configured.key: "configured"}
+        for mark, choice in self.marked.items():
+            marks[choice.key] = ", ".join(filter(None, (marks.get(choice.key), mark)))
+        rows: list[tuple[str, ...]] = []
+        for row, shown in zip(choices.rows, ordered.shown_choices(), strict=True):
+            t = times[shown.key]
+            cell = ("-", "-") if t is None else (_seconds(t.total_s), t.bound)
+            if len(rows) < most_choices or shown.key in marks:
+                rows.append((*row, *cell, marks.get(shown.key, "")))
+        if (time := self.step_time) is not None:
+            busy = [
+                (lane, _seconds(time.lanes[lane]), f"{time.lanes[lane] / time.total_s:.0%}")
+                for lane in LANES
+            ]
+            busy.append(("step", _seconds(time.total_s), "100%"))
+            heads = ("lane", "busy", "of the step")
+            others.append(Table("Predicted step", heads, tuple(busy)))
+        hidden = len(choices.rows) - len(rows)
+        title = f"Choices, {hidden} more by --all" if hidden else "Choices"
+        return (*others, Table(title, (*choices.headings, "step", "bound", ""), tuple(rows)))
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s"
 
 
 def plan(

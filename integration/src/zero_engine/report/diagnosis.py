@@ -176,7 +176,7 @@ def _straggler(found: Measured) -> Iterator[Cause]:
     peers = [rank for number, rank in enumerate(found.ranks) if number != slow]
     usual = median(rank.own_s for rank in peers)
     excess = own[slow] - usual
-    waits = median(rank.wait_s for rank in peers)
+    waits = median(sum(rank.waits.values()) for rank in peers)
     if excess < _LEAST * found.seconds or waits < excess / 2:
         return
     places = found.ranks[slow].places

@@ -219,10 +219,6 @@ class RankStep:
     def outside_s(self) -> float:
         return self.own_s - self.compute_s
 
-    @property
-    def wait_s(self) -> float:
-        return sum(self.waits.values())
-
 
 @dataclass(frozen=True)
 class Measured:

@@ -106,8 +106,11 @@ def tell_after(shown: _ExceptHook) -> _ExceptHook:
     return show
 
 
-class _Served(MetaPathFinder):
-    """Finder of ``deepspeed.*`` and of `MENDS`' modules. Must be first in ``sys.meta_path``."""
+class _Served(MetaPathFinder, Loader):
+    """Finder and loader of ``deepspeed.*``, and finder of `MENDS`' modules.
+
+    Must be first in ``sys.meta_path``.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -130,21 +133,16 @@ class _Served(MetaPathFinder):
                 name=fullname,
             )
         is_package = found.submodule_search_locations is not None
-        return ModuleSpec(fullname, _Alias(home), origin=found.origin, is_package=is_package)
+        return ModuleSpec(fullname, self, origin=found.origin, is_package=is_package)
 
-
-class _Alias(Loader):
-    def __init__(self, home: str) -> None:
-        self._home = home
-        self._spec: ModuleSpec | None = None
-
-    def create_module(self, _spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._home)
-        self._spec = module.__spec__
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(f"{HOME}{spec.name.removeprefix(SERVED)}")
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # undo: the import system has set the alias's spec
+        assert module.__spec__ is not None, "the import system has set the alias's spec"
+        module.__spec__ = module.__spec__.loader_state  # the module keeps its own
 
 
 def _mended(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from zero_core.config import MAX_DEPTH
@@ -19,17 +20,13 @@ _QUOTED = re.compile(
     r"""(?P<quote>["'])(?P<inner>(?:\\.|(?!(?P=quote))[^\\\x00-\x1f])*)(?P=quote)"""
 )
 _KEY = re.compile(r"[^{}\[\],:\s]+")
-_WORD = re.compile(
-    r"(?P<number>-?(?:0|[1-9]\d*)(?P<fraction>(?:\.\d+)?(?:[eE][-+]?\d+)?))|true|false|null"
-    r"|(?P<constant>-?Infinity|NaN)"
-)
+_WORD = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?|true|false|null|-?Infinity|NaN")
 _WORD_END = re.compile(r"[ \t]*(?=[,}\]#\r\n]|//|/\*|\Z)")
 _LINE = re.compile(r"[^\r\n]*")
 _LONG_QUOTE = "'''"
 _LARGEST_WHOLE = 1e10
 """Magnitude below which whole numbers written with a fraction or exponent become ints."""
 _MAX_DIGITS = 400
-_WORDS = {"true": True, "false": False, "null": None}
 
 
 def parse_hjson(text: str, name: str) -> dict[str, Any]:
@@ -59,7 +56,10 @@ class _Reader:
             self._depth += 1
             if self._depth > MAX_DEPTH:
                 self._fail(f"nested more than {MAX_DEPTH} deep")
-            value = self._object() if first == "{" else self._array()
+            if first == "{":
+                value: Any = self._object()
+            else:
+                value = [self._value() for _ in self._members("array", "]")]
             self._depth -= 1
             return value
         if self._text.startswith(_LONG_QUOTE, self._at):
@@ -77,56 +77,41 @@ class _Reader:
             self._at = line.end()
             return line[0].strip()
         self._at = end.end()
-        if found["constant"]:
-            return float(found["constant"].lower().replace("infinity", "inf"))
-        if found["number"] is None:
-            return _WORDS[found[0]]
         if len(found[0]) > _MAX_DIGITS:
             self._fail(f"a number of {len(found[0])} characters")
-        if not found["fraction"]:
-            return int(found[0])
-        number = float(found[0])
-        return int(number) if number.is_integer() and abs(number) < _LARGEST_WHOLE else number
+        value = json.loads(found[0])
+        if isinstance(value, float) and value.is_integer() and abs(value) < _LARGEST_WHOLE:
+            return int(value)
+        return value
 
     def _object(self, *, is_braced: bool = True) -> dict[str, Any]:
-        begin = self._at
-        self._at += is_braced
         found: dict[str, Any] = {}
-        while (first := self._next()) != ("}" if is_braced else ""):
-            if not first:
-                self._fail("the object that begins here has no '}'", begin)
-            place = self._at
-            key = self._key()
+        for place in self._members("object", "}" if is_braced else ""):
+            if self._text[self._at] in "\"'":
+                key = self._quoted()
+            elif (word := _KEY.match(self._text, self._at)) is None:
+                self._fail(f"expected a key, found {self._rest()}")
+            else:
+                key, self._at = word[0], word.end()
             if key in found:
                 self._fail(f"duplicate key {key!r}: keep one of them", place)
             if self._next() != ":":
                 self._fail(f"expected ':' after the key {key!r}, found {self._rest()}")
             self._at += 1
             found[key] = self._value()
-            self._skip_comma()
-        self._at += is_braced
         return found
 
-    def _array(self) -> list[Any]:
+    def _members(self, what: str, close: str) -> Iterator[int]:
+        """Move through the brackets and commas of ``what``. Yields the start of each member."""
         begin = self._at
-        self._at += 1
-        found: list[Any] = []
-        while (first := self._next()) != "]":
+        self._at += len(close)
+        while (first := self._next()) != close:
             if not first:
-                self._fail("the array that begins here has no ']'", begin)
-            found.append(self._value())
-            self._skip_comma()
-        self._at += 1
-        return found
-
-    def _key(self) -> str:
-        if self._text[self._at] in "\"'":
-            return self._quoted()
-        found = _KEY.match(self._text, self._at)
-        if found is None:
-            self._fail(f"expected a key, found {self._rest()}")
-        self._at = found.end()
-        return found[0]
+                self._fail(f"the {what} that begins here has no '{close}'", begin)
+            yield self._at
+            if self._next() == ",":
+                self._at += 1
+        self._at += len(close)
 
     def _quoted(self) -> str:
         found = _QUOTED.match(self._text, self._at)
@@ -161,10 +146,6 @@ class _Reader:
         assert space is not None
         self._at = space.end()
         return self._text[self._at : self._at + 1]
-
-    def _skip_comma(self) -> None:
-        if self._next() == ",":
-            self._at += 1
 
     def _rest(self) -> str:
         line = _LINE.match(self._text, self._at)

@@ -26,6 +26,7 @@ import pydantic
 from zero_core.config import (
     LARGEST,
     Config,
+    ZeroConfig,
     as_kind,
     as_typed,
     as_whole,
@@ -38,7 +39,7 @@ from zero_core.config import (
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.hjson import parse_hjson
 from zero_engine.deepspeed.served import VERSION
-from zero_engine.monitoring.monitors import (
+from zero_engine.monitoring import (
     COLLECTIVES,
     CommsLoggerSettings,
     FlopsProfilerSettings,
@@ -68,15 +69,12 @@ FLAGS = frozenset(
 """Paths of booleans. The last name of a path is a field of `Settings`."""
 HONOURED = FLAGS | frozenset(
     {
+        *MonitorSettings.model_fields,
         "checkpoint.tag_validation",
         "log_level",
-        "comet",
         "comms_logger",
-        "csv_monitor",
         "flops_profiler",
-        "tensorboard",
         "timers.throughput",
-        "wandb",
         "zero_allow_untested_optimizer",
     }
 )
@@ -184,28 +182,13 @@ _ZERO = "zero_optimization"
 _OWN_AUTO = ("accumulation_schedule", f"{_ZERO}.offload_optimizer.ratio")
 """Keys whose value "auto" is passed on to zero-core, which chooses a value."""
 
-_STAGE3 = (
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "gather_16bit_weights_on_model_save",
-    "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "allgather_sequential",
-)
-"""Keys of ``zero_optimization`` that DeepSpeed accepts with and without ``stage3_``."""
-
 _RENAMED = {
-    **{key: f"stage3_{key}" for key in _STAGE3},
+    **{key.removeprefix("stage3_"): key for key in ZeroConfig.model_fields if "stage3_" in key},
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
+"""Names of keys of ``zero_optimization``, by other names that DeepSpeed accepts."""
 _OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
-CLIPPING = 1.0
-"""Default of ``gradient_clipping``."""
-_AS_MADE = "as_made"
 _LION = {"lr": 1e-3, "betas": (0.9, 0.999)}
 """DeepSpeed's defaults of Lion, which differ from `zero_core.Lion`'s."""
 _DTYPE_NAMES: Mapping[str, str] = {
@@ -287,7 +270,7 @@ def _rename(block: dict[str, Any], old: str, name: str, tell: Tell, where: str =
 
 def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     """Return zero-core's keys ``given``, with DeepSpeed's defaults, in zero-core's form."""
-    core = {"gradient_clipping": CLIPPING, "broadcast_buffers": False, **given}
+    core = {"gradient_clipping": 1.0, "broadcast_buffers": False, **given}
     clipping = core["gradient_clipping"]
     if isinstance(clipping, bool):
         core["gradient_clipping"] = float(clipping)
@@ -372,7 +355,7 @@ def keep_updates_to_steps(core: dict[str, Any]) -> None:
 
 
 def _data_types(core: Mapping[str, Any]) -> dict[str, Any]:
-    types = {"buffer_dtype": _AS_MADE, **core.get("data_types", {})}
+    types = {"buffer_dtype": "as_made", **core.get("data_types", {})}
     for key in ("buffer_dtype", "grad_accum_dtype", "param_dtype"):
         if key in types:
             types[key] = _DTYPE_NAMES.get(str(types[key]), types[key])
@@ -518,8 +501,8 @@ def read(config: Source) -> Settings:
     sorter.sort(as_typed(modernise(without_auto(raw, sorter.tell), sorter.tell), Config))
     core, own = core_config(sorter.core, sorter.tell), sorter.own
     zero = core.get("zero_optimization", {})
-    flops = _parse(FlopsProfilerSettings, own, "flops_profiler")
-    comms = _parse(CommsLoggerSettings, own, "comms_logger")
+    flops = parse_block(FlopsProfilerSettings, own, "flops_profiler")
+    comms = parse_block(CommsLoggerSettings, own, "comms_logger")
     if comms.enabled and comms.prof_ops:  # unknown names in prof_ops have no effect
         unknown = [name for name in comms.prof_ops if not name.startswith(COLLECTIVES)]
         if comms.prof_all:
@@ -538,7 +521,7 @@ def read(config: Source) -> Settings:
         monitors=get_monitor_config(own),
         comms_logger=comms,
         flops_profiler=flops,
-        throughput=_parse(ThroughputSettings, own, "timers.throughput"),
+        throughput=parse_block(ThroughputSettings, own, "timers.throughput"),
         steps_per_print=core.get("steps_per_print"),
         tag_validation=_VALIDATIONS[own.get("checkpoint.tag_validation", "WARN").upper()],
         gather_16bit_weights_on_model_save=bool(
@@ -555,7 +538,7 @@ def read(config: Source) -> Settings:
 def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
     """Return a configuration's monitors. Raises ConfigError if one of their blocks is invalid."""
     kinds = {name: type(block) for name, block in MonitorSettings()}
-    return MonitorSettings(**{name: _parse(kinds[name], param_dict, name) for name in kinds})
+    return MonitorSettings(**{name: parse_block(kinds[name], param_dict, name) for name in kinds})
 
 
 class _Sorter:
@@ -619,7 +602,8 @@ def _mapping(path: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _parse(kind: type[_Parsed], own: Mapping[str, Any], path: str) -> _Parsed:
+def parse_block(kind: type[_Parsed], own: Mapping[str, Any], path: str) -> _Parsed:
+    """Return the block ``own[path]`` as a ``kind``, or raise ConfigError."""
     block = _mapping(path, own.get(path, {}))
     try:
         return kind.model_validate(block)

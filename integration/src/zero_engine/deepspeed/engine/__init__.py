@@ -1,5 +1,3 @@
 """`DeepSpeedEngine`, its base classes and its optimizer."""
 
-from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
-
-__all__ = ["DeepSpeedEngine"]
+from zero_engine.deepspeed.engine.engine import DeepSpeedEngine as DeepSpeedEngine

@@ -8,14 +8,13 @@ is JSON and small tensors. Small files have DeepSpeed's names: see [Note: stand-
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_core import CheckpointError, Engine
 from zero_core.checkpoint import MANIFEST, find, local_path, read_latest, read_manifest
@@ -38,7 +37,6 @@ main()
 class Checkpoints(Facts):
     """Base class of the engine: saving and loading of checkpoints."""
 
-    module: nn.Module
     global_samples: int
     _has_warned_of_partial = False
 
@@ -144,8 +142,13 @@ class Checkpoints(Facts):
             "progress": load_module_only,
         }
         without = [part for part, is_out in left_out.items() if is_out]
-        with _in_deepspeeds_words():
+        try:
             loaded, client_state = self.core.load_checkpoint(load_dir, name, without=without)
+        except CheckpointError as error:
+            text = str(error)
+            for core, deepspeeds in _WORDS.items():
+                text = text.replace(core, deepspeeds)
+            raise type(error)(text) from error
         own = client_state.pop(OWN_STATE, {})
         if not load_module_only:
             samples = self.global_steps * self.train_batch_size()
@@ -272,18 +275,6 @@ def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | 
 
     found = state.control.together("checkpoint: import", on_rank_0)
     return state.control.gather_bytes(found.encode())[0].decode()
-
-
-@contextmanager
-def _in_deepspeeds_words() -> Iterator[None]:
-    """Replace zero-core's arguments by DeepSpeed's in messages of CheckpointError."""
-    try:
-        yield
-    except CheckpointError as error:
-        text = str(error)
-        for core, deepspeeds in _WORDS.items():
-            text = text.replace(core, deepspeeds)
-        raise type(error)(text) from error
 
 
 _WORDS = {

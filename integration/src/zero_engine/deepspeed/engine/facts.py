@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from zero_core import Config, Engine, ShardedModel
+from zero_core.config import DTYPES
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from zero_engine.deepspeed.config.reader import Settings
 from zero_engine.deepspeed.utils.groups import get_data_parallel_group
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _SAFE_MODULES = (
     *("torch.nn.modules.linear.Linear", "torch.nn.modules.conv.Conv1d"),
     *("torch.nn.modules.conv.Conv2d", "torch.nn.modules.conv.Conv3d"),
@@ -82,9 +82,14 @@ class Facts:
     data_parallel_group = property(lambda self: get_data_parallel_group())
 
     zero_optimization_stage = value_of("core.config.zero_optimization.stage")
-
-    def zero_optimization(self) -> bool:
-        return self.core.config.zero_optimization.stage > 0
+    zero_optimization = value_of("_config.zero_enabled")
+    zero_partial_offload = value_of("core.config.zero_optimization.offload_optimizer.ratio")
+    loss_scale = value_of("core.config.fp16.loss_scale")
+    fp16_enabled = value_of("core.config.fp16.enabled")
+    fp16_master_weights_and_gradients = value_of("core.config.fp16.fp16_master_weights_and_grads")
+    bfloat16_enabled = value_of("core.config.bf16.enabled")
+    bf16_master_weights_and_gradients = value_of("core.config.bf16.bf16_master_weights_and_grads")
+    bf16_optimizer_states = value_of("core.config.bf16.bf16_optimizer_states")
 
     def zero_optimization_partition_gradients(self) -> bool:
         return self.core.config.zero_optimization.stage >= 2
@@ -120,7 +125,7 @@ class Facts:
         """Dtype in which gradients are reduced: the configured one, or that of the parameters."""
         config: Config = self.core.config
         named = config.communication_data_type
-        return _DTYPES[named] if named is not None else config.compute_dtype or torch.float32
+        return DTYPES[named] if named is not None else config.compute_dtype or torch.float32
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
         fp16 = self.core.config.fp16
@@ -139,7 +144,7 @@ class Facts:
         return float(2.0**self.core.config.fp16.initial_scale_power)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        grads = _DTYPES[self.core.config.data_types.grad_accum_dtype or "fp32"]
+        grads = DTYPES[self.core.config.data_types.grad_accum_dtype or "fp32"]
         return self.core.config.compute_dtype or torch.float32, grads
 
     mp_world_size = property(lambda self: 1)  # every rank is a data-parallel one
@@ -152,61 +157,38 @@ class Facts:
         return self._config.optimizer_name
 
 
-_ZERO = """
-    reduce_scatter overlap_comm sub_group_size reduce_bucket_size allgather_bucket_size
-    allgather_partitions compute_grad_norm contiguous_gradients load_from_fp32_weights
-    elastic_checkpoint legacy_stage1 ignore_unused_parameters round_robin_gradients
-    parameter_alignment
-"""
-"""Keys of ``zero_optimization`` with a method ``zero_KEY()``."""
-_STAGE3 = """
-    allgather_sequential max_live_parameters max_reuse_distance prefetch_bucket_size
-    module_granularity_threshold param_persistence_threshold model_persistence_threshold
-"""
-"""Keys ``stage3_KEY`` of ``zero_optimization`` with a method ``zero_KEY()``."""
-_FLOPS = """
-    enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file
-"""
-"""Keys of ``flops_profiler`` with a method ``flops_profiler_KEY()``."""
-_SETTINGS = """
-    fp16_auto_cast steps_per_print wall_clock_breakdown dump_state dataloader_drop_last
-    memory_breakdown log_level managed_gradient_accumulation
-"""
-"""Fields of `Settings` with a method of the same name."""
-_AS_GIVEN = """
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer checkpoint_tag_validation_enabled
-    checkpoint_tag_validation_fail load_universal_checkpoint use_node_local_storage
-    data_efficiency_enabled optimizer_params scheduler_name scheduler_params
-"""
-"""Attributes of `DeepSpeedConfig` with a method of the same name."""
-_PATHS = {
-    **{f"zero_{key}": f"core.config.zero_optimization.{key}" for key in _ZERO.split()},
-    **{f"zero_{key}": f"core.config.zero_optimization.stage3_{key}" for key in _STAGE3.split()},
-    **{
-        key: f"core.config.zero_optimization.{key}"
-        for key in (
-            *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"),
-            "zero_quantized_nontrainable_weights",
-        )
-    },
-    "zero_multi_rank_bucket_allreduce": (
-        "core.config.zero_optimization.use_multi_rank_bucket_allreduce"
-    ),
-    "zero_partial_offload": "core.config.zero_optimization.offload_optimizer.ratio",
-    "zero_gather_16bit_weights_on_model_save": "settings.gather_16bit_weights_on_model_save",
-    "fp16_enabled": "core.config.fp16.enabled",
-    "bfloat16_enabled": "core.config.bf16.enabled",
-    "loss_scale": "core.config.fp16.loss_scale",
-    "gradient_clipping": "core.config.gradient_clipping",
-    "fp16_master_weights_and_gradients": "core.config.fp16.fp16_master_weights_and_grads",
-    "bf16_master_weights_and_gradients": "core.config.bf16.bf16_master_weights_and_grads",
-    "bf16_optimizer_states": "core.config.bf16.bf16_optimizer_states",
-    "torch_autocast_enabled": "core.config.torch_autocast.enabled",
-    "torch_autocast_dtype": "core.config.autocast_dtype",
-    **{f"flops_profiler_{key}": f"settings.flops_profiler.{key}" for key in _FLOPS.split()},
-    **{name: f"settings.{name}" for name in _SETTINGS.split()},
-    **{name: f"_config.{name}" for name in _AS_GIVEN.split()},
+_ZERO = "core.config.zero_optimization"
+_KEYS = {
+    ("zero_KEY", f"{_ZERO}.KEY"): """
+        reduce_scatter overlap_comm sub_group_size reduce_bucket_size allgather_bucket_size
+        allgather_partitions compute_grad_norm contiguous_gradients load_from_fp32_weights
+        elastic_checkpoint legacy_stage1 ignore_unused_parameters round_robin_gradients
+        parameter_alignment
+    """,
+    ("zero_KEY", f"{_ZERO}.stage3_KEY"): """
+        allgather_sequential max_live_parameters max_reuse_distance prefetch_bucket_size
+        module_granularity_threshold param_persistence_threshold model_persistence_threshold
+    """,
+    ("zero_KEY", f"{_ZERO}.zero_KEY"): """
+        hpz_partition_size quantized_weights quantized_gradients quantized_nontrainable_weights
+    """,
+    ("zero_KEY", f"{_ZERO}.use_KEY"): "multi_rank_bucket_allreduce",
+    ("zero_KEY", "settings.KEY"): "gather_16bit_weights_on_model_save",
+    ("flops_profiler_KEY", "settings.flops_profiler.KEY"): """
+        enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file
+    """,
+    ("KEY", "settings.KEY"): """
+        fp16_auto_cast steps_per_print wall_clock_breakdown dump_state dataloader_drop_last
+        memory_breakdown log_level managed_gradient_accumulation
+    """,
+    ("KEY", "_config.KEY"): """
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer checkpoint_tag_validation_enabled
+        checkpoint_tag_validation_fail load_universal_checkpoint use_node_local_storage
+        data_efficiency_enabled optimizer_params scheduler_name scheduler_params gradient_clipping
+        torch_autocast_enabled torch_autocast_dtype
+    """,
 }
+"""Keys that have a method, by the method's name and the path of its value."""
 _ABSENT = {
     **dict.fromkeys(("get_model_parallel_rank", "get_tensor_parallel_rank", "autotp_size"), 0),
     "get_sequence_parallel_group": None,
@@ -224,7 +206,8 @@ _ABSENT = {
 """Methods of DeepSpeed's engine that return the same value for every configuration."""
 
 
-for _name, _path in _PATHS.items():
-    setattr(Facts, _name, value_of(_path))
+for (_name, _path), _keys in _KEYS.items():
+    for _key in _keys.split():
+        setattr(Facts, _name.replace("KEY", _key), value_of(_path.replace("KEY", _key)))
 for _name, _value in _ABSENT.items():
     setattr(Facts, _name, lambda self, value=_value: value)

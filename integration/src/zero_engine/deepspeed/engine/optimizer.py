@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core import Engine
+from zero_core.adapters import ObjectMethods
 from zero_engine.deepspeed.engine.facts import value_of
-from zero_engine.deepspeed.zero.described import AtEnd
-
-_EXTERNAL = "ds_external_parameters"
+from zero_engine.deepspeed.zero.partition_parameters import AtEnd
 
 
 class ParameterOffload:
@@ -30,11 +29,6 @@ class ParameterOffload:
         self.forward_hooks: list[RemovableHandle] = []
         self.backward_hooks: list[RemovableHandle] = []
         self.register(module)
-        vars(module)[_EXTERNAL] = lambda: iter(())  # no external parameters
-
-    def remove(self) -> None:
-        """Remove ``ds_external_parameters`` from the module."""
-        vars(self.module).pop(_EXTERNAL, None)
 
     def register(self, module: nn.Module, count: Any = None) -> None:
         """Restore the handle. Programs call this method by DeepSpeed's name."""
@@ -160,7 +154,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             self.loss_scale_config = self.loss_scaler
         if core.config.zero_optimization.stage == 3:
             self.parameter_offload = ParameterOffload(core.module)
-            core.remove_at_end([self.parameter_offload])
+            none = [(core.module, lambda: iter(()))]  # no external parameters
+            core.remove_at_end([ObjectMethods("ds_external_parameters", none)])
         # Set last, because torch's constructor needs `__class__` to be this class.
         self._is_bare = not core.config.zero_optimization.stage and not core.config.compute_dtype
 
@@ -240,20 +235,13 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
         States are as in `OptimizerState`. ``scalars`` has each parameter's numbers, such as steps.
         """
-        params = [param for group in self.param_groups for param in group["params"]]
-        numbers = {id(param): number for number, param in enumerate(params)}
-        groups = [
-            {**group, "params": [numbers[id(param)] for param in group["params"]]}
-            for group in self.param_groups
-        ]
-        state = {numbers[id(param)]: own for param, own in self.state.items()}
-        names = [self._core.owns(param) for param in params]
+        names = [self._core.owns(p) for group in self.param_groups for p in group["params"]]
         scalars = {
             number: dict(self._core.states.scalars(name))
             for number, name in enumerate(names)
             if name is not None
         }
-        return {"state": state, "scalars": scalars, "param_groups": groups}
+        return {**super().state_dict(), "scalars": scalars}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank, at the same stage and world size.

@@ -37,15 +37,3 @@ _get_sequence_parallel_rank = get_model_parallel_rank
 
 def _get_sequence_parallel_group() -> None:
     pass
-
-
-def secondary_group(num_ranks: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group of all ranks if hpZ's secondary shards span it, otherwise None.
-
-    ``num_ranks`` is ``zero_hpz_partition_size``. ``group`` is the group that shares the parameters,
-    None for all ranks.
-    """
-    world = get_data_parallel_group()
-    if world is None or group not in (None, world) or num_ranks != dist.get_world_size():
-        return None
-    return world if dist.get_world_size() > 1 else None

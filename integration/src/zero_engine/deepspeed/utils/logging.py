@@ -48,9 +48,7 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
-@functools.lru_cache(None)
-def _log_once(message: str, ranks: tuple[int, ...], level: int) -> None:
-    log_dist(message, ranks, level)
+_log_once = functools.lru_cache(None)(log_dist)
 
 
 def log_dist_once(

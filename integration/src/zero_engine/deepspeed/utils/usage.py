@@ -55,7 +55,6 @@ class OnDevice:
         self.dtype = dtype
         self.enabled = enabled
         self.device = torch.device(device)
-        self._before = torch.get_default_dtype()
 
     def __enter__(self) -> None:
         if self.enabled:

@@ -7,33 +7,224 @@ partitioned parameter keeps its shape and reads as NaN, where DeepSpeed's has no
 With a dtype, or a configuration that enables bf16 or fp16, parameters are cast when they are
 partitioned, and master weights start from the rounded values, as in DeepSpeed. Otherwise the engine
 casts them, and its master weights keep the full precision.
+
+[Note: attributes of sharded parameters]
+Scripts recognise a sharded parameter by attributes (``ds_id``, ``ds_status``, ...).
+While a stage-3 engine owns a parameter, its class is `ShardedParameter`, whose properties ask the
+engine. A parameter of a subclass keeps that class, because operators dispatch on it, and the class
+gets descriptors of these names. Unlike DeepSpeed's, a sharded parameter keeps its shape.
+
+[Note: parameters in an autograd.Function]
+In DeepSpeed, ``ctx.saved_tensors`` of an ``autograd.Function`` holds the parameter objects with
+these attributes. Here a saved parameter is unpacked as a new tensor, a view of its gathered unit.
+While there is a stage-3 engine, ``ctx.saved_tensors`` is therefore a property: tensors with the
+address and shape of a parameter get that parameter's attributes. The class ``torch.Tensor`` does
+not get the attributes, because torch.compile would see them on every tensor.
+
+Non-reentrant `torch.utils.checkpoint` keeps the arguments of the recomputed function, which its
+frame's ``get_inputs`` returns. That method is replaced in the same way. In torch releases without
+``get_inputs``, checkpoints use an ``autograd.Function``, which the property covers.
 """
 
 from __future__ import annotations
 
+import enum
+import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.checkpoint import _CheckpointFrame
 
 from zero_core import ShardedModel, adapters, engine_of
 from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
+from zero_engine.deepspeed.comm import init_distributed
 from zero_engine.deepspeed.config.reader import load
-from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.errors import NotServedError
-from zero_engine.deepspeed.utils.groups import secondary_group
-from zero_engine.deepspeed.zero import described, partitioned
-from zero_engine.deepspeed.zero.described import ZeroParamStatus as ZeroParamStatus
-from zero_engine.deepspeed.zero.described import ZeroParamType as ZeroParamType
-from zero_engine.deepspeed.zero.described import is_zero_param as is_zero_param
+from zero_engine.deepspeed.utils import groups
+from zero_engine.deepspeed.zero import partitioned
 
 _log = logging.getLogger(__name__)
 _orig_torch_arange = torch.arange
+SANITY_CHECKS = "ds_enable_sanity_checks"
+"""Attribute that makes `GatheredParameters` refuse edits that would be lost."""
+ASKED = ("ds_status", "ds_tensor", "partition_numel")
+"""Attributes of `ShardedParameter` whose values the engine computes."""
+
+_ids = itertools.count()
+
+
+ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE")
+"""Kinds of a parameter's memory, under DeepSpeed's names."""
+ZeroParamStatus = enum.Enum("ZeroParamStatus", "AVAILABLE NOT_AVAILABLE INFLIGHT")
+"""States of a parameter: whether it holds its value on this rank."""
+
+
+class ShardedParameter(adapters.EngineParameter):
+    """Class of a parameter while a stage-3 engine owns it."""
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """AVAILABLE while the parameter holds its value, as in its unit's forward."""
+        is_here = _engine(self, "ds_status").holds_value(self)
+        return ZeroParamStatus.AVAILABLE if is_here else ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_tensor(self) -> Tensor:
+        """This rank's elements, 1-D, in the parameter's dtype, read only. May be empty."""
+        return _engine(self, "ds_tensor").own_part(self).detach()
+
+    def partition_numel(self) -> int:
+        return self.ds_tensor.numel()
+
+
+def is_zero_param(parameter: object) -> bool:
+    """Whether ``parameter`` was made within `Init` or belongs to a stage-3 engine."""
+    return isinstance(parameter, nn.Parameter) and "ds_id" in vars(parameter)
+
+
+def describe(
+    params: Iterable[nn.Parameter],
+    *,
+    has_checks: bool | None = None,
+    secondary: dist.ProcessGroup | None = None,
+) -> None:
+    """Set the attributes by which scripts recognise sharded ``params`` (``ds_id``, ...).
+
+    ``has_checks`` is the value of `SANITY_CHECKS`; None does not set it. ``secondary`` is the group
+    of ranks that share hpZ's secondary shards.
+    """
+    for param in params:
+        if not is_zero_param(param):
+            vars(param).update(
+                ds_id=next(_ids),
+                ds_status=ZeroParamStatus.NOT_AVAILABLE,
+                ds_param_type=ZeroParamType.PARTITIONED,
+                ds_persist=False,
+                ds_active_sub_modules=set(),
+                ds_zero_param_process_group=secondary,
+            )
+        vars(param).update(ds_shape=param.shape, ds_numel=param.numel())
+        if has_checks is not None:
+            vars(param)[SANITY_CHECKS] = has_checks
+
+
+def describe_engine(engine: ShardedModel) -> None:
+    """Set `NAMES` on a stage-3 engine's parameters, and on saved tensors that are unpacked."""
+    params = list(engine.module.parameters())
+    describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
+    for param in params:
+        own = adapters.own_class(param)
+        if own is nn.Parameter or issubclass(own, adapters.EngineParameter):
+            adapters.use_class([param], adapters.derive(ShardedParameter, own))
+            engine.remove_at_end([AtEnd(partial(adapters.use_class, [param], own))])
+        else:  # a subclass that a user wrote stays the parameter's class
+            engine.remove_at_end([_OwnClass(param)])
+    engine.remove_at_end([_Saved(params)])
+
+
+class AtEnd:
+    """Clean-up function in the form that an engine's ``remove_at_end`` takes."""
+
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo = undo
+
+    def remove(self) -> None:
+        self._undo()
+
+
+class _OwnClass:
+    """Descriptors of the names `ASKED`, set on a parameter's user-written class."""
+
+    _num_params: ClassVar[Counter[type[nn.Parameter]]] = Counter()
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._class = adapters.own_class(param)
+        self._attributes = vars(param)
+        self._status = self._attributes.pop("ds_status")
+        if not self._num_params[self._class]:
+            for name in ASKED:
+                setattr(self._class, name, _Asked(name))
+        self._num_params[self._class] += 1
+
+    def remove(self) -> None:
+        self._attributes["ds_status"] = self._status
+        self._num_params[self._class] -= 1
+        if not self._num_params[self._class]:
+            for name in ASKED:
+                delattr(self._class, name)
+
+
+class _Asked:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, param: nn.Parameter | None, owner: type[nn.Parameter]) -> Any:
+        return self if param is None else vars(ShardedParameter)[self._name].__get__(param)
+
+
+def _engine(param: nn.Parameter, name: str) -> ShardedModel:
+    engine = engine_of(param)
+    if engine is None:
+        raise AttributeError(f"the parameter belongs to no engine and has no {name!r}")
+    return engine
+
+
+NAMES = (
+    *("ds_active_sub_modules", "ds_id", "ds_numel", "ds_param_type", "ds_persist", "ds_shape"),
+    *ASKED,
+)
+"""Attributes that `_described` copies from a parameter to its gathered value."""
+
+_engines: list[_Saved] = []
+_get_inputs: Any = vars(_CheckpointFrame).get("get_inputs")
+
+
+class _Saved:
+    """Parameters of one engine by shape. Patches torch's unpacking while any such object exists."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+        for param in params:
+            if param.numel():
+                self.by_shape.setdefault(param.shape, []).append(param)
+        if not _engines:
+            BackwardCFunction.saved_tensors = property(  # type: ignore[assignment]
+                lambda context: _described(super(BackwardCFunction, context).saved_tensors)  # type: ignore[misc]
+            )
+            if _get_inputs is not None:
+                _CheckpointFrame.get_inputs = (  # type: ignore[method-assign]
+                    lambda frame: _described(_get_inputs(frame))
+                )
+        _engines.append(self)
+
+    def remove(self) -> None:
+        _engines.remove(self)
+        if not _engines:
+            del BackwardCFunction.saved_tensors
+            if _get_inputs is not None:
+                _CheckpointFrame.get_inputs = _get_inputs  # type: ignore[method-assign]
+
+
+def _described(unpacked: Any) -> Any:
+    for tensor in unpacked:
+        if type(tensor) is not Tensor:
+            continue
+        alike = [param for engine in _engines for param in engine.by_shape.get(tensor.shape, ())]
+        here = (param for param in alike if not adapters.is_refused(param))
+        param = next((param for param in here if param.data_ptr() == tensor.data_ptr()), None)
+        if param is not None:
+            vars(tensor).update({name: getattr(param, name) for name in NAMES})
+            vars(tensor)["ds_status"] = ZeroParamStatus.AVAILABLE
+    return unpacked
 
 
 def zero_wrapper_for_fp_tensor_constructor(
@@ -128,7 +319,11 @@ class Init:
         self._is_enabled = enabled
         given = config if config is not None else config_dict_or_path
         found = load(given) if enabled and given is not None else {}
-        self._dtype = dtype if dtype is not None else _dtype_of(found)
+        if any(_value_of(found, block, "enabled") is True for block in ("bf16", "bfloat16")):
+            dtype = dtype or torch.bfloat16
+        elif _value_of(found, "fp16", "enabled") is True:
+            dtype = dtype or torch.float16
+        self._dtype = dtype
         self._has_checks = _value_of(found, "zero_optimization", "enable_sanity_checks") is True
         group = mpu.get_data_parallel_group() if mpu is not None else None
         self._group = data_parallel_group if data_parallel_group is not None else group
@@ -142,12 +337,10 @@ class Init:
                 self._describe(made)
 
     def _describe(self, params: Iterable[nn.Parameter]) -> None:
-        secondary = secondary_group(self._num_secondary, self._group)
-        described.describe(params, has_checks=self._has_checks, secondary=secondary)
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return cls._active is not None
+        world, size = groups.get_data_parallel_group(), groups.get_data_parallel_world_size()
+        is_secondary = self._group in (None, world) and self._num_secondary == size > 1
+        secondary = world if is_secondary else None  # hpZ's secondary shards span all ranks
+        describe(params, has_checks=self._has_checks, secondary=secondary)
 
     def __enter__(self) -> None:
         if not self._is_enabled:
@@ -226,7 +419,7 @@ class GatheredParameters:
     def __enter__(self) -> None:
         rank = self._modifier_rank
         found = [p for p in self._params if partitioned.value_of(p) is not None]
-        if Init.is_active():
+        if Init._active is not None:
             # Parameters made within `Init` hold whole values until its end. Rank 0's are kept.
             if any(map(partitioned.is_partitioned, found)) or rank not in (None, 0):
                 raise NotServedError(
@@ -235,21 +428,30 @@ class GatheredParameters:
                     "leave zero.Init first",
                 )
             return
-        described.describe(found)  # deep copies have no ds_id yet
+        describe(found)  # deep copies have no ds_id yet
         with ExitStack() as stack:
-            stack.callback(described.describe, found)  # the body may have changed the shape
+            stack.callback(describe, found)  # the body may have changed the shape
             stack.enter_context(partitioned.gathered_params(found, modifier_rank=rank))
             others = [
                 p for p in self._params if partitioned.value_of(p) is None and engine_of(p) is None
             ]
             stored = [component.tensor for p in others for component in adapters.stored_tensors(p)]
             stack.enter_context(adapters.gathered_slices(stored, modifier_rank=rank))
-            for engine, own in _by_engine(self._params):
+            owned: dict[int, tuple[ShardedModel, list[nn.Parameter]]] = {}
+            for param in self._params:
+                if (owner := engine_of(param)) is not None:
+                    owned.setdefault(id(owner), (owner, []))[1].append(param)
+            for engine, params in owned.values():
                 if rank is not None or engine.config.zero_optimization.stage == 3:
-                    stack.enter_context(engine.gathered(params=own, modifier_rank=rank))
-            stack.enter_context(_available(self._params))
-            if rank is None:
-                checked = [p for p in self._params if vars(p).get(described.SANITY_CHECKS)]
+                    stack.enter_context(engine.gathered(params=params, modifier_rank=rank))
+            for param in self._params:
+                own = vars(param)
+                # The class of engines' parameters computes ds_status.
+                if "ds_status" in own and not isinstance(param, ShardedParameter):
+                    stack.callback(own.update, ds_status=own["ds_status"])
+                    own["ds_status"] = ZeroParamStatus.AVAILABLE
+            checked = [p for p in self._params if vars(p).get(SANITY_CHECKS)]
+            if checked and rank is None:
                 stack.enter_context(_unedited(checked))
             self._stack = stack.pop_all()
 
@@ -263,8 +465,6 @@ def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
     """Raise at the end if a rank has changed ``params`` in place. Every rank must enter it."""
     before = [(p.data_ptr(), p._version) for p in params]
     yield
-    if not params:
-        return
     is_edited = before != [(p.data_ptr(), p._version) for p in params]
     engine, value = engine_of(params[0]), partitioned.value_of(params[0])
     owner = value if engine is None else engine.sharded_state
@@ -279,42 +479,9 @@ def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
         )
 
 
-def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
-    if any(_value_of(config, block, "enabled") is True for block in ("bf16", "bfloat16")):
-        return torch.bfloat16
-    return torch.float16 if _value_of(config, "fp16", "enabled") is True else None
-
-
 def _value_of(config: Mapping[str, Any], block: str, key: str) -> Any:
     found = config.get(block)
     return found.get(key) if isinstance(found, Mapping) else None
-
-
-def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[nn.Parameter]]]:
-    """Group ``params`` by the engine that owns them, each group in the order of names."""
-    found: dict[int, tuple[ShardedModel, dict[str, nn.Parameter]]] = {}
-    for param in params:
-        engine = engine_of(param)
-        if engine is not None:
-            name = engine.owns(param)
-            assert name is not None, "it was found by it"
-            found.setdefault(id(engine), (engine, {}))[1][name] = param
-    return [(engine, [own[name] for name in sorted(own)]) for engine, own in found.values()]
-
-
-@contextmanager
-def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Set ``ds_status`` of ``params`` without an engine to AVAILABLE in this context."""
-    owned = described.ShardedParameter  # this class of engines' parameters computes ds_status
-    marked = [p for p in params if "ds_status" in vars(p) and not isinstance(p, owned)]
-    before = [vars(param)["ds_status"] for param in marked]
-    for param in marked:
-        vars(param)["ds_status"] = ZeroParamStatus.AVAILABLE
-    try:
-        yield
-    finally:
-        for param, status in zip(marked, before, strict=True):
-            vars(param)["ds_status"] = status
 
 
 @contextmanager
@@ -356,7 +523,7 @@ def sharded_loading() -> Iterator[None]:
                 value = partitioned.PartitionedValue(control, ranks.device)
                 value.keep(param)
                 partitioned.partition(param, value)
-                described.describe([param])
+                describe([param])
             else:
                 adapters.put_in_slices(
                     [component.tensor for component in adapters.stored_tensors(param)], control

@@ -31,16 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zero_core import RankMismatchError, ShardedModel, engine_of
-from zero_core.adapters import (
-    ControlGroup,
-    ParamSpec,
-    Recording,
-    find_ranks,
-    recorded,
-    storage_of,
-    zeroed,
-)
+from zero_core import RankMismatchError, ShardedModel, adapters, engine_of
 from zero_core.errors import ConfigError
 
 _CASTS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "xpu"}
@@ -69,11 +60,11 @@ class PartitionedValue:
         number: position in the order of partitioning, which is the same on every rank.
     """
 
-    control: ControlGroup
+    control: adapters.ControlGroup
     device: torch.device
-    recorded: tuple[Recording, Tensor] | None = None
+    recorded: tuple[adapters.Recording, Tensor] | None = None
     spans: Sequence[tuple[int, int]] | None = None
-    spec: ParamSpec | None = None
+    spec: adapters.ParamSpec | None = None
     part: Tensor | None = None
     casts: list[torch.dtype] = field(default_factory=list)
     shape: tuple[int, ...] = ()
@@ -340,9 +331,17 @@ def gathered_params(
     _num_gathered += 1
     try:
         for param in found:
-            if is_partitioned(param):
-                _gather(param)
-                gathered.append(param)
+            if not is_partitioned(param):
+                continue
+            with torch.no_grad():
+                value = _value(param)
+                full = value.gather(param)
+                if value.recorded is not None:
+                    value.keep(full)
+                value.shape = full.shape
+                param.__class__ = nn.Parameter  # type: ignore[assignment]
+                param.data = full
+            gathered.append(param)
         yield
         if modifier_rank is not None:
             _publish([param for param in found if value_of(param) is not None], modifier_rank)
@@ -355,17 +354,6 @@ def gathered_params(
 def _value(param: nn.Parameter) -> PartitionedValue:
     value: PartitionedValue = vars(param)[_VALUE]
     return value
-
-
-@torch.no_grad()
-def _gather(param: nn.Parameter) -> None:
-    value = _value(param)
-    full = value.gather(param)
-    if value.recorded is not None:
-        value.keep(full)
-    value.shape = full.shape
-    param.__class__ = nn.Parameter
-    param.data = full
 
 
 @torch.no_grad()
@@ -420,7 +408,7 @@ def _empty_off_heap(numel: int, dtype: torch.dtype) -> Tensor:
 
     On the heap, parts would fill the holes of freed whole values and keep that memory in use.
     """
-    storage = zeroed(numel * dtype.itemsize)
+    storage = adapters.zeroed(numel * dtype.itemsize)
     return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload, no-any-return]
 
 
@@ -479,9 +467,9 @@ def partitioned_init(
         process_group: ranks that share the parameters. Default: all ranks.
         dtype: dtype to which floating parameters are cast at the end. Default: no cast.
     """
-    ranks = find_ranks(process_group, None)
+    ranks = adapters.find_ranks(process_group, None)
     control = ranks.connect()
-    with recorded() as (recording, modules):
+    with adapters.recorded() as (recording, modules):
         made = Made(modules, [])
         yield made
     for module in modules:
@@ -506,7 +494,7 @@ def partition_module(
 
     The values are rank 0's, floating ones cast to ``dtype``. Every rank must call it.
     """
-    ranks = find_ranks(process_group, None)
+    ranks = adapters.find_ranks(process_group, None)
     control = ranks.connect()
     partitioned = []
     for name, param in module.named_parameters():
@@ -528,13 +516,13 @@ def partition_module(
     return partitioned
 
 
-def _give_the_rest(recording: Recording, modules: Mapping[nn.Module, None]) -> None:
+def _give_the_rest(recording: adapters.Recording, modules: Mapping[nn.Module, None]) -> None:
     storages: dict[int, torch.UntypedStorage] = {}
     for module in modules:
         kept = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_modules")}
         for tensor in pytree.tree_leaves([kept, *module._parameters.values()]):
             if isinstance(tensor, Tensor) and recording.knows(tensor):
-                number = storage_of(tensor)
+                number = adapters.storage_of(tensor)
                 value = recording.value(tensor)
                 shared = storages.setdefault(number, value.untyped_storage())
                 value.set_(shared, value.storage_offset(), value.shape, value.stride())

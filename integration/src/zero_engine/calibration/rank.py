@@ -1,6 +1,6 @@
-"""Rates of a rank's work besides torch's operators: updates, collectives, copies, files, Python.
+"""Rates of one rank: torch's operators, updates, collectives, copies, files, Python.
 
-Each calibrating rank runs ``python -m zero_engine.calibration.training FOLDER CORES DISK``.
+Each calibrating rank runs ``python -m zero_engine.calibration.rank FOLDER CORES DISK``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,28 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 import zero_core
-from zero_core.adapters import (
-    Meter,
-    Ranks,
-    count_per_node,
-    find_ranks,
-    make_transport,
-    share_memory,
-)
+from zero_core import adapters
 from zero_core.errors import MissingPartError
-from zero_core.footprint import ATTENTION, ATTENTION_BACKWARD, Links, trace_step
-from zero_engine.calibration.operators import STEPS, Points, Stopwatch, rising, time_operators
+from zero_core.footprint import ATTENTION, ATTENTION_BACKWARD, Links, Operator, trace_step
 from zero_engine.planning import Calibration, Curve, Rates, plan
 
+aten = torch.ops.aten
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOKENS, LARGE_TOKENS = (64, 256, 1024), (512, 2048, 8192)
+"""Rows of the matrices, on a CPU and on an accelerator."""
+SHAPES = ((64, 64), (256, 1024), (768, 768), (512, 2048))
+LARGE_SHAPES = ((512, 512), (2048, 2048), (2048, 8192), (4096, 4096))
+"""Inputs and outputs of linear layers, on a CPU (`SHAPES`) and on an accelerator."""
+ROWS = ((16, 64), (256, 256), (1024, 512), (4096, 1024))
+HEADS, HEAD_WIDTH = 4, 64
+LENGTHS = (64, 256, 1024)
+BUDGET_S = 0.03
+LEAST, TOGETHER, STEPS = 3, 12, 9
+"""Minimal repetitions of a call, repetitions of a collective, and repetitions of a step."""
+Points = list[tuple[float, float]]
+_Make = Callable[..., Tensor]
+_Call = tuple[Any, tuple[Any, ...]]
 UPDATED = (2**16, 2**20, 2**23)
 """Numbers of elements of the timed updates."""
 EXCHANGED = (2**10, 2**16, 2**20, 2**23)
@@ -52,6 +61,212 @@ DEPTHS = (2, 10)
 """Numbers of blocks of two tiny models, whose times differ by that of the further blocks."""
 
 
+def rising(points: Points) -> Points:
+    """Lower seconds of ``points``, sorted by amount, so that none exceeds a larger amount's."""
+    found = points[-1:]
+    for amount, seconds in reversed(points[:-1]):
+        found.insert(0, (amount, min(seconds, found[0][1])))
+    return found
+
+
+@dataclass
+class Stopwatch:
+    """Timer of calls on one rank.
+
+    Attributes:
+        curves: measured points by the curve names of `zero_engine.planning.rates`.
+    """
+
+    device: torch.device
+    curves: dict[str, Points] = field(default_factory=dict)
+
+    def seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
+        """Return the lower quartile of ``call``'s seconds, because other programs only add to them.
+
+        The first call is a warm-up. All ranks must call this method, and with ``is_together``, for
+        collectives, they repeat ``call`` equally often.
+        """
+        times = self._times(call, TOGETHER if is_together else LEAST, is_together)
+        return sorted(times)[len(times) // 4]
+
+    def typical_seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
+        """Return the median seconds of ``call``, with delays by other programs."""
+        return statistics.median(self._times(call, STEPS, is_together))
+
+    def _times(self, call: Callable[[], object], least: int, is_together: bool) -> list[float]:
+        call()
+        if dist.is_initialized():
+            dist.barrier()
+        times: list[float] = []
+        started_at = time.perf_counter()
+        while len(times) < least or (
+            not is_together and time.perf_counter() - started_at < BUDGET_S
+        ):
+            times.append(self._once(call))
+        return times
+
+    def curve(self, name: str, points: Iterable[tuple[float, Callable[[], object]]]) -> None:
+        self.curves[name] = rising([(n, self.seconds(call)) for n, call in points])
+
+    def _once(self, call: Callable[[], object]) -> float:
+        if self.device.type == "cpu":
+            started_at = time.perf_counter()
+            call()
+            return time.perf_counter() - started_at
+        number = 5
+        torch.accelerator.synchronize(self.device)
+        started_at = time.perf_counter()
+        for _ in range(number):
+            call()
+        torch.accelerator.synchronize(self.device)
+        return (time.perf_counter() - started_at) / number
+
+
+def time_operators(watch: Stopwatch) -> None:
+    dtypes = CPU_DTYPES if watch.device.type == "cpu" else DEVICE_DTYPES
+    for dtype in dtypes:
+
+        def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape, device=watch.device).to(dtype)
+
+        with torch.no_grad():
+            _time_products(watch, make, str(dtype).removeprefix("torch."))
+            tables: dict[str, list[_Call]] = {}  # calls of each operator, by rising size
+            for rows, width in ROWS:
+                for func, args in _calls(make, rows, width):
+                    tables.setdefault(str(func), []).append((func, args))
+            for calls in tables.values():
+                _time_calls(watch, calls)
+            for name in (ATTENTION, ATTENTION_BACKWARD):
+                points: Points = []
+                for length in LENGTHS:
+                    is_backward = name == ATTENTION_BACKWARD
+                    call, amount, kind = _attention(make, length, is_backward=is_backward)
+                    points.append((amount, watch.seconds(call)))
+                watch.curves[f"{name}.{kind}"] = rising(points)
+
+
+def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
+    """Time the three matrix products of a linear layer's forward and backward, and batched ones.
+
+    The former are fitted by seconds per operation, per byte and per call, because short or narrow
+    matrices have more bytes per operation.
+    """
+    rows: list[tuple[float, float, float, float]] = []
+    is_cpu = watch.device.type == "cpu"
+    for tokens in TOKENS if is_cpu else LARGE_TOKENS:
+        for width, height in SHAPES if is_cpu else LARGE_SHAPES:
+            x, weight = make(tokens, width), make(height, width)
+            grad = make(tokens, height)
+            calls = ((x, weight.t()), (grad, weight), (grad.t(), x))
+            seconds = sum(watch.seconds(partial(torch.mm, a, b)) for a, b in calls)
+            nbytes = sum(t.numel() * t.itemsize for t in (x, weight, grad))
+            rows.append((2 * tokens * width * height, nbytes, 1.0, seconds / len(calls)))
+    operation_s, byte_s, call_s = _fit(torch.tensor(rows, dtype=torch.float64)).tolist()
+    watch.curves[f"matmul.{dtype}"] = [(0.0, call_s), (1e9, call_s + 1e9 * operation_s)]
+    watch.curves[f"product.{dtype}"] = [(0.0, 0.0), (1e9, 1e9 * byte_s)]
+    pairs = [(make(16, n, HEAD_WIDTH), make(16, HEAD_WIDTH, n)) for n in LENGTHS]
+    _time_calls(watch, [(aten.bmm.default, pair) for pair in pairs])
+
+
+def _fit(rows: Tensor) -> Tensor:
+    """Fit the last column by a weighted sum of the other columns. Returns the weights, all >= 0.
+
+    The fit minimizes the relative error: a small product counts as much as a large one.
+    """
+    scaled = rows[:, :-1] / rows[:, -1:]
+    used = list(range(scaled.shape[1]))
+    found = torch.zeros(len(used), dtype=torch.float64)
+    while used:
+        wanted = torch.ones(len(scaled), 1, dtype=torch.float64)
+        # Columns differ by ten orders of magnitude, so scale them for the solver.
+        size = scaled[:, used].abs().max(dim=0).values
+        solved = torch.linalg.lstsq(scaled[:, used] / size, wanted).solution[:, 0] / size
+        if bool((solved >= 0).all()):
+            found[used] = solved
+            break
+        used.pop(int(solved.mul(size).argmin()))
+    return found
+
+
+def _attention(
+    make: _Make, length: int, *, is_backward: bool
+) -> tuple[Callable[[], object], int, str]:
+    """Return a call of causal attention or its backward, and its `Operator`'s amount and dtype."""
+    q, k, v = (make(2, HEADS, length, HEAD_WIDTH) for _ in range(3))
+    if q.device.type == "cpu":
+        forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+        out, rows = forward(q, k, v, 0.0, True)
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        args = (make(2, HEADS, length, HEAD_WIDTH), q, k, v, out, rows, 0.0, True)
+        func, given = (backward, args) if is_backward else (forward, (q, k, v, 0.0, True))
+        operator = Operator.of(func, given, {}, func(*given))
+        return lambda: func(*given), operator.amount, operator.dtype
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    grad = make(2, HEADS, length, HEAD_WIDTH)
+    described = aten._scaled_dot_product_flash_attention_for_cpu.default
+    operator = Operator.of(described, (q, k, v), {}, (q,))
+
+    def run() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    if not is_backward:
+        return run, operator.amount, operator.dtype
+
+    with torch.enable_grad():
+        out = run()
+    # Backward has five matrix products, forward two.
+    return (
+        lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True),
+        operator.amount * 5 // 2,
+        operator.dtype,
+    )
+
+
+def _time_calls(watch: Stopwatch, calls: Sequence[_Call]) -> None:
+    points = []
+    for func, args in calls:
+        operator = Operator.of(func, args, {}, func(*args))
+        points.append((operator.amount, lambda func=func, args=args: func(*args)))
+    watch.curve(f"{operator.kind}.{operator.dtype}", points)
+    if operator.kind == "add":
+        name = f"memory.{operator.dtype}"
+        watch.curves[name] = watch.curves[f"add.{operator.dtype}"]
+
+
+def _calls(make: _Make, rows: int, width: int) -> Iterator[_Call]:
+    x, y, scale = make(rows, width), make(rows, width), make(width)
+    wide = x.float()
+    device = x.device
+    yield aten.add.Tensor, (x, y)
+    yield aten.mul.Tensor, (x, y)
+    yield aten.clone.default, (x.view(rows, 4, -1).transpose(0, 1),)
+    yield aten._to_copy.default, (x,)
+    yield aten.copy_.default, (y, x)
+    yield aten.cat.default, ([x, y],)
+    yield aten.sum.dim_IntList, (x, [0])
+    yield aten.mean.dim, (x, [-1])
+    yield aten.pow.Tensor_Scalar, (x, 2)
+    yield aten.neg.default, (x,)
+    for name in ("gelu", "silu", "tanh"):
+        yield getattr(aten, name).default, (x,)
+        yield getattr(aten, f"{name}_backward").default, (y, x)
+    out, mean, deviation = aten.native_layer_norm.default(x, [width], scale, scale, 1e-5)
+    yield aten.native_layer_norm.default, (x, [width], scale, scale, 1e-5)
+    masks = [True, True, True]
+    norm = (y, x, [width], mean, deviation, scale, scale, masks)
+    yield aten.native_layer_norm_backward.default, norm
+    for name in ("_softmax", "_log_softmax"):
+        yield getattr(aten, name).default, (x, -1, False)
+        yield getattr(aten, f"{name}_backward_data").default, (y, out, -1, x.dtype)
+    ids = torch.arange(rows, device=device) % width
+    total = wide.sum()
+    yield aten.nll_loss_forward.default, (wide, ids, None, 1, -100)
+    yield aten.nll_loss_backward.default, (total, wide, ids, None, 1, -100, wide.sum())
+    yield aten.embedding.default, (x, ids % rows)
+    yield aten.embedding_dense_backward.default, (y, ids % rows, rows, -1, False)
+
+
 class _Flat(nn.Module):
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -62,7 +277,7 @@ class _Flat(nn.Module):
 
 
 def time_updates(watch: Stopwatch) -> None:
-    alone = Ranks(None, 0, 1, watch.device)
+    alone = adapters.Ranks(None, 0, 1, watch.device)
     host = {"device": "cpu"}
     measured = {
         f"{place}.{dtype}": (dtype, offload)
@@ -80,7 +295,7 @@ def time_updates(watch: Stopwatch) -> None:
 
 
 def _update_s(
-    ranks: Ranks, numel: int, dtype: str, offload: Mapping[str, str], watch: Stopwatch
+    ranks: adapters.Ranks, numel: int, dtype: str, offload: Mapping[str, str], watch: Stopwatch
 ) -> float:
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -107,14 +322,14 @@ def _update_s(
 
 def time_exchanges(watch: Stopwatch) -> None:
     """Time all-gathers, reduce-scatters and small all-reduces. Every rank must call it."""
-    ranks = find_ranks(None, None)
+    ranks = adapters.find_ranks(None, None)
     if ranks.size == 1:
         return
     control = ranks.connect()
-    per_node = count_per_node(control, ranks)
-    shared = share_memory(control, ranks, per_node)
+    per_node = adapters.count_per_node(control, ranks)
+    shared = adapters.share_memory(control, ranks, per_node)
     links = Links(ranks.size, per_node, is_ring=ranks.device.type != "cpu")
-    transport = make_transport(ranks, shared, Meter(links))
+    transport = adapters.make_transport(ranks, shared, adapters.Meter(links))
     way = "within" if per_node == ranks.size else "between"
     found: defaultdict[str, Points] = defaultdict(list)
     for nbytes in exchanged(ranks.size, is_host=watch.device.type == "cpu"):
@@ -250,7 +465,8 @@ def fit_operators(watch: Stopwatch) -> None:
     """
     watch.curves["operator"] = _constant(0.0)
     few, many = (_compare(watch, Blocks(n, 32, 2, 64), (2, 16), "float32") for n in DEPTHS)
-    beside = (many.seconds - few.seconds) - (many.kernels_s - few.kernels_s)
+    kernels_s = [found.products_s + found.others_s for found in (few, many)]
+    beside = (many.seconds - few.seconds) - (kernels_s[1] - kernels_s[0])
     watch.curves["operator"] = _constant(max(beside, 0.0) / (many.calls - few.calls))
     is_cpu = watch.device.type == "cpu"
     shape, tokens = ((3, 384, 6, 2048), (4, 128)) if is_cpu else ((4, 2048, 16, 16384), (4, 1024))
@@ -285,10 +501,6 @@ class _Compared:
     others_s: float
     calls: int
 
-    @property
-    def kernels_s(self) -> float:
-        return self.products_s + self.others_s
-
 
 def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: str) -> _Compared:
     config = zero_core.load_config(_config(dtype), world_size=1)
@@ -312,7 +524,7 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
 
 def time_engine(watch: Stopwatch, threads: int, cores: int | None) -> None:
     """Fit the engine's time per pass and per step: tiny models' measured minus planned time."""
-    ranks = find_ranks(None, None)
+    ranks = adapters.find_ranks(None, None)
     watch.curves |= {"pass": _constant(0.0), "step": _constant(0.0)}
     curves = {name: Curve(tuple(points)) for name, points in watch.curves.items()}
     calibration = Calibration("", "", (Rates(ranks.size, threads, cores, curves),))
@@ -358,26 +570,22 @@ def _constant(seconds: float) -> Points:
     return [(1.0, seconds)]
 
 
-def measure(
-    device: torch.device, *, cores: int | None, disk: Path | None, is_link_alone: bool = False
-) -> dict[str, Any]:
+def measure(device: torch.device, *, cores: int | None, disk: Path | None) -> dict[str, Any]:
     """Measure this rank's rates, as a row of a calibration's JSON. Every rank must call it.
 
     ``cores`` is the number of cores, None with accelerators. ``disk`` is a folder on the disk of
-    NVMe offload. ``is_link_alone`` times only collectives, for ranks of several nodes.
+    NVMe offload.
     """
     watch = Stopwatch(device)
-    if not is_link_alone:
-        time_operators(watch)
-        fit_operators(watch)
-        time_updates(watch)
-        time_copies(watch)
-        if disk is not None:
-            time_files(watch, disk)
+    time_operators(watch)
+    fit_operators(watch)
+    time_updates(watch)
+    time_copies(watch)
+    if disk is not None:
+        time_files(watch, disk)
     time_exchanges(watch)
     threads = torch.get_num_threads()
-    if not is_link_alone:
-        time_engine(watch, threads, cores)
+    time_engine(watch, threads, cores)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return {"ranks": ranks, "threads": threads, "cores": cores, "curves": watch.curves}
 
