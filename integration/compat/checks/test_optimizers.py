@@ -30,7 +30,8 @@ STEPS = 3
 WIDTH = 126  # 126**2 is no multiple of 256, so torchao does not quantize the first layer's states
 blocks = partial(make_tower, depth=2, width=WIDTH)
 """Makes a model with layers that cross shard boundaries and layers too small to be quantized."""
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
     "torchao AdamW8bit": partial(torchao.optim.AdamW8bit, lr=1e-2),
     "torchao AdamW4bit": partial(torchao.optim.AdamW4bit, lr=1e-2),
     "torchao AdamWFp8": partial(torchao.optim.AdamWFp8, lr=1e-2),
@@ -46,9 +47,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
-def by_ddp(
-    make: Callable[[Any], torch.optim.Optimizer], batches: list[torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def by_ddp(make: Make, batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     model = blocks()
     optimizer = make(model.parameters())
     wrapped = DistributedDataParallel(model)
@@ -59,9 +58,7 @@ def by_ddp(
     return model.state_dict()
 
 
-def engine_of(
-    make: Callable[[Any], torch.optim.Optimizer], stage: int, **zero: Any
-) -> zero_core.Engine:
+def engine_of(make: Make, stage: int, **zero: Any) -> zero_core.Engine:
     model = blocks()
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage, **zero}}
     return zero_core.build(model, config, optimizer=make(model.parameters()))

@@ -153,10 +153,8 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--deepspeed", help="a configuration of DeepSpeed's")
     options = parser.parse_args()
-    arguments = {**ARGUMENTS, "output_dir": str(options.output_dir)}
-    arguments |= (
-        {"use_cpu": True} if options.deepspeed is None else {"deepspeed": options.deepspeed}
-    )
+    place = {"use_cpu": True} if options.deepspeed is None else {"deepspeed": options.deepspeed}
+    arguments = {**ARGUMENTS, "output_dir": str(options.output_dir), **place}
     kind, given = prepare(options.name, options.model, arguments)
     trainer = kind(**given)
     set_seed(7)  # loading a sharded model draws other random numbers, so the seed is set again

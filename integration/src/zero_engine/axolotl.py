@@ -67,6 +67,6 @@ class ZeroPlugin(BasePlugin):  # type: ignore[misc]
         else:
             name = next((name for key, name in _KINDS.items() if cfg[key]), "AxolotlTrainer")
             kind = getattr(trainers, name)
-        zero = cfg.zero.to_dict() if isinstance(cfg.zero, dict) else cfg.zero
+        zero = cfg.zero if isinstance(cfg.zero, str) else cfg.zero.to_dict()
         made = type(f"Zero{kind.__name__}", (PluginTrainer, kind), {"zero": zero})
         return cast(type[ZeroTrainer], made)

@@ -70,4 +70,5 @@ def build(model: nn.Module, **further: Any) -> Engine:
             "zero_engine.ray.build() found no ZeroConfig: call it in the function that "
             "TorchTrainer(..., torch_config=ZeroConfig(zero=...)) runs on its workers"
         )
-    return zero_core.build(model, zero, **further)
+    engine: Engine = zero_core.build(model, zero, **further)
+    return engine
