@@ -98,7 +98,7 @@ def _trains_in_axolotl(folder: Path) -> None:
     found = []
     for zero in (None, "stage3"):
         kind = plugins.get_trainer_cls(DictDefault(zero=zero)) or trainers.AxolotlTrainer
-        settings = {**ARGUMENTS, "use_cpu": True, "output_dir": str(folder)}
+        settings = {**ARGUMENTS, "use_cpu": True, "output_dir": str(folder), "adam_epsilon": 1e-4}
         args = training_args.AxolotlTrainingArguments(**settings)
         trainer = kind(model=make_lm("gpt2"), args=args, train_dataset=data, dataset_tags=["d"])
         trainer.train()
