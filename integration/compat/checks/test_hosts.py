@@ -20,10 +20,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from compat.material import save_models
 from compat.scripts.trl_trainer import ARGUMENTS, prepare
 from tests.support.lm_models import make_lm, token_rows
-from zero_core import ConfigError
 from zero_core.testing import preload, run_alone, spawn
 from zero_engine.hf import zero_trainer
-from zero_engine.ray import build
 
 preload("trl.trainer.sft_trainer", "transformers.models.llama.modeling_llama")
 
@@ -81,11 +79,6 @@ def _trains_as_plain(rank: int, world_size: int, models: Path, row: str) -> None
 def test_trl_trains_as_without_the_engine(row: str, ranks: int, tmp_path: Path) -> None:
     save_models(tmp_path)
     spawn(_trains_as_plain, ranks, tmp_path, row, ranks_per_node=ranks)
-
-
-def test_a_worker_without_a_configuration_of_ray_is_refused() -> None:
-    with pytest.raises(ConfigError, match="found no ZeroConfig"):
-        build(torch.nn.Linear(1, 1))
 
 
 def _trains_in_axolotl(folder: Path) -> None:

@@ -21,18 +21,9 @@ WORDS = [f"w{number}" for number in range(48)]
 SAMPLES, STEPS = 64, 6
 
 Row = dict[str, Any]
-ARGUMENTS: Row = {
-    "per_device_train_batch_size": 4,
-    "max_steps": STEPS,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "seed": 7,
-}
+ARGUMENTS: Row = {"per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": 1e-2}
+ARGUMENTS |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+ARGUMENTS |= {"bf16": False, "gradient_checkpointing": False, "seed": 7}
 
 
 def prompts(draw: random.Random) -> Row:
