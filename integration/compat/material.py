@@ -32,7 +32,7 @@ CHAT = (
 
 
 def save_models(root: Path) -> None:
-    """Write one folder per model, with tokenizer: Llamas of four sizes, gpt2, bert, ..."""
+    """Write one folder per model, with tokenizer: Llamas of three sizes, gpt2, bert, ..."""
     layers, width, heads = 4, 256, 4
     words = {"vocab_size": VOCABULARY, "max_position_embeddings": 256}
 
@@ -60,7 +60,6 @@ def save_models(root: Path) -> None:
         "llama": llama(layers, width),
         "policy": llama(2, 32, initializer_range=0.2),
         "teacher": llama(2, 48, initializer_range=0.2),
-        "speaker": llama(6, 192, initializer_range=0.2),
         "gpt2": ("gpt2", AutoModelForCausalLM, gpt2 | IDS | {"vocab_size": VOCABULARY}),
         "bert": ("bert", AutoModelForSequenceClassification, of_words),
         "roberta": ("roberta", AutoModelForMaskedLM, of_words),

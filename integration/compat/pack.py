@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from scripts import generate, trl_trainer
+from scripts import trl_trainer
 
 Config = dict[str, Any]
 
@@ -187,29 +187,6 @@ TRL_TRAINERS = [
     if name != "a2po" or setting == "stage 2"
 ]
 
-
-# Tokens generated at stage 3, compared with a plain model on each rank and with DeepSpeed.
-def generation(way: str, reference: str, *options: str) -> Case:
-    model = "--model={model}/speaker"
-    return Case(
-        "generation",
-        f"{way}, {' '.join((reference, *options))}",
-        "generate.py",
-        (way, model, "--deepspeed={config}", *options),
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-            "zero_optimization": {"stage": 3},
-        },
-        ddp=(way, model) if reference == "plain" else (),
-        tolerance=0.0,
-    )
-
-
-GENERATION = [
-    *(generation(way, reference) for way in generate.WAYS for reference in ("plain", "deepspeed")),
-    generation("greedy", "deepspeed", "--gathered"),
-]
 
 # LlamaFactory's ``examples/deepspeed/ds_*_config.json``.
 BELOW_3 = {**buckets(5e8), "overlap_comm": False, "round_robin_gradients": True}
@@ -536,5 +513,4 @@ PACK: list[Case] = [
     *QUANTIZED,
     RAY,
     *TRL_TRAINERS,
-    *GENERATION,
 ]

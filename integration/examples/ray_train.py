@@ -18,17 +18,17 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, get_c
 from ray.train.torch import TorchTrainer
 from torch import nn
 
-import zero_core
+from zero_engine.ray import ZeroConfig, build
 
 WIDTH, CONTEXT, BATCH, STEPS = 128, 8, 128, 64
 
 
-def train(zero, folder):  # runs on every worker, in the process group that Ray created
+def train(folder):  # runs on every worker, in the process group that Ray created
     rank, world_size = get_context().get_world_rank(), get_context().get_world_size()
     torch.manual_seed(0)
     first = [nn.Embedding(256, WIDTH // CONTEXT), nn.Flatten(), nn.Linear(WIDTH, WIDTH)]
     blocks = [nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
-    engine = zero_core.build(nn.Sequential(*first, *blocks, nn.Linear(WIDTH, 256)), zero)
+    engine = build(nn.Sequential(*first, *blocks, nn.Linear(WIDTH, 256)))
     text = torch.tensor(list(inspect.getsource(argparse).encode()), device=engine.device)
     windows = text.unfold(0, CONTEXT + 1, 1)
     losses = (engine.resume(folder) or {"losses": []})["losses"]
@@ -55,7 +55,8 @@ if __name__ == "__main__":
     folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
     scaling = ScalingConfig(num_workers=(1, 2), use_gpu=torch.cuda.is_available())
     run = RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=3))
-    work = partial(train, zero, os.path.join(folder, "checkpoints"))
-    metrics = TorchTrainer(work, scaling_config=scaling, run_config=run).fit().metrics
+    work, zero = partial(train, os.path.join(folder, "checkpoints")), ZeroConfig(zero=zero)
+    trainer = TorchTrainer(work, torch_config=zero, scaling_config=scaling, run_config=run)
+    metrics = trainer.fit().metrics
     assert metrics["last"] < metrics["first"] - 1.0, metrics
     print(f"loss {metrics['first']:.2f} -> {metrics['last']:.2f}")

@@ -306,7 +306,6 @@ def test_all_that_does_not_fit_the_arguments_is_named(given, messages, tmp_path)
     ("mine", "theirs", "own"),
     [
         (ZeroTrainer, Trainer, {"_start_engine", "_check_device", "_writable"}),
-        (ZeroSeq2SeqTrainer, Seq2SeqTrainer, set()),
         (ZeroAccelerator, Accelerator, {"adopt", "_engine"}),
         (ZeroOptimizer, AcceleratedOptimizer, set()),
     ],

@@ -29,7 +29,8 @@ from zero_core.testing import rows, seeded, spawn, train
 
 STEPS = 3
 WIDTH = 72  # 5184 elements are no multiple of 256, so torchao does not quantize this layer's states
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
     "torchao AdamW8bit": partial(torchao.optim.AdamW8bit, lr=1e-2),
     "torchao AdamW4bit": partial(torchao.optim.AdamW4bit, lr=1e-2),
     "torchao AdamWFp8": partial(torchao.optim.AdamWFp8, lr=1e-2),
@@ -62,9 +63,7 @@ class Blocks(nn.Module):
         return self.last(x).square().mean()
 
 
-def by_ddp(
-    make: Callable[[Any], torch.optim.Optimizer], batches: list[torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def by_ddp(make: Make, batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     model = Blocks()
     optimizer = make(model.parameters())
     wrapped = DistributedDataParallel(model)
@@ -75,9 +74,7 @@ def by_ddp(
     return model.state_dict()
 
 
-def engine_of(
-    make: Callable[[Any], torch.optim.Optimizer], stage: int, **zero: Any
-) -> zero_core.Engine:
+def engine_of(make: Make, stage: int, **zero: Any) -> zero_core.Engine:
     model = Blocks()
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage, **zero}}
     return zero_core.build(model, config, optimizer=make(model.parameters()))

@@ -21,6 +21,9 @@ WORDS = [f"w{number}" for number in range(48)]
 SAMPLES, STEPS = 64, 6
 
 Row = dict[str, Any]
+ARGUMENTS: Row = {"per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": 1e-2}
+ARGUMENTS |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+ARGUMENTS |= {"bf16": False, "gradient_checkpointing": False, "seed": 7}
 
 
 def prompts(draw: random.Random) -> Row:
@@ -111,7 +114,8 @@ CASES = {
 }
 
 
-def make_trainer(name: str, models: Path, arguments: Row) -> Any:
+def prepare(name: str, models: Path, arguments: Row) -> tuple[Any, Row]:
+    """Return the class of a case's trainer and the arguments that it is made with."""
     case = CASES[name]
     module = importlib.import_module(case.place or f"trl.experimental.{name}")
     config = case.trainer.replace("Trainer", "Config")
@@ -130,7 +134,7 @@ def make_trainer(name: str, models: Path, arguments: Row) -> Any:
         given["ref_model"] = AutoModelForCausalLM.from_pretrained(models / "policy")
     if case.has_teacher:
         given["teacher_model"] = str(models / "teacher")
-    return getattr(module, case.trainer)(**given)
+    return getattr(module, case.trainer), given
 
 
 def main() -> None:
@@ -140,23 +144,10 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--deepspeed", help="a configuration of DeepSpeed's")
     options = parser.parse_args()
-    arguments: Row = {
-        "output_dir": str(options.output_dir),
-        "per_device_train_batch_size": 4,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "seed": 7,
-    }
-    arguments |= (
-        {"use_cpu": True} if options.deepspeed is None else {"deepspeed": options.deepspeed}
-    )
-    trainer = make_trainer(options.name, options.model, arguments)
+    place = {"use_cpu": True} if options.deepspeed is None else {"deepspeed": options.deepspeed}
+    arguments = {**ARGUMENTS, "output_dir": str(options.output_dir), **place}
+    kind, given = prepare(options.name, options.model, arguments)
+    trainer = kind(**given)
     set_seed(7)  # loading a sharded model draws other random numbers, so the seed is set again
     trainer.train()
 

@@ -327,6 +327,10 @@ def test_what_the_trainer_decides_is_refused_in_the_configuration(config, option
         ZeroStrategy(config, **options)
 
 
+def test_default_options_of_ddp_which_lightnings_command_line_passes_are_accepted() -> None:
+    ZeroStrategy({}, find_unused_parameters=False, gradient_as_bucket_view=False)
+
+
 def test_configuration_in_a_file_and_precisions_that_the_engine_lacks_are_refused(tmp_path):
     path = tmp_path / "zero.json"
     path.write_text('{"gradient_clipping": 1.0, // the Trainer has it\n}', encoding="utf-8")

@@ -3,8 +3,9 @@
     trainer = ZeroTrainer(model=model, args=args, train_dataset=data, zero="stage3-offload")
     trainer.train()
 
-`ZeroTrainer` and `ZeroSeq2SeqTrainer` are transformers' Trainers. ``zero`` is a name of `PRESETS`,
-a configuration, or the path of a JSON file.
+`ZeroTrainer` and `ZeroSeq2SeqTrainer` are transformers' Trainers, and `zero_trainer(SFTTrainer)`
+makes another class of Trainer such a one. ``zero`` is a name of `PRESETS`, a configuration, or the
+path of a JSON file.
 """
 
 try:
@@ -16,7 +17,8 @@ except ImportError as error:
         f'({error}): pip install "./integration[hf]" in a checkout'
     ) from error
 
+from zero_engine.hf.classes import zero_trainer
 from zero_engine.hf.trainer import ZeroSeq2SeqTrainer, ZeroTrainer
 from zero_engine.presets import PRESETS
 
-__all__ = ["PRESETS", "ZeroSeq2SeqTrainer", "ZeroTrainer"]
+__all__ = ["PRESETS", "ZeroSeq2SeqTrainer", "ZeroTrainer", "zero_trainer"]

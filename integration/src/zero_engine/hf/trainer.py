@@ -4,13 +4,15 @@
 The engine works by hooks on the unwrapped model, so the Trainer's loop is unchanged. `ZeroTrainer`
 overrides the Accelerator (`ZeroAccelerator`), the device placement, the preparation of the model
 (`_wrap_model` builds the engine), the saved state dict, and the checkpoints. The Accelerator calls
-the engine's backward and clipping, and the optimizer calls the engine's step.
+the engine's backward and clipping, and the optimizer calls the engine's step. A second model, such
+as TRL's reference model, gets an engine from `ZeroAccelerator.prepare_model`.
 """
 
 from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import logging
 import math
 import os
@@ -29,7 +31,8 @@ from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 import zero_core
-from zero_core import CheckpointError, ConfigError, Engine, ShardedModel
+from zero_core import CheckpointError, ConfigError, Engine, ShardedModel, engine_of
+from zero_core.adapters import ObjectMethods
 from zero_core.checkpoint import read_client_state
 from zero_core.config import SchedulerConfig, explain, shown
 from zero_core.schedules import Schedule, check_state, make_scheduler
@@ -68,11 +71,29 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     """Accelerator whose backward and clipping are the engine's. `ZeroTrainer` uses this class."""
 
     engine: ShardedModel | None = None
+    config: Mapping[str, Any]
 
     def adopt(self, engine: ShardedModel) -> None:
         self.engine = engine
         engine.module._is_accelerate_prepared = True  # type: ignore[assignment]
         self._models.append(engine.module)
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Build an engine on a model that only evaluates, such as a reference model of TRL.
+
+        It has the stage and precision of the trained model's engine. Returns ``model``.
+        """
+        if evaluation_mode and engine_of(next(model.parameters())) is None:
+            engine = zero_core.build(model, self.config, is_training=False)
+            engine.stay_with_model()
+            model._is_accelerate_prepared = True  # type: ignore[assignment]
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        return prepared
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward of ``loss``, which the Trainer has divided by the micro-steps."""
@@ -153,6 +174,7 @@ class ZeroTrainer(Trainer):
                 "engine: start with torchrun, or take Trainer instead of ZeroTrainer"
             )
         self.accelerator.__class__ = ZeroAccelerator  # not a new object: others refer to this one
+        self.accelerator.config = self._config
         if self.args.n_gpu > 1:
             _log.warning("one process uses one of %d devices: use torchrun", self.args.n_gpu)
             self.args._n_gpu = 1
@@ -214,6 +236,7 @@ class ZeroTrainer(Trainer):
             self.engine.close()
         assert isinstance(self.model, nn.Module)
         self._config = fill_config(self._given, self.args)  # hyperparameter search changes args
+        self.accelerator.config = self._config
         if is_training:
             self.create_optimizer()
             trained = zero_core.build(
@@ -227,6 +250,8 @@ class ZeroTrainer(Trainer):
             )
         self.accelerator.adopt(engine)
         self.engine = engine
+        if engine.config.zero_optimization.stage == 3 and engine.world_size > 1:
+            engine.remove_at_end([_synchronized(self.model)])
 
     def _check_device(self, engine: ShardedModel) -> None:
         if engine.device.type != self.args.device.type:
@@ -324,22 +349,23 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
 
     args: Seq2SeqTrainingArguments
 
-    def prediction_step(  # type: ignore[override]
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-        **gen_kwargs: Any,
-    ) -> tuple[float | None, Tensor | None, Tensor | None]:
-        """Predict as the Trainer does. At stage 3 all ranks generate the same number of tokens."""
-        if self.args.predict_with_generate and not prediction_loss_only:
-            gen_kwargs = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
-            is_sharded = self._config["zero_optimization"].get("stage") == 3
-            gen_kwargs.setdefault("synced_gpus", is_sharded and self.args.world_size > 1)
-        return super().prediction_step(
-            model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **gen_kwargs
-        )
+
+def _synchronized(model: nn.Module) -> ObjectMethods:
+    """Make ``model.generate`` run equally many forwards on all ranks.
+
+    Each forward of a sharded model may wait for all ranks. transformers sets ``synced_gpus`` by
+    itself for DeepSpeed and FSDP only.
+    """
+
+    def synchronized(generate: Any) -> Any:
+        @functools.wraps(generate)
+        def generate_synchronized(*args: Any, **kwargs: Any) -> Any:
+            return generate(*args, **{**kwargs, "synced_gpus": True})
+
+        return generate_synchronized
+
+    models: list[Any] = [model] if "generate" in dir(type(model)) else []
+    return ObjectMethods("generate", [(m, synchronized(m.generate)) for m in models])
 
 
 def _has_state(checkpoint: str) -> bool:

@@ -9,6 +9,7 @@ batches to accumulate, divides the loss, and requests a step, also at the end of
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
 from zero_core import CheckpointError, ConfigError, Engine, ShardedModel
@@ -134,7 +136,9 @@ class ZeroStrategy(DDPStrategy):
         Raises ConfigError for keys that the Trainer decides or options of DistributedDataParallel.
         """
         super().__init__(**process_options)
-        if self._ddp_kwargs or self._ddp_comm_hook is not None or self._model_averaging_period:
+        plain = inspect.signature(DistributedDataParallel).parameters  # LightningCLI gives them
+        ddp = {k for k, v in self._ddp_kwargs.items() if k not in plain or v != plain[k].default}
+        if ddp or self._ddp_comm_hook is not None or self._model_averaging_period:
             raise ConfigError(
                 f"ZeroStrategy has no DistributedDataParallel to pass {sorted(process_options)} to"
             )
