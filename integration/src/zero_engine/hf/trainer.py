@@ -88,7 +88,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
         It has the stage and precision of the trained model's engine. Returns ``model``.
         """
-        if evaluation_mode and engine_of(next(model.parameters())) is None:
+        param = next(model.parameters(), None)
+        if evaluation_mode and param is not None and engine_of(param) is None:
             engine = zero_core.build(model, self.config, is_training=False)
             engine.stay_with_model()
             model._is_accelerate_prepared = True  # type: ignore[assignment]
