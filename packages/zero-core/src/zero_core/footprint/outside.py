@@ -4,10 +4,11 @@
 Allocator: torch's ``c10/core/AllocatorConfig.h``. Requests up to 1 MiB share segments of 2 MiB.
 Requests below 10 MiB share segments of 20 MiB. A larger request has a separate segment, rounded up
 to 2 MiB. Streams share no segments. cuBLAS: torch's ``getChosenWorkspaceSize``, 32 MiB since Hopper
-and 8 MiB before. NCCL, on 8 H100 with NVSwitch (NVIDIA/nccl, issue 1685): 1.06 GB with CUDA's
-context and a communicator, and 4.34 GB after the first all-to-all, which connects each pair of
-ranks by 32 channels of 12 MiB. Between nodes NCCL has a shared buffer of 512 MiB (issue 2363).
-Context: 0.4 to 0.6 GB with lazy loading (pytorch/pytorch, issue 109888).
+and 8 MiB before: a plan does not know the device, and counts the larger. NCCL, on 8 H100 with
+NVSwitch (NVIDIA/nccl, issue 1685): 1.06 GB with CUDA's context and a communicator, and 4.34 GB
+after the first all-to-all, which connects each pair of ranks by 32 channels of 12 MiB. Between
+nodes NCCL has a shared buffer of 512 MiB (issue 2363). Context: 0.4 to 0.6 GB with lazy loading
+(pytorch/pytorch, issue 109888).
 """
 
 from collections.abc import Collection, Mapping
