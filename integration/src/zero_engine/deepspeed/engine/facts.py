@@ -138,6 +138,9 @@ class Facts:
     def initial_dynamic_scale(self) -> float:
         return float(2.0**self.core.config.fp16.initial_scale_power)
 
+    def postscale_gradients(self) -> bool:
+        return not self.core.config.prescale_gradients
+
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         grads = _DTYPES[self.core.config.data_types.grad_accum_dtype or "fp32"]
         return self.core.config.compute_dtype or torch.float32, grads
@@ -198,6 +201,7 @@ _PATHS = {
     "bfloat16_enabled": "core.config.bf16.enabled",
     "loss_scale": "core.config.fp16.loss_scale",
     "gradient_clipping": "core.config.gradient_clipping",
+    "gradient_predivide_factor": "core.config.gradient_predivide_factor",
     "fp16_master_weights_and_gradients": "core.config.fp16.fp16_master_weights_and_grads",
     "bf16_master_weights_and_gradients": "core.config.bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "core.config.bf16.bf16_optimizer_states",
@@ -210,8 +214,6 @@ _PATHS = {
 _ABSENT = {
     **dict.fromkeys(("get_model_parallel_rank", "get_tensor_parallel_rank", "autotp_size"), 0),
     "get_sequence_parallel_group": None,
-    "postscale_gradients": True,
-    "gradient_predivide_factor": 1.0,
     **dict.fromkeys(
         (
             *("autotuning_enabled", "autotuning_profile_model_info", "curriculum_learning_enabled"),
