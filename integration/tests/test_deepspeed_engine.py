@@ -181,6 +181,7 @@ def test_facts_of_the_configuration_are_methods() -> None:
         memory_breakdown=True,
         fp16={"enabled": True, "initial_scale_power": 3, "loss_scale_window": 7},
     )
+    settings |= {"prescale_gradients": True, "gradient_predivide_factor": 2.0}
     settings["zero_optimization"] |= {
         "stage3_gather_16bit_weights_on_model_save": True,
         "reduce_bucket_size": 4096,
@@ -192,6 +193,7 @@ def test_facts_of_the_configuration_are_methods() -> None:
     scale |= {"delayed_shift": 2, "consecutive_hysteresis": False}
     expected = {"get_batch_info": (8, 2, 4), "dynamic_loss_scale_args": scale}
     expected |= {"gradient_clipping": 1.0, "zero_reduce_bucket_size": 4096}
+    expected |= {"gradient_predivide_factor": 2.0, "postscale_gradients": False}
     expected |= {"zero_optimization_stage": 3, "zero_hpz_partition_size": 1}
     expected |= {"optimizer_name": "adamw", "get_model_parallel_rank": 0}
     expected |= {"flops_profiler_module_depth": 2, "flops_profiler_enabled": True}
@@ -309,7 +311,8 @@ def test_the_loss_scale_changes_when_deepspeeds_does(stage, is_consecutive, scal
         found.append(round(math.log2(scaler.cur_scale)))
     assert found == list(scales if stage else AT_STAGE_0)
     assert scaler.last_overflow_iter == OVERFLOWS.rindex("x")
-    assert not make().optimizer.loss_scaler.dynamic
+    fixed = make(config=config(stage, fp16={"enabled": True, "loss_scale": 8})).optimizer
+    assert (fixed.loss_scaler.last_overflow_iter, fixed.needs_scaler()) == (None, True)
 
 
 def test_backward_or_step_that_cannot_be_is_refused() -> None:

@@ -19,8 +19,6 @@ from zero_core import Engine, plugins
 from zero_core.testing import Case, assert_same, batch, make_model, on_ranks, train
 from zero_offload.rules import compact
 
-STEPS = 4
-
 
 def make_config(name: str, stage: int, dtype: str, **offload: Any) -> dict[str, Any]:
     optimizer = {"type": name, "params": OPTIMIZERS[name]}

@@ -174,13 +174,15 @@ def test_a_plan_expects_fewer_bytes_up_at_a_lower_learning_rate() -> None:
 def _step_on_the_second_device() -> None:
     torch.accelerator.set_device_index(1)
     model = nn.Linear(5, 3, device="cuda:1")
-    optimizer = OffloadedOptimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
+    optimizer = OffloadedOptimizer(torch.optim.AdamW, model.parameters(), lr=0.1, ratio=0.5)
     fake_cuda.forget_contexts()
     for _ in range(2):
         model(torch.ones(2, 5, device="cuda:1")).sum().backward()
         optimizer.step()
     torch.accelerator.synchronize()
     assert fake_cuda.contexts() == [1]
+    tier = optimizer.tier
+    assert 0 < tier.host_memory_bytes()["optimizer states"] == 8 * tier.host_numel < 8 * 18
 
 
 @pytest.mark.cuda

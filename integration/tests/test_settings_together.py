@@ -133,23 +133,27 @@ def covering(refused: Collection[Choice]) -> Iterator[Choice]:
         for one, other in itertools.product(values[first], values[second])
     }
     for pair in sorted(missing):
-        fixed, attempts = dict(pair), 3
-        while pair in missing and attempts:
-            attempts -= 1
+        fixed, attempts, is_found = dict(pair), 0, True
+        while pair in missing and is_found:
+            attempts += 1
             found = []
             for number in range(60):
                 drawn = [draw.choice(of) for of in values]
-                if number % 2:  # defaults make most pairs acceptable
+                if number % 2 or attempts > 3:  # defaults make most pairs acceptable
                     drawn[1:] = [of[0] for of in values[1:]]
                 choice = tuple(fixed.get(n, value) for n, value in enumerate(drawn))
                 if choice not in refused and is_accepted(choice):
                     pairs = set(itertools.combinations(enumerate(choice), 2))
                     found.append((len(missing & pairs), choice, pairs))
-            if found:
+            if is_found := bool(found):
                 _, choice, pairs = max(found)
                 yield choice
                 if choice not in refused:
                     missing -= pairs
+    for pair, stage in itertools.product(missing, values[0]):  # beside the defaults
+        fixed = {0: stage, **dict(pair)}
+        choice = tuple(fixed.get(n, of[0]) for n, of in enumerate(values))
+        assert choice in refused or not is_accepted(choice), f"{pair} never ran"
 
 
 def _train_all(rank: int, world_size: int, folder: str) -> None:

@@ -55,8 +55,8 @@ def manifests(content: dict[str, Any]) -> Iterator[tuple[str, Change]]:
 
     Each edited manifest must be refused.
     """
-    num_steps = ("scalars", min(content["scalars"]), "num_steps")
-    for path in (*_places(content), num_steps):
+    counts = [("scalars", min(content["scalars"]), name) for name in ("num_steps", "step")]
+    for path in (*_places(content), *counts):
         for bad in BAD:
             text = json.dumps(bad)
             if (path[-1], text) not in ALLOWED:

@@ -146,8 +146,7 @@ def malformed_configurations() -> Iterator[Malformed]:
             is_finite = all(map(math.isfinite, _numbers(value)))
             if (VALIDATOR.is_valid(config) and is_finite) or (takes_booleans and value == 0):
                 continue
-            if key != "bf16.check_grad_overflow":  # this key is only checked if bf16 is enabled
-                yield Malformed(key, config, (type(value), value) not in served)
+            yield Malformed(key, config, (type(value), value) not in served)
     for block in {path[:-1] for path in PATHS}:
         # DeepSpeed only warns of unknown keys at the top level and in some blocks.
         is_checked = block[:1] == ("zero_optimization",) or block == ("fp16",)

@@ -84,8 +84,8 @@ REFUSED = {
         lambda e: e.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
         r"\(parameter of shape \(3,\), which the model did not",
     ),
-    "group extended": (
-        lambda e: e.optimizer.param_groups[0]["params"].append(e.module.head.weight),
+    "member of a group replaced": (
+        lambda e: e.optimizer.given.param_groups[0]["params"].__setitem__(0, e.module.head.weight),
         r"\(parameter head\.weight\)",
     ),
 }

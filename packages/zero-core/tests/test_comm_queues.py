@@ -75,6 +75,7 @@ def test_queues_of_a_device_are_streams_that_wait_for_the_caller_and_readers_for
     streams = []
 
     def job(number):
+        assert not torch.is_grad_enabled()
         streams.append(torch.accelerator.current_stream(device))
         outs[number].copy_(source * 2)
 

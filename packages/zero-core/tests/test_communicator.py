@@ -88,17 +88,15 @@ def test_errors_that_are_no_failures_of_ranks_stay_what_they_are(error, when):
 
 def test_acknowledgements_are_named_when_they_fail_or_are_missing():
     reading = _communicator(_InPlaceReduction()).reduce_scatter(EMPTY, EMPTY, 7).acknowledge()
-    assert reading is not None
     with pytest.raises(CollectiveError, match="acknowledgement of the reduce_scatter of unit 3"):
         reading.wait()
-    communicator = _communicator(_Reduction())
-    transport = communicator.transport
-    transport.reduces_in_place = True
-    transport.rank, transport.world_size = 1, 2
-    work = communicator.reduce_scatter(EMPTY, EMPTY, 7)
-    named = r"unit 3 \(blocks.2\): the collectives .* \(_Reduction\) has no acknowledge"
-    with pytest.raises(ConfigError, match=named):
-        work.acknowledge()
+    has_both = type("_WithStatistics", (_InPlaceReduction,), {"norm": EMPTY, "nonfinite": EMPTY})
+    for work in (_Reduction(), has_both()):
+        communicator = _communicator(work)
+        communicator.transport.reduces_in_place = True
+        named = rf"unit 3 \(blocks.2\): the collectives .* acknowledges no {type(work).__name__}"
+        with pytest.raises(ConfigError, match=named):
+            communicator.reduce_scatter(EMPTY, EMPTY, 7)
 
 
 class _Event:

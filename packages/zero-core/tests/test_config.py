@@ -158,6 +158,7 @@ def quantized(stage=3, **keys):
             )
         ),
         ({"bf16": {"bf16_master_weights_and_grads": True}}, "bf16.enabled = true"),
+        ({"bf16": {"check_grad_overflow": 2}}, "bf16.check_grad_overflow: .* boolean, found 2"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "states = true"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "optimizer_states needs"),
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "moments in fp16"),

@@ -6,18 +6,15 @@ The reference is the engine at stage 0, which test_equivalence.py compares with 
 import pytest
 from support.rows import check
 
-from zero_core.testing.equal import FOLDER, SCENARIOS, Variant, cover
+from zero_core.testing.equal import FOLDER, SCENARIOS, Row, Variant, cover
 
 VARIANTS = {
     **{
         f"stage {stage}": Variant({"stage": stage}, base={"stage": 0}, stages=(0,), family="stage")
         for stage in (1, 2, 3)
     },
-    "prefetches nothing": Variant({"stage3_prefetch_bucket_size": 0}, stages=(3,)),
     "records its steps": Variant(top={"step_records": {"folder": FOLDER}}),
 }
-
-
 RECOMPUTATION = {
     name: Variant(top={"activation_checkpointing": block}, family="recomputation")
     for name, block in (
@@ -25,13 +22,19 @@ RECOMPUTATION = {
         ("recomputes blocks from inputs on the host", {"cpu_checkpointing": True}),
     )
 }
-ALL = VARIANTS | RECOMPUTATION
+# Each unit is one chunk, so only one rank's tier has optimizer states.
+CHUNKS = {"base": {"stage": 0}, "base_top": {"world_size_invariant": True}, "width": 11}
+ALL = VARIANTS | RECOMPUTATION | {"stage 3 of chunks": Variant({"stage": 3}, **CHUNKS)}
 PROGRAMS = [name for name in SCENARIOS if name != "recomputes"]
 
 
 @pytest.mark.parametrize(
     "row",
-    [*cover(VARIANTS, by_family=True), *cover(RECOMPUTATION, scenarios=PROGRAMS, by_family=True)],
+    [
+        *cover(VARIANTS, by_family=True),
+        *cover(RECOMPUTATION, scenarios=PROGRAMS, by_family=True),
+        Row("has edited gradients", "stage 3 of chunks", 0, "fp32", 2, 1),
+    ],
     ids=str,
 )
 def test_a_variant_changes_no_bit(row, tmp_path):

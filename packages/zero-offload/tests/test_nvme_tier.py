@@ -33,7 +33,6 @@ from zero_offload.steppers.file_stepper import BlockPipeline
 from zero_offload.tiers.twin import TwinTier
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
-TIMEOUT_S = 120.0
 GROUPS = [group_of(optim.AdamW, lr=1e-2), group_of(optim.AdamW, lr=3e-3, weight_decay=0.1)]
 BLOCK_NUMEL = 50  # The shards of 256 and 104 elements have 6 and 3 blocks.
 

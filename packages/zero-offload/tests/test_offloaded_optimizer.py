@@ -183,7 +183,9 @@ def test_misuse_is_refused_with_the_reason() -> None:
     weight.grad = torch.ones(4)
     with pytest.raises(RuntimeError, match="other memory"):
         optimizer.step()
-    weight.grad = None
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(4))]
+    with pytest.raises(RuntimeError, match="other parameters than at construction"):
+        optimizer.step()
     with pytest.raises(ValueError, match="without gaps"):
         OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(4, 4)[:, :2])], lr=0.1)
     mixed = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))]

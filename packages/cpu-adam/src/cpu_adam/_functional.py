@@ -83,8 +83,9 @@ def adam_step(
 
     Raises:
         TypeError: an argument has the wrong type or dtype. The message names the argument.
-        ValueError: wrong device, shape, layout or range; read-only, freed or overlapping memory;
-            or a number that is not finite. After either error, all arrays are unchanged.
+        ValueError: wrong device, shape, layout or range; read-only or freed memory; overlapping
+            memory that is written; or a number that is not finite. After either error, all arrays
+            are unchanged.
     """
     scalars = adam_scalars(**hyper)
     written = _describe(_ONLY_FLOAT32, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)

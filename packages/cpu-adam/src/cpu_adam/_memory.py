@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,12 +170,16 @@ def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def check_disjoint(written: dict[str, Block], read: dict[str, Block]) -> None:
-    """Raise ValueError if the memory of two arguments overlaps, read or written."""
+    """Raise ValueError if memory that is written overlaps another argument's."""
     spans = sorted(
         (block.address, block.address + block.nbytes, name)
         for name, block in (written | read).items()
         if block.numel
     )
-    for (_, stop, name), (start, _, other) in pairwise(spans):
-        if start < stop:
-            raise ValueError(f"{name} and {other}: their memory overlaps")
+    ends = [(0, ""), (0, "")]  # the furthest end of a block so far, only read and written
+    for start, stop, name in spans:
+        is_written = name in written
+        end, other = max(ends) if is_written else ends[True]
+        if start < end:
+            raise ValueError(f"{other} and {name}: their memory overlaps")
+        ends[is_written] = max(ends[is_written], (stop, name))

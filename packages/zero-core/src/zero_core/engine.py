@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -58,9 +58,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__(given.param_groups, given.defaults)
         self._has_all_groups = True
         self._names = names
-        self._grouped = {id(p) for group in given.param_groups for p in group["params"]}
-        self._num_params = [len(group["params"]) for group in given.param_groups]
         self.param_groups = given.param_groups
+        self._grouped = self._ids()
         self.given = given
         self.overflow = False  # whether the last step was skipped
         self._gradient = gradient
@@ -88,22 +87,27 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def check_groups(self) -> None:
-        """Raise RuntimeError if parameters were added to or removed from the groups."""
-        if [len(group["params"]) for group in self.param_groups] != self._num_params:
-            found = (p for group in self.param_groups for p in group["params"])
-            self._refuse_param(next((p for p in found if id(p) not in self._grouped), None))
+        """Raise RuntimeError if a group has other parameters than at build(), in any order."""
+        if self._ids() != self._grouped:
+            groups = zip(self.param_groups, chain(self._grouped, repeat([])), strict=False)
+            moved = (p for group, was in groups for p in group["params"] if id(p) not in was)
+            self._refuse_param(next(moved, None))
+
+    def _ids(self) -> list[list[int]]:
+        return [sorted(map(id, group["params"])) for group in self.param_groups]
 
     def _refuse_param(self, param: Any) -> NoReturn:
         if isinstance(param, tuple):  # torch also accepts (name, parameter)
             param = param[1]
-        of_model = self._names.get(id(param))
-        shape = tuple(param.shape) if isinstance(param, Tensor) else "none"
-        what = of_model or f"of shape {shape}, which the model did not have at build()"
+        what = "parameters removed"
+        if isinstance(param, Tensor):
+            shape = f"of shape {tuple(param.shape)}, which the model did not have at build()"
+            what = f"parameter {self._names.get(id(param), shape)}"
         raise RuntimeError(
-            f"the optimizer's groups were changed after build() (parameter {what}): the engine "
-            "has no gradient, master weight or state for it. Put every parameter that is ever to "
-            "be trained into a group before build(), and freeze it by requires_grad_(False) until "
-            "then"
+            f"the optimizer's groups were changed after build() ({what}): the engine keeps each "
+            "parameter in the group that it had at build(), and has no gradient, master weight or "
+            "state for others. Put every parameter that is ever to be trained into a group before "
+            "build(), and freeze it by requires_grad_(False) until then"
         )
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -83,9 +83,9 @@ class InPlaceReduction(Reduction, Protocol):
     def acknowledge(self) -> Work:
         """Report to the other ranks that this rank has read their slices.
 
-        The engine calls it once, after ``wait`` and its last read of ``contributions``, unless this
-        is a `StatisticsReduction`. Until the returned `Work` has been waited for, other ranks may
-        still read this reduction's input.
+        The engine calls it once, after ``wait`` and its last read of ``contributions``. It refuses
+        an in-place reduction that is also a `StatisticsReduction`. Until the returned `Work` has
+        been waited for, other ranks may still read this reduction's input.
         """
 
 
@@ -301,8 +301,8 @@ class TransportCollectives(InPlaceCollectives, PreparedCollectives, Protocol):
         """Run ``job`` concurrently with the caller, after the earlier jobs of the same queue.
 
         There are two queues, for gathers and for reductions. A job waits for the collectives that
-        it starts, so a second hop starts when the first has arrived. On hosts a queue is a thread,
-        with the caller's inference mode and with autograd off. On an accelerator a queue is a
+        it starts, so a second hop starts when the first has arrived. Jobs run with the caller's
+        inference mode and without autograd. On hosts a queue is a thread. On an accelerator it is a
         stream: the job runs on the host at once, and its kernels are ordered after the caller's
         current stream. Memory that the job allocates is reused in the order of the queue's stream,
         so a reader on another stream must keep that memory alive. ``wait`` of the result returns

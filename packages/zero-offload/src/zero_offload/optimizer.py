@@ -251,6 +251,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"give a class, then params: OffloadedOptimizer({kind.__name__}, ...)")
         self._update = resolve_update(optimizer_class, optimizer_kwargs, adam_kernel)
         super().__init__(params, dict(self._update.defaults))
+        self._grouped = [[*map(id, group["params"])] for group in self.param_groups]
         self._parts, pieces = lay_out(self.param_groups)
         numel = pieces[-1][1] if pieces else 0
         shards = [(part.start, part.shard) for part in self._parts]
@@ -349,7 +350,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         gradients are divided by ``grad_scale``, and a nonzero ``found_inf`` skips the update.
 
         Raises:
-            RuntimeError: a parameter's memory was replaced since construction.
+            RuntimeError: a group's parameters, or their memory, were replaced since construction.
         """
         loss = None
         if closure is not None:
@@ -358,6 +359,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         found_inf, scale = (vars(self).get(name) for name in ("found_inf", "grad_scale"))
         if found_inf is not None and float(found_inf) != 0.0:
             return loss
+        if [[*map(id, group["params"])] for group in self.param_groups] != self._grouped:
+            raise RuntimeError(
+                "param_groups have other parameters than at construction, or in another order: "
+                "make a new OffloadedOptimizer, and load the state_dict"
+            )
         self._follow_params()
         active, release = [], None
         for i, part in enumerate(self._parts):

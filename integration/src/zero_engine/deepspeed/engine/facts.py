@@ -86,6 +86,7 @@ class Facts:
     zero_partial_offload = value_of("core.config.zero_optimization.offload_optimizer.ratio")
     loss_scale = value_of("core.config.fp16.loss_scale")
     fp16_enabled = value_of("core.config.fp16.enabled")
+    gradient_predivide_factor = value_of("core.config.gradient_predivide_factor")
     fp16_master_weights_and_gradients = value_of("core.config.fp16.fp16_master_weights_and_grads")
     bfloat16_enabled = value_of("core.config.bf16.enabled")
     bf16_master_weights_and_gradients = value_of("core.config.bf16.bf16_master_weights_and_grads")
@@ -143,6 +144,9 @@ class Facts:
     def initial_dynamic_scale(self) -> float:
         return float(2.0**self.core.config.fp16.initial_scale_power)
 
+    def postscale_gradients(self) -> bool:
+        return not self.core.config.prescale_gradients
+
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         grads = DTYPES[self.core.config.data_types.grad_accum_dtype or "fp32"]
         return self.core.config.compute_dtype or torch.float32, grads
@@ -192,8 +196,6 @@ _KEYS = {
 _ABSENT = {
     **dict.fromkeys(("get_model_parallel_rank", "get_tensor_parallel_rank", "autotp_size"), 0),
     "get_sequence_parallel_group": None,
-    "postscale_gradients": True,
-    "gradient_predivide_factor": 1.0,
     **dict.fromkeys(
         (
             *("autotuning_enabled", "autotuning_profile_model_info", "curriculum_learning_enabled"),

@@ -58,9 +58,11 @@ class LossScaler:
     cur_iter = property(value_of("_core.global_steps"))
 
     @property
-    def last_overflow_iter(self) -> int:
-        """Number of steps before the last overflow of a dynamic scale, -1 without an overflow."""
-        return self._core.global_steps - self._core.loss_scaler.steps_since_overflow - 1
+    def last_overflow_iter(self) -> int | None:
+        """Number of steps before the last overflow: -1 without one, None if the scale is fixed."""
+        scaler = self._core.loss_scaler
+        last = self._core.global_steps - scaler.steps_since_overflow - 1
+        return last if scaler.is_dynamic else None
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         return self._core.scale(loss, over=1)
@@ -173,7 +175,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     overflow = property(value_of("_core.optimizer.overflow"))  # whether the last step overflowed
     loss_scale = cur_scale = property(value_of("_core.loss_scale"))
     dynamic_loss_scale = property(value_of("_core.loss_scaler.is_dynamic"))
-    needs_scaler = value_of("_core.loss_scaler.is_dynamic")
+    needs_scaler = value_of("_core.loss_scaler.config.enabled")
 
     is_gradient_accumulation_boundary = property(
         lambda self: self._core.is_gradient_accumulation_boundary()

@@ -140,9 +140,10 @@ class Manifest(_Strict):
         if strange:
             raise ValueError(f"{min(strange)} has a state and is no trained parameter")
         for name, scalars in self.scalars.items():
-            count = scalars.get("num_steps")
-            if count is None or not (0 <= count < 2**53 and count == int(count)):
-                raise ValueError(f"scalars.{name} has num_steps {count}")
+            for key in {"num_steps"} | ({"step"} & scalars.keys()):
+                count = scalars.get(key)
+                if count is None or not (0 <= count < 2**53 and count == int(count)):
+                    raise ValueError(f"scalars.{name} has {key} {count}")
         for name, whole in self.whole_states.items():
             if whole.file not in self.files:
                 raise ValueError(f"the state of {name} is in {whole.file!r}, which is not in files")

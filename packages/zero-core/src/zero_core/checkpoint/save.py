@@ -239,10 +239,7 @@ class Saver:
         """
         state, tier, rank = self._state, self._state.tier, self._state.control.rank
         version = None if self._watch is None else self._watch.num_changes
-        # Take the union, because the tier of a rank without updates may have fewer states.
-        own = json.dumps(list(tier.state_names())).encode()
-        rows = [json.loads(row) for row in state.control.gather_bytes(own)]
-        names = list(dict.fromkeys(chain(*rows)))
+        names = state.every_tiers_state_names()
         kept = self._progress.state_dict()
 
         def prepare() -> tuple[dict[str, Any], list[Any], _Files]:

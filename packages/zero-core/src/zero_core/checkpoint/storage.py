@@ -211,7 +211,7 @@ class Aside:
                     place.rename(old)
                 self.folder.rename(place)
                 self._unlock()
-                if old.exists():
+                with suppress(FileNotFoundError):  # none, or another program has removed it
                     discard(old)
                 if is_latest:
                     mark.replace(directory / LATEST)
@@ -407,7 +407,7 @@ def remove_stale(directory: Path) -> None:
     """Remove files of killed saves in ``directory``, and end or undo an interrupted replacement.
 
     A live program's lock protects the folder of its pending save. On a file system without locks,
-    such folders are kept for a day. Marks are always kept for a day.
+    such folders are kept for a day. Marks and pending files ``latest`` are always kept for a day.
     """
     for path in sorted(directory.iterdir(), key=lambda path: (path.suffix != ".saving", path.name)):
         match = _HIDDEN.fullmatch(path.name)
@@ -415,7 +415,7 @@ def remove_stale(directory: Path) -> None:
             if _MARK.fullmatch(path.name) and _is_past(path):
                 path.unlink(missing_ok=True)
         elif path.is_symlink() or not path.is_dir():
-            if match["tag"].startswith(LATEST) and match["kind"] == "saving":
+            if match["tag"].startswith(LATEST) and match["kind"] == "saving" and _is_past(path):
                 path.unlink(missing_ok=True)
         elif match["kind"] == "saving":
             with suppress(FileNotFoundError):  # another program has removed it

@@ -69,20 +69,11 @@ class NamedWork:
 
     def acknowledge(self) -> NamedWork | None:
         """Report to other ranks that their slices were read. Returns None if no rank waits."""
-        work = self._work
         if InPlaceReduction not in self._protocols:
-            if self._owner.reduces_in_place:
-                raise ConfigError(
-                    f"{self._name}: the collectives "
-                    f"({type(self._owner.transport).__name__}) say reduces_in_place, and the work "
-                    f"that they returned ({type(work).__name__}) has no acknowledge(): gradients "
-                    "would be overwritten while other ranks read them; return "
-                    "zero_core.protocols.InPlaceReduction, or say that reduces_in_place is False"
-                )
             return None
         name = f"acknowledgement of the {self._name}"
         try:
-            acknowledgement = cast(InPlaceReduction, work).acknowledge()
+            acknowledgement = cast(InPlaceReduction, self._work).acknowledge()
         except RuntimeError as error:
             self._owner.fail(name, error)
         return NamedWork(self._owner, acknowledgement, name)
@@ -153,9 +144,20 @@ class Communicator:
                     work = self.transport.reduce_scatter(out, full, unit=segment)
         except RuntimeError as error:
             self.fail(name, error)
-        if type(work) not in self._protocols:
-            self._protocols[type(work)] = frozenset(p for p in _OFFERED if isinstance(work, p))
-        return NamedWork(self, work, name, self._protocols[type(work)])
+        kind = type(work)
+        if kind not in self._protocols:
+            found = frozenset(p for p in _OFFERED if isinstance(work, p))
+            is_acknowledged = InPlaceReduction in found and StatisticsReduction not in found
+            if (self.reduces_in_place or InPlaceReduction in found) and not is_acknowledged:
+                raise ConfigError(
+                    f"{name}: the collectives ({type(self.transport).__name__}) read gradients in "
+                    f"place, and the engine acknowledges no {kind.__name__}, which has no "
+                    "acknowledge(), or statistics beside it: gradients would be overwritten while "
+                    "other ranks read them; return zero_core.protocols.InPlaceReduction without "
+                    "norm and nonfinite, or say that reduces_in_place is False"
+                )
+            self._protocols[kind] = found
+        return NamedWork(self, work, name, self._protocols[kind])
 
     def fail(self, name: str, error: RuntimeError) -> NoReturn:
         if isinstance(error, torch.OutOfMemoryError):  # an error of this rank, not of a collective

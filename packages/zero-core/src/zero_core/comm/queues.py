@@ -85,7 +85,7 @@ class StreamQueues:
         else:
             # The job may read tensors that the caller has written on its current stream.
             stream.wait_stream(current)
-            with stream:
+            with stream, torch.no_grad():
                 _run(job, outcome)
         done = stream.record_event()
 

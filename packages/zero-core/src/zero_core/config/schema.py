@@ -60,8 +60,12 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
     bf16, zero = raw.get("bf16"), raw.get("zero_optimization")
     if isinstance(bf16, dict) and "check_grad_overflow" in bf16:
         raw = {**raw, "bf16": {k: v for k, v in bf16.items() if k != "check_grad_overflow"}}
+        is_checked = as_kind(bf16["check_grad_overflow"], bool)
+        if not isinstance(is_checked, bool):
+            found = f"Input should be a valid boolean, found {shown(is_checked)}"
+            raise ConfigError(f"bf16.check_grad_overflow: {found}")
         if bf16.get("enabled"):
-            raw.setdefault("check_grad_overflow", as_kind(bf16["check_grad_overflow"], bool))
+            raw.setdefault("check_grad_overflow", is_checked)
     has_states = isinstance(bf16, dict) and bf16.get("bf16_optimizer_states")
     if has_states and isinstance(zero, dict):
         offload = zero.get("offload_optimizer")

@@ -109,14 +109,15 @@ class UnitSet:
             if previous is not unit and (backward or previous.index not in self.stay_gathered):
                 self.release(previous)
         window = self.windows[backward][index]
-        before, self._ahead = self._ahead, []
-        for origin, other in before:
-            is_next = other == index or other in window
+        for entry in [*self._ahead]:
+            origin, other = entry
             if (origin > index > other) if backward else (origin < index < other):
-                self._ahead.append((origin, other))
+                continue
             # A block that is not used next: the model leaves the order of the module tree.
-            elif not is_next and (backward or other not in self.stay_gathered):
+            is_next = other == index or other in window
+            if not is_next and (backward or other not in self.stay_gathered):
                 self.release(self.units[other])
+            self._ahead.remove(entry)
         if index not in self.ready:
             self.gather(unit, backward=backward)
         if unit.hints is not None:

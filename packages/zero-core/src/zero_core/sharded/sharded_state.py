@@ -18,11 +18,13 @@ broadcast.)
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -166,6 +168,15 @@ class ShardedState:
 
     def state_names(self) -> list[str]:
         return [*self.tier.state_names(), *self.extension_states()]
+
+    def every_tiers_state_names(self) -> list[str]:
+        """Return the states of the ranks' tiers, alike on all ranks. Every rank must call it.
+
+        The tier of a rank without updates may have fewer states.
+        """
+        own = json.dumps(list(self.tier.state_names())).encode()
+        rows = map(json.loads, self.control.gather_bytes(own))
+        return list(dict.fromkeys(chain.from_iterable(rows)))
 
     def extension_states(self) -> dict[str, Tensor]:
         every = (extension.states().items() for extension in self.extensions)

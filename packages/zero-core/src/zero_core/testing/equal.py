@@ -198,7 +198,7 @@ def _has_edited_gradients(engine: Engine, folder: Path) -> list[float]:
         if step in (1, 3, 4):
             losses.append(engine.clip_grad_norm_(0.25))
         elif step == 5:
-            kind = engine.sharded_state.tier.state_names()[-1]
+            kind = engine.sharded_state.every_tiers_state_names()[-1]
             losses.append(engine.states.get_full("blocks.0.up.weight", kind).double().sum().item())
         elif step == 6:
             engine.optimizer.param_groups[0]["lr"] *= 3.0
@@ -409,7 +409,9 @@ def run_side(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Trace:
     trained = [n for n, p in engine.module.named_parameters() if p.requires_grad]
     # Unless the variant changes the stage, both runs have equal shards, compared rank by rank.
     state_of = engine.states.get_full if "stage" in zero else engine.states.get_local
-    for what, name in itertools.product(engine.sharded_state.tier.state_names(), trained):
+    own = engine.sharded_state.tier.state_names()
+    names = engine.sharded_state.every_tiers_state_names() if "stage" in zero else own
+    for what, name in itertools.product(names, trained):
         values[f"{what} of {name}"] = state_of(name, what)
     skipped = engine.skipped_steps
     engine.close()

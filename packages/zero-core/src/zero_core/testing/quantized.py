@@ -60,23 +60,24 @@ def dequantize(codes: Tensor, absmax: Tensor, table: Tensor, shape: torch.Size) 
     return (values.view(-1, BLOCK) * absmax[:, None]).view(shape)
 
 
+def _weight(codes: Tensor, state: ScaleState, *, is_repacked: bool) -> Tensor:
+    if is_repacked:
+        codes = (codes >> 4) | (codes << 4)
+    return dequantize(codes, state.absmax, state.inner.values, state.shape)
+
+
 class Product(torch.autograd.Function):
     """Product ``x @ weight.t()`` of a quantized weight, with its codes kept in ``ctx``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, state: ScaleState) -> Tensor:
-        ctx.codes, ctx.state = codes.view(-1), state
-        if state.is_repacked:
-            codes = (codes >> 4) | (codes << 4)
-        weight = dequantize(codes, state.absmax, state.inner.values, state.shape)
-        return x @ weight.t()
+        ctx.codes, ctx.state, ctx.is_repacked = codes.view(-1), state, state.is_repacked
+        return x @ _weight(codes, state, is_repacked=state.is_repacked).t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Compute the gradient of ``x`` from the codes' current values, if not repacked."""
-        state = ctx.state
-        weight = dequantize(ctx.codes, state.absmax, state.inner.values, state.shape)
-        return grad @ weight, None, None
+        """Compute the gradient of ``x`` from the codes' current values."""
+        return grad @ _weight(ctx.codes, ctx.state, is_repacked=ctx.is_repacked), None, None
 
 
 class PackedParam(nn.Parameter):

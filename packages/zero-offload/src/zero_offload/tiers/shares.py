@@ -632,8 +632,9 @@ class ReportingShares(Shares):
     def host_memory_bytes(self) -> dict[str, int]:
         """Return bytes of host memory by kind, without parameter shards and their copies."""
         found: Counter[str] = Counter()
+        is_all_on_host = self._factory.device.type == "cpu"
         for part in self.report():
-            if part.tier is not None:
+            if part.tier is not None and (part.is_host or is_all_on_host):
                 kinds = dict(part.tier.memory)
                 if part.is_host and self.file is not None:
                     kinds["NVMe buffers"] = kinds.pop("optimizer states")
