@@ -54,7 +54,7 @@ STEP = StepRecord(
 )
 
 
-def _write(folder: Path, changes: Any = None, *, num_ranks: int = 2, **of_run: Any) -> Path:
+def _write(folder, changes=None, *, num_ranks=2, end="failed", **of_run):
     """Write records of 20 steps, in which ``changes(rank, step)`` replaces fields of `STEP`."""
     ranks = {"world_size": num_ranks, "ranks_per_node": num_ranks}
     for rank in range(num_ranks):
@@ -73,7 +73,7 @@ def _write(folder: Path, changes: Any = None, *, num_ranks: int = 2, **of_run: A
                 {"parameters": 4 * 10**6, HOSTILE: 10},
             )
         )
-        file.write(EventRecord(1e9, 20, "failed", HOSTILE))
+        file.write(EventRecord(1e9, 20, end, HOSTILE))
         file.close()
     return folder
 
@@ -247,7 +247,7 @@ def _section(page: Path, title: str) -> str:
 
 
 def test_a_page_has_a_move_for_each_cause(tmp_path: Path) -> None:
-    page = write_report(_write(tmp_path / "run", _link), tmp_path / "page.html")
+    page = write_report(_write(tmp_path / "run", _link, end="ended"), tmp_path / "page.html")
     title, evidence, *move = _section(page, "").splitlines()
     assert (title, evidence.split(":")[0]) == (_TITLES["link"], "The link between the ranks")
     assert {6, 7, 8} >= {len(each.split()) for each in _TITLES.values()}
@@ -258,7 +258,7 @@ def test_a_page_has_a_move_for_each_cause(tmp_path: Path) -> None:
     merged = _merged('"offload_optimizer": {"ratio": 0.5}', {"zero_optimization": zero})
     zero["offload_optimizer"]["ratio"] = 0.5
     assert json.loads("{" + merged + "}") == {"zero_optimization": zero}
-    page = write_report(_write(tmp_path / "calm"), tmp_path / "calm.html")
+    page = write_report(_write(tmp_path / "calm", end="ended"), tmp_path / "calm.html")
     assert re.match("Nothing stands out.*\nNo move", _section(page, "Next moves"))
 
 
