@@ -67,10 +67,9 @@ def train(session: nox.Session) -> None:
     install_everything(session)
     # Replace the nox process by the training, which needs time to save a checkpoint. nox kills
     # programs 0.3 s after Ctrl-C and does not forward SIGTERM. No session can follow this one.
-    program = str(Path(session.bin) / "zero-engine")
     environment = {**os.environ, **{k: v for k, v in session.env.items() if v is not None}}
     sys.stdout.flush()
-    os.execve(program, ["zero-engine", "train", *session.posargs], environment)
+    os.execve(f"{session.bin}/zero-engine", ["zero-engine", "train", *session.posargs], environment)
 
 
 @nox.session
@@ -110,7 +109,7 @@ def test_alone(session: nox.Session, part: str) -> None:
 def slow(session: nox.Session) -> None:
     """Run the tests outside the gate (decision 228): tests/slow, and those marked ``slow``."""
     tested = ("zero-core", "zero-comm", "integration")
-    install_everything(session, extras=",ray", tests_of=tested)
+    install_everything(session, "nbclient>=0.10", "ipykernel>=6.29", extras=",ray", tests_of=tested)
     run_tests(session, "integration", "--dist=load", "tests/slow/test_doc_runs.py")  # long tests
     run_tests(session, "integration", "tests/slow", "--ignore=tests/slow/test_doc_runs.py")
     for package in tested:
@@ -197,10 +196,11 @@ def lint(session: nox.Session) -> None:
     session.run("clang-format", "--dry-run", "-Werror", *sorted(map(str, native)))
     sources = os.pathsep.join((*SOURCES, "integration"))
     session.run("lint-imports", "--no-cache", ".ci/imports.toml", env={"PYTHONPATH": sources})
-    session.run("python", ".ci/structure.py")
-    session.run("python", ".ci/docstrings.py")
-    workflows = map(str, Path(".github", "workflows").glob("*.yml"))
-    session.run("check-jsonschema", "--builtin-schema=vendor.github-workflows", *workflows)
+    for check in ("structure", "docstrings", "llms"):
+        session.run("python", f".ci/{check}.py")
+    workflows, check = map(str, Path(".github", "workflows").glob("*.yml")), "check-jsonschema"
+    session.run(check, "--builtin-schema=vendor.github-workflows", *workflows)
+    session.run(check, "--builtin-schema=vendor.citation-file-format", "CITATION.cff")
 
 
 @nox.session

@@ -38,6 +38,7 @@ PROBE = """
     parent.postMessage(JSON.stringify({
       failed: root.dataset.failed,
       drawn: Number(root.dataset.drawn),
+      head: box(document.querySelector(".verdict")).bottom,
       empty: places.filter((place) => marks(place) < 1).length,
       clipped: places.flatMap((place) => texts(place, "svg text")
         .filter((text) => box(text).right > box(place).right + 1)).map((t) => t.textContent),
@@ -78,7 +79,7 @@ def check_page(page: Path, folder: Path, theme: str, width: int) -> list[list[li
     """Assert that all charts of ``page`` are drawn as they should be.
 
     Nothing is written to the console, nothing is fetched, nothing is wider than the page, and no
-    label is cut off or lies on another.
+    label is cut off or lies on another. The first move ends within 400 pixels of the top.
 
     Args:
         page: a report.
@@ -103,6 +104,7 @@ def check_page(page: Path, folder: Path, theme: str, width: int) -> list[list[li
     assert found["requests"] == []
     assert found["width"] == width
     assert found["overflow"] <= 0
+    assert found["head"] <= 400, "the first move is not in sight"
     assert found["widest"] <= width
     assert (_brightness(found["back"]) < 0.3) is (theme == "dark")
     for name in ("text", "axis"):

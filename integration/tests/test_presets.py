@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,11 @@ import torch
 from conftest import run_here
 
 import zero_core
-from tests.support.doc_blocks import Block, find_blocks, run_example
+from tests.support.doc_blocks import SKILL, Block, find_blocks, run_example
+from zero_core.config import Config, load_config
 from zero_core.config.json_schema import SCHEMA_FILE
 from zero_core.testing import run_alone, spawn
 from zero_engine.presets import EXAMPLES
-
-STEPS = 2
 
 
 def _train_all(rank: int, world_size: int, examples: dict[str, Any], folder: str) -> None:
@@ -27,7 +27,7 @@ def _train_all(rank: int, world_size: int, examples: dict[str, Any], folder: str
         engine = zero_core.build(model, config)
         batch = torch.ones(config["train_micro_batch_size_per_gpu"], 16)
         losses[name] = []
-        for _ in range(STEPS):
+        for _ in range(2):
             loss = engine(batch).float().square().mean()
             engine.backward(loss)
             engine.step()
@@ -69,6 +69,20 @@ BLOCKS = [
     for block in find_blocks("python")
     if block.page.parent.name not in OWN and not block.needs_further
 ]
+
+
+SKILL_KEYS = [
+    *re.findall(r'`("[^`]+: [^`]+)`', SKILL.read_text(encoding="utf-8")),
+    *(block.text.strip()[1:-1] for block in find_blocks("json") if block.page == SKILL),
+]
+
+
+@pytest.mark.parametrize("text", SKILL_KEYS)
+def test_the_skill_names_keys_that_exist(text: str) -> None:
+    keys = json.loads(f"{{{text}}}")
+    is_whole = keys.keys() <= Config.model_fields.keys()
+    config = keys if is_whole else {"zero_optimization": {"stage": 3, **keys}}
+    load_config({"train_micro_batch_size_per_gpu": 1, **config}, world_size=1)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)

@@ -23,7 +23,7 @@ from zero_core.records import DetailRecord, EventRecord, RecordFile, RunRecord, 
 from zero_core.testing import make_tower, rows, train
 from zero_engine.cli import app
 from zero_engine.report import write_report
-from zero_engine.report.compose import _merged, first_sentence
+from zero_engine.report.compose import _TITLES, _merged, first_sentence
 from zero_engine.report.run import kept_bytes, read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028'\"&"
@@ -54,14 +54,7 @@ STEP = StepRecord(
 )
 
 
-def _write(
-    folder: Path,
-    changes: Any = None,
-    *,
-    num_ranks: int = 2,
-    parameters: int = 4 * 10**6,
-    **of_run: Any,
-) -> Path:
+def _write(folder, changes=None, *, num_ranks=2, end="failed", **of_run):
     """Write records of 20 steps, in which ``changes(rank, step)`` replaces fields of `STEP`."""
     ranks = {"world_size": num_ranks, "ranks_per_node": num_ranks}
     for rank in range(num_ranks):
@@ -77,10 +70,10 @@ def _write(
                 1e9,
                 [("compute", f"forward of {HOSTILE}", 0.0, 0.03, False)],
                 [(0.0, 10**9, "outside"), (0.02, 2 * 10**9, HOSTILE)],
-                {"parameters": parameters, HOSTILE: 10},
+                {"parameters": 4 * 10**6, HOSTILE: 10},
             )
         )
-        file.write(EventRecord(1e9, 20, "failed", HOSTILE))
+        file.write(EventRecord(1e9, 20, end, HOSTILE))
         file.close()
     return folder
 
@@ -244,40 +237,39 @@ GPT = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2}
 GPT |= {"vocab_size": 64, "n_positions": 16}
 
 
-def _of_gpt(folder: Path, stage: int, **of_run: Any) -> Path:
-    zero = {**CONFIG["zero_optimization"], "stage": stage}
-    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
-    config = {**CONFIG, "zero_optimization": zero, "optimizer": adam}
-    return _write(folder, lambda *_: {"input_shape": [2, 16]}, model=GPT, config=config, **of_run)
-
-
 def _section(page: Path, title: str) -> str:
     text = page.read_text(encoding="utf-8")
-    found = re.search(rf"<h2>{title}</h2>(.*?)</section>", text, re.S)
+    start = f"<h2>{title}</h2>" if title else '<section class="verdict [a-z]*">'
+    found = re.search(rf"{start}(.*?)</section>", text, re.S)
     assert found is not None, title
     lines = re.sub(r"<[^>]+>", "\n", html.unescape(found[1])).splitlines()
     return "\n".join(line.strip() for line in lines if line.strip())
 
 
 def test_a_page_has_a_move_for_each_cause(tmp_path: Path) -> None:
-    moves = _section(
-        write_report(_write(tmp_path / "run", _link), tmp_path / "page.html"), "Next moves"
-    )
-    assert re.search(r"\S+ ms \u2192 \S+ ms an update \(-\d+%\)", moves)
-    assert "Predicted from this run" in moves
+    page = write_report(_write(tmp_path / "run", _link, end="ended"), tmp_path / "page.html")
+    title, evidence, *move = _section(page, "").splitlines()
+    assert (title, evidence.split(":")[0]) == (_TITLES["link"], "The link between the ranks")
+    assert {6, 7, 8} >= {len(each.split()) for each in _TITLES.values()}
+    assert re.search(r"\S+ ms \u2192 \S+ ms an update \(-\d+%\)", move[1])
+    assert json.loads("{" + "".join(move[2:-2]) + "}")["zero_optimization"]["stage"] == 2
+    assert (move[-2], "Predicted from this run" in move[-1]) == ("Copy", True)
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "nvme"}}
     merged = _merged('"offload_optimizer": {"ratio": 0.5}', {"zero_optimization": zero})
     zero["offload_optimizer"]["ratio"] = 0.5
     assert json.loads("{" + merged + "}") == {"zero_optimization": zero}
-    page = write_report(_write(tmp_path / "calm"), tmp_path / "calm.html")
-    assert _section(page, "Next moves").startswith("No move")
+    page = write_report(_write(tmp_path / "calm", end="ended"), tmp_path / "calm.html")
+    assert re.match("Nothing stands out.*\nNo move", _section(page, "Next moves"))
 
 
 def test_bytes_are_planned_beside_measured_ones_with_each_flag(tmp_path: Path) -> None:
     """The run is on one node, where quantized messages are shorter too."""
-    run = _of_gpt(tmp_path / "run", 3)
+    config = {**CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    shape = {"input_shape": [2, 16]}
+    run = _write(tmp_path / "run", lambda *_: shape, model=GPT, config=config)
     page = write_report(run, tmp_path / "page.html")
     assert "no lane of copies: ranks compute on the host" in _section(page, "One step")
+    assert "<dt>tokens a second</dt><dd>640</dd>" in page.read_text(encoding="utf-8")
     text = _section(page, "Bytes sent")
     lines = text.splitlines()
     assert lines[:4] == ["collective", "link", "planned", "measured"]

@@ -1,4 +1,4 @@
-"""Train a GPT-2 that is as large as this machine's memory, or disk, allows.
+"""Train a GPT-2 as large as this machine's memory, or disk, allows. A repeated start continues.
 
 torchrun --nproc-per-node 2 integration/examples/large_model/large_model.py --size 4e6 --steps 12
 """
@@ -69,6 +69,7 @@ def main():
     parser.add_argument("--size", type=float, default=350e6, help="parameters, as 2.2e9")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--folder", help="on a disk, for what memory does not hold")
+    parser.add_argument("--output", default="runs/large_model", help="folder for checkpoints")
     given = parser.parse_args()
     device, num_ranks = join_ranks(), int(os.environ.get("WORLD_SIZE", "1"))
     shape = shape_of(given.size)
@@ -85,14 +86,18 @@ def main():
     engine = zero_core.build(model, config)
     text = list(inspect.getsource(argparse).encode())
     ids = torch.tensor(text).unfold(0, CONTEXT, CONTEXT)[engine.rank][None].to(device)
+    checkpoints = os.path.join(given.output, f"{given.size:g}")  # a folder for each size
+    first = (engine.resume(checkpoints) or {"step": 0})["step"]
     losses = []
     for _ in range(given.steps):
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    print(f"rank {engine.rank}: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+    print(f"rank {engine.rank}, from step {first}: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
     assert losses[-1] < losses[0]
+    state = {"step": first + given.steps}
+    engine.save_checkpoint(checkpoints, client_state=state, keep_last=1)
     engine.close()
     leave_ranks()
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand
 
 import zero_engine
@@ -126,7 +125,7 @@ def train(
     if "RANK" not in os.environ:
         try:
             require("train", "zero-engine train", *libraries)
-            said = first_line(options, start)
+            said = first_line(options, start, ranks)
         except ZeroError as error:
             sys.exit(refuse(error, as_json=False))
         print(f"zero-engine train: {said}", file=sys.stderr)
@@ -285,6 +284,8 @@ def plan(
                 given.pop(name)
             request = PlanRequest(model=named or model, sizes=sizes, **given)
             planned = request.make()
+        from rich.console import Console
+
         from zero_engine.plan_command import show_plan, write_plan
 
         write_plan(planned, json_file, png)
@@ -376,6 +377,8 @@ def doctor(
         print(found.to_json() if as_json else said)
         return
     with working("examining this machine"), quiet():
+        from rich.console import Console
+
         from zero_engine.doctor import as_table, examine
 
         findings = examine()

@@ -1,15 +1,13 @@
-"""Progress of a command on stderr. Does not import torch, which takes seconds."""
+"""Progress of a command on stderr. Imports neither torch nor, without a terminal, rich."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 
 @contextmanager
@@ -18,12 +16,15 @@ def working(what: str) -> Iterator[Callable[[int, int], None]]:
 
     ``show(3, 8)`` means three of eight. Shows nothing on ranks above 0 or without a terminal.
     """
-    console = Console(stderr=True)
-    is_shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not is_shown
-    ) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 

@@ -18,7 +18,7 @@ from test_import_deepspeed import deepspeed_classes, write_stage_2
 from transformers import GPT2Config
 
 from benchmarks.harness.forked_python import forked_python
-from tests.support.doc_blocks import MODULES, PAGES, ROOT, Block, find_blocks
+from tests.support.doc_blocks import MODULES, PAGES, ROOT, SKILL, Block, find_blocks
 from tests.support.lm_models import save_models
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -149,8 +149,8 @@ def test_commands_of_a_page_run(page, material, finished_run, tmp_path):
     text = "\n".join(TO_RUN[page])
     if "report runs/mine" in text and "train " not in text:
         shutil.copytree(finished_run[0].root, folder / "runs" / "mine")
-    if page.stem in ("index", "clusters") or page == ROOT / "README.md":
-        start = "README" if page.parent == ROOT else "index"  # train.py is the quick start
+    if page.stem in ("index", "clusters", "SKILL") or page == ROOT / "README.md":
+        start = page.stem if page.stem in ("SKILL", "README") else "index"
         (folder / "train.py").write_text(_block(start, "python"), encoding="utf-8")
     path = f"{folder / '.nox/train/bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"PATH": path, "HOME": str(folder), "SHELL": "/bin/bash", "GLOO_SOCKET_IFNAME": "lo"}
@@ -172,6 +172,14 @@ def test_commands_of_a_page_run(page, material, finished_run, tmp_path):
         # Small messages contain the step number, so their sizes vary slightly.
         assert all(printed[name] == pytest.approx(expected[name], rel=0.02) for name in printed)
         assert (folder / "picture.png").stat().st_size > 5000
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """Run the cells, each of which asserts what it shows."""
+    nbformat, nbclient = (pytest.importorskip(name) for name in ("nbformat", "nbclient"))
+    book = nbformat.read(ROOT / "integration" / "examples" / "tour.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in book.cells)
+    nbclient.NotebookClient(book, resources={"metadata": {"path": tmp_path}}).execute()
 
 
 def _sizes(text: str) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""The code blocks of the READMEs and of docs/."""
+"""The code blocks of the READMEs, the skill and docs/."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import NamedTuple
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[3]
+SKILL = ROOT / "skills" / "zero-parts" / "SKILL.md"
 PAGES = (
     ROOT / "README.md",
+    SKILL,
     ROOT / "integration" / "README.md",
     *sorted((ROOT / "packages").glob("*/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),

@@ -22,6 +22,19 @@ from zero_engine.terminal import count, require
 
 _MAX_ROWS = 50
 _NUM_MOVES = 3
+_TITLES = {
+    "nan": "Gradients are not finite in some steps",
+    "recomputation": "Memory is nearly full of blocks' activations",
+    "straggler": "One slow rank keeps the others waiting",
+    "threads": "Too few threads compute on this machine",
+    "nvme": "The disk delays the update of parameters",
+    "host": "The host's update delays each training step",
+    "pageable": "Copies are slow, because memory is pageable",
+    "link": "The link between ranks limits each step",
+    "micro_batch": "Tiny micro-batches exchange messages far too often",
+    "outside": "The program outside the engine takes time",
+}
+"""Titles of a report by `Cause.key`, of 6 to 8 words."""
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -38,8 +51,10 @@ def compose(run: Run, memory_limit: int | None) -> Page:
         }
         for cause in causes[:_NUM_MOVES]
     ]
-    none = Text("No move: the run's times predict no gain that is worth a change.")
+    none = "No further move" if moves else "No move"
+    none = f"{none}: the run's times predict no gain that is worth a change."
     sections: dict[str, Iterable[Block]] = {
+        "Next moves": [Text(verdict.sentence), Moves(moves[1:]) if moves[1:] else Text(none)],
         "Memory": _memory(found, plan, note),
         "One step": _step(found),
         "Bytes sent": sent_and_planned(found, plan),
@@ -47,7 +62,6 @@ def compose(run: Run, memory_limit: int | None) -> Page:
         "Ranks side by side": _side_by_side(found),
         "Checkpoints, failures, resumes": _events(found),
         "Configuration": _configuration(found),
-        "Next moves": [Moves(moves) if moves else none],
         "Environment": _environment(found),
     }
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
@@ -55,6 +69,7 @@ def compose(run: Run, memory_limit: int | None) -> Page:
     return Page(
         f"{run.folder}: report",
         verdict,
+        Moves(moves[:1]),
         {title: list(blocks) for title, blocks in sections.items()},
         f"Made {made} by zero-engine report from the records of {records}.",
     )
@@ -124,8 +139,10 @@ def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Caus
         parts.append(
             f"a step of {show_s(found.seconds)} is at {share:.0%} of its bound, which is {name}"
         )
+    title, evidence = "No change is predicted to help here", f"{_upper(', '.join(parts))}."
     if causes:
         cause = causes[0]
+        title, evidence = _TITLES[cause.key], f"{_upper(cause.sentence)}."
         sentence = (
             f"The limit is {cause.sentence}; {', '.join(parts)}; "
             f"{cause.change[:1].lower()}{cause.change[1:]}: {cause.gain_text}."
@@ -137,22 +154,40 @@ def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Caus
         state = "good"
     failures = found.run.failures
     if failures:
-        sentence, state = f"{_upper(failures[0])}. {sentence}", "poor"
-    samples = sum(rank.samples for rank in found.ranks)
-    skipped = f", {found.num_skipped} skipped" if found.num_skipped else ""
+        title, evidence = "A rank failed before the run ended", f"{_upper(failures[0])}."
+        sentence, state = f"{evidence} {sentence}", "poor"
+    return Verdict(title, evidence, _facts(found, peak, share), state, sentence), causes
+
+
+def _facts(found: Measured, peak: int, share: float | None) -> dict[str, str]:
     run, num_recorded = found.run.run, len(found.ranks)
+    environment, numel = run.environment, run.num_parameters
+    samples = sum(rank.samples for rank in found.ranks) / max(found.seconds, 1e-9)
+    last = [rank.steps[-1] for rank in found.run.ranks if rank.steps]
+    losses = [step.loss for step in last if step.loss is not None]
+    size = f"{numel / 1e9:.3g} B" if numel >= 1e9 else f"{numel / 1e6:.3g} M"
+    tokens = "not recorded"
+    if last and "vocab_size" in run.model and len(last[0].input_shape) == 2:
+        tokens = f"{samples * last[0].input_shape[1]:,.0f}"
+    device = str(environment.get("device_name", environment.get("device", "not recorded")))
+    if device == "cpu":
+        device = f"CPU, {count(int(environment.get('cores', 0)), 'core')}"
+    skipped = f", {found.num_skipped} skipped" if found.num_skipped else ""
     recorded = f" ({num_recorded} recorded)" if num_recorded < run.world_size else ""
     nodes = run.world_size // max(run.ranks_per_node, 1)
-    ranks = f"{run.world_size}{recorded}" + (f" on {nodes} nodes" if nodes > 1 else "")
-    facts = {
+    return {
+        "tokens a second": tokens,
+        "last loss": f"{sum(losses) / len(losses):.4g}" if losses else "not recorded",
+        "model size": f"{size} parameters",
+        "device": device,
+        "date": time.strftime("%Y-%m-%d", time.gmtime(run.started_at)),
         "a step": show_s(found.seconds),
-        "samples a second": f"{samples / max(found.seconds, 1e-9):.4g}",
+        "samples a second": f"{samples:.4g}",
         "peak memory of a rank": format_bytes(peak),
         "of the bound": "not measured" if share is None else f"{share:.0%}",
         "steps": f"{found.num_all}{skipped}",
-        "ranks": ranks,
+        "ranks": f"{run.world_size}{recorded}" + (f" on {nodes} nodes" if nodes > 1 else ""),
     }
-    return Verdict(sentence, facts, state), causes
 
 
 def _upper(text: str) -> str:

@@ -48,6 +48,15 @@
     root.dataset.failed = String(error);
     console.error(error);
   });
+  // A page from a folder may lack the clipboard: the text is selected, for the keyboard to copy.
+  for (const button of document.querySelectorAll(".copy")) {
+    const code = button.parentElement.querySelector("code");
+    button.addEventListener("click", async () => {
+      window.getSelection().selectAllChildren(code);
+      await navigator.clipboard?.writeText(code.textContent);
+      button.textContent = navigator.clipboard ? "Copied" : "Selected";
+    });
+  }
   document.getElementById("theme").addEventListener("click", () => {
     theme = theme === "dark" ? "light" : "dark";
     redraw();

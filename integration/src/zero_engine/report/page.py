@@ -61,11 +61,16 @@ Block = Text | Code | Chart | Table | Moves
 
 @dataclass(frozen=True)
 class Verdict:
-    """First sentence of a report, and figures below it. ``state`` is "good", "fair" or "poor"."""
+    """Head of a report: what limits the run, the evidence, figures, and all of it as a sentence.
 
-    sentence: str
+    ``state`` is "good", "fair" or "poor".
+    """
+
+    title: str
+    evidence: str
     facts: Mapping[str, str]
     state: str
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Page:
 
     title: str
     verdict: Verdict
+    first_move: Moves
     sections: Mapping[str, Sequence[Block]]
     footer: str = ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from zero_core.errors import ConfigError
+from zero_engine.terminal import count
 
 RESOLVED_CONFIG = "config.resolved.json"  # a run's settings, in its folder
 MAX_SEED = 2**44
@@ -37,16 +39,20 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def first_line(options: Mapping[str, Any], start: Start) -> str:
+def first_line(options: Mapping[str, Any], start: Start, ranks: int | None) -> str:
     """Check the options of a new run, without torch. Returns a line about the start."""
     given = {name: value for name, value in options.items() if value is not None}
     output = given.get("output", RunSettings().output)
-    if start in (Start.RESUME, Start.AUTO):
-        return f"continuing the run in {output}{', if any' * (start is Start.AUTO)}"
+    is_resumed = start in (Start.RESUME, Start.AUTO)
+    unset = "as many ranks as before" if is_resumed else "a rank per GPU, or 2 on the CPU,"
+    where = f"{unset if ranks is None else count(ranks, 'rank')} of {platform.node()}"
+    if is_resumed:
+        return f"continuing the run in {output}{', if any' * (start is Start.AUTO)}, on {where}"
     run = RunSettings.of(given)
     numel = 12 * run.layers * run.width**2 + (run.vocab + run.context) * run.width
     config = run.config or "of 'zero-engine config'"
-    return f"a GPT-2 of {numel / 1e6:.2g} M parameters, config {config}, output {output}: starting"
+    what = f"a GPT-2 of {numel / 1e6:.2g} M parameters, config {config}, output {output}"
+    return f"{what}: starting {where}"
 
 
 class RunSettings(BaseModel):

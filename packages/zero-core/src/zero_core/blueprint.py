@@ -20,7 +20,8 @@ from zero_core.layout.arithmetic import Layout, ParamSpec, dim_order
 from zero_core.layout.discovery import Discovered, ModuleRule, compute_dtype, discover, plain_name
 from zero_core.optim.factory import check_served, elementwise_groups, is_elementwise, make_optimizer
 from zero_core.optim.muon import tag_matrices
-from zero_core.optim.train_state import describe_groups, is_finite_setting
+from zero_core.optim.progress import is_finite_setting
+from zero_core.optim.train_state import describe_groups
 from zero_core.sharded.sharded_state import CommonBuffers
 from zero_core.tiled import check_names
 

@@ -1,4 +1,7 @@
-"""Functions that find, read, verify, export and prune checkpoints without an engine."""
+"""Functions that find, read, verify, export and prune checkpoints without an engine.
+
+torch is imported where tensors are read: finding, verifying and pruning need none.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from zero_core.checkpoint.json_values import decode, find_classes
 from zero_core.checkpoint.manifest import (
@@ -28,7 +28,7 @@ from zero_core.checkpoint.manifest import (
     read_manifest,
     slice_key,
 )
-from zero_core.checkpoint.safetensors_files import ModelFiles, StoredTensor, read_open
+from zero_core.checkpoint.safetensors_files import DTYPES, KEYS, ModelFiles, StoredTensor, read_open
 from zero_core.checkpoint.storage import (
     LATEST,
     Location,
@@ -40,13 +40,19 @@ from zero_core.checkpoint.storage import (
 )
 from zero_core.core.extension import PREFIX
 from zero_core.errors import CheckpointCorruptError, CheckpointError, CheckpointFailedError
-from zero_core.layout.arithmetic import ParamSpec, unflatten
-from zero_core.optim.train_state import check_progress
-from zero_core.sharded.sharded_state import MASTER
+from zero_core.optim.progress import check_progress
+from zero_core.sharded import MASTER
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from zero_core.layout.arithmetic import ParamSpec
 
 _log = logging.getLogger(__name__)
 _MAX_LATEST_BYTES = 1024
 _BLOCK_BYTES = 1 << 20  # small blocks stay in the CPU cache between read and checksum
+_LEAST_RNG_BYTES = 4 * 624  # words of a Mersenne Twister, torch's generator of the CPU
 _ADVICE = "load an older checkpoint by its tag"
 
 
@@ -291,11 +297,15 @@ class Reader:
         """Check and read ``parts``, and return their elements as one tensor."""
         found = []
         for part in parts:
-            size = part.numel * part.dtype.itemsize
+            size = part.numel * part.itemsize
             self._check_bytes(part.path.name, part.start, part.start + size)
             with open_regular(part.path, follows_links=False) as file:
                 found.append(part.read_from(file))
-        return found[0] if len(found) == 1 else torch.cat(found)
+        if len(found) == 1:
+            return found[0]
+        import torch
+
+        return torch.cat(found)
 
     def read_tensor(self, file: str, name: str) -> Tensor:
         stored = self.tensors(file).get(name)
@@ -305,6 +315,8 @@ class Reader:
 
     def read_random_state(self, rank: int, kind: str = "torch") -> Tensor:
         """Return the saved state of a rank's random generator: "torch" (of the CPU) or "cuda"."""
+        import torch
+
         saved = self.read_tensor(file_name(RNG, rank), kind)
         try:
             torch.Generator("cpu" if kind == "torch" else kind).set_state(saved)
@@ -326,6 +338,8 @@ class Reader:
         return {name: self.read_tensor(BUFFERS, name) for name in self.tensors(BUFFERS)}
 
     def weights(self) -> Iterator[Weight]:
+        from zero_core.layout.arithmetic import unflatten
+
         for param in self.manifest.params:
             if not param.is_trainable and not self.manifest.has_frozen:
                 continue
@@ -369,10 +383,11 @@ class Reader:
                     f"{self._files / name} must have {last - first} elements for {param}, found "
                     f"{there}"
                 )
-            is_value = stored.dtype in (saved.torch_dtype, torch.uint8)
-            if not (is_value if state == VALUE else stored.dtype.is_floating_point):
+            is_value = stored.format in (KEYS[saved.dtype], "U8")
+            if not (is_value if state == VALUE else "F" in stored.format):
                 raise CheckpointCorruptError(
-                    f"{self._files / name} has {state} of {param}, {saved.dtype}, as {stored.dtype}"
+                    f"{self._files / name} has {state} of {param}, {saved.dtype}, as "
+                    f"{DTYPES[stored.format][0]}"
                 )
             begin, end = (min(max(x, first), last) - first for x in (low, high))
             found.append(stored.part(begin, end))
@@ -400,8 +415,7 @@ class Reader:
 
     def is_quantized(self, param: Param) -> bool:
         """Whether a frozen parameter was stored as bytes, as quantized parameters are."""
-        num_bytes = param.numel * param.torch_dtype.itemsize
-        return not param.is_trainable and self.slot_numel(param.name) == num_bytes > 0
+        return not param.is_trainable and self.slot_numel(param.name) == param.nbytes > 0
 
     def has_order_of(self, spec: ParamSpec) -> bool:
         """Whether the parameter's elements were saved in the memory order of ``spec``."""
@@ -474,7 +488,9 @@ def verify_checkpoint(
                 f"{reader.folder / BUFFERS} has a name twice, or that of a parameter: {buffers[:4]}"
             )
         for rank in range(manifest.world_size):
-            reader.read_random_state(rank)
+            saved = reader.tensors(file_name(RNG, rank)).get("torch")
+            if saved is None or saved.format != "U8" or saved.numel < _LEAST_RNG_BYTES:
+                raise CheckpointCorruptError(f"{reader.folder}: no random state of rank {rank}")
         reader.read_progress()
     return done
 

@@ -13,14 +13,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.serialization import get_safe_globals
-
-from zero_core._torch import inner_tensors
 from zero_core.errors import CheckpointCorruptError, CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_NUMEL = 65536  # elements of the largest tensor that `encode` accepts
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
@@ -30,7 +28,9 @@ def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
     """Return ``value`` as JSON. `decode` returns mappings as dict or Counter, and CPU tensors."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Tensor):
+    import torch
+
+    if isinstance(value, torch.Tensor):
         is_dense = value.layout is torch.strided and not value.is_quantized
         if value.numel() > MAX_NUMEL or value.is_complex() or not is_dense:
             raise CheckpointError(
@@ -80,6 +80,8 @@ def _decode(value: Any) -> Any:
     if value.keys() == {"__mapping__"}:
         return {_decode(k): _decode(v) for k, v in value["__mapping__"]}
     if value.keys() == {_TENSOR}:
+        import torch
+
         dtype, shape, values = value[_TENSOR]
         if len(values) > MAX_NUMEL or math.prod(shape) != len(values) or min(shape, default=0) < 0:
             raise ValueError(f"{len(values)} values of a tensor of shape {shape}")
@@ -91,12 +93,16 @@ def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     """Return ``value`` as JSON, and add its tensors, copied to the CPU, to ``tensors`` by name."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    import torch
+
+    from zero_core._torch import inner_tensors
+
     if isinstance(value, torch.dtype):
         return {"__dtype__": str(value).removeprefix("torch.")}
-    if isinstance(value, Tensor) and type(value) in (Tensor, torch.nn.Parameter):
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
         tensors[where] = value.detach().cpu().clone().contiguous()
         return {_TENSOR: where}
-    found = inner_tensors(value) if isinstance(value, Tensor) else None
+    found = inner_tensors(value) if isinstance(value, torch.Tensor) else None
     if found is not None:
         inner, context = found
         return {
@@ -143,6 +149,8 @@ def restore(value: Any, read: Callable[[str], object], classes: set[str] | None 
         case None | bool() | int() | float() | str():
             return value
         case {"__dtype__": str(name), **rest} if not rest:
+            import torch
+
             if isinstance(dtype := getattr(torch, name, None), torch.dtype):
                 return dtype
         case {"__tensor__": str(name), **rest} if not rest:
@@ -162,10 +170,13 @@ def restore(value: Any, read: Callable[[str], object], classes: set[str] | None 
             **rest,
         } if not rest and all(type(n) is int and n >= 0 for n in (*size, *stride)):
             inner = {name: restore(item, read, classes) for name, item in wrapped.items()}
-            parts = inner, restore(context, read, classes), torch.Size(size), tuple(stride)
-            if classes is None:
-                return safe_class(path).__tensor_unflatten__(*parts)
-            return classes.add(path)
+            own = restore(context, read, classes)
+            if classes is not None:
+                return classes.add(path)
+            import torch
+
+            parts = inner, own, torch.Size(size), tuple(stride)
+            return safe_class(path).__tensor_unflatten__(*parts)
     raise CheckpointCorruptError(f"{value!r:.200} is no state of an optimizer that was saved")
 
 
@@ -177,6 +188,9 @@ def find_classes(value: Any, tensors: Mapping[str, object]) -> set[str]:
 
 
 def safe_class(path: str) -> Any:
+    from torch import Tensor
+    from torch.serialization import get_safe_globals
+
     for known in get_safe_globals():
         found = known[0] if isinstance(known, tuple) else known
         if isinstance(found, type) and issubclass(found, Tensor) and _path_of(found) == path:

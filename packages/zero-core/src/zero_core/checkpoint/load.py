@@ -23,7 +23,8 @@ from zero_core.layout.arithmetic import ParamSpec, unflatten
 from zero_core.optim.train_state import TrainState
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.protocols import StateTier
-from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
+from zero_core.sharded import MASTER
+from zero_core.sharded.sharded_state import ShardedState, load_buffers, named_buffers
 
 _log = logging.getLogger(__name__)
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")

@@ -18,16 +18,20 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from zero_core.checkpoint import storage
-from zero_core.checkpoint.safetensors_files import DTYPES, first_error
+from zero_core.checkpoint.safetensors_files import DTYPES, KEYS, dtype_of, first_error
 from zero_core.checkpoint.storage import Location, Staging, open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError
-from zero_core.sharded.sharded_state import MASTER, ShardedState
+from zero_core.sharded import MASTER
+
+if TYPE_CHECKING:
+    import torch
+
+    from zero_core.sharded.sharded_state import ShardedState
 
 FORMAT = "zero-checkpoint"
 VERSION = 2
@@ -42,7 +46,6 @@ _MAX_RANKS = 1 << 20
 _MAX_NUMEL = 1 << 60
 _TAIL = re.compile(rb', "sha256": "([0-9a-f]{64})"}\Z')
 _TAIL_BYTES = len(', "sha256": ""}') + 64
-_KNOWN_DTYPES = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
 
 _Numel = Annotated[int, Field(ge=0, le=_MAX_NUMEL)]
 _Crc = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -81,9 +84,11 @@ class Param(_Strict):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        found = getattr(torch, self.dtype)
-        assert isinstance(found, torch.dtype)
-        return found
+        return dtype_of(KEYS[self.dtype])
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPES[KEYS[self.dtype]][1]
 
 
 class SavedSegment(_Strict):
@@ -172,7 +177,7 @@ def _check_names(manifest: Manifest) -> None:
         for alias in param.aliases:
             if owners.setdefault(alias, param.name) != param.name:
                 raise ValueError(f"{alias} is a name of {owners[alias]} and of {param.name}")
-        if param.dtype not in _KNOWN_DTYPES:
+        if param.dtype not in KEYS:
             raise ValueError(f"parameter {param.name} has dtype {param.dtype!r}")
         order = param.memory_order
         if order is not None and sorted(order) != list(range(len(param.shape))):
@@ -199,7 +204,7 @@ def _check_layout(manifest: Manifest) -> None:
                 raise ValueError(f"{name} and its segment differ in is_trainable")
             lengths = [param.numel]
             if not param.is_trainable:  # a component's slot is counted in bytes
-                lengths.append(param.numel * param.torch_dtype.itemsize)
+                lengths.append(param.nbytes)
             if not start <= stop <= end or stop - start not in lengths:
                 raise ValueError(f"{name}, {param.shape}, has the slot {start} to {stop} of {end}")
             if start < stop:

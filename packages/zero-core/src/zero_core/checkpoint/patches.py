@@ -36,12 +36,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from zero_core.checkpoint.safetensors_files import (
-    DTYPES,
     INDEX,
     StoredTensor,
     TensorBuffer,
     bytes_of,
     dtype_name,
+    dtype_of,
     first_error,
     make_header,
     model_files,
@@ -509,10 +509,10 @@ class _ReceivedPatch:
                     "the training, or an export of it"
                 )
         for name, tensor, value in found:
-            if tuple(value.shape) != tensor.shape or value.dtype != DTYPES[tensor.dtype]:
+            if tuple(value.shape) != tensor.shape or value.dtype != dtype_of(tensor.dtype):
                 raise CheckpointError(
                     f"{name} is {tuple(value.shape)} in {value.dtype} in {what}, and "
-                    f"{tensor.shape} in {DTYPES[tensor.dtype]} in the patch: use the training's "
+                    f"{tensor.shape} in {dtype_of(tensor.dtype)} in the patch: use the training's "
                     "model, or an export of it, in its compute dtype"
                 )
         given = {id(value) for _, _, value in found}
@@ -537,7 +537,7 @@ class _ReceivedPatch:
                 raise ValueError(f"{piece.numel} elements from {piece.start} on")
             index = decode(piece.kind, positions, piece.numel)
             count = index.numel() if isinstance(index, Tensor) else piece.numel
-            num_sent, dtype = count, DTYPES[tensor.dtype]
+            num_sent, dtype = count, dtype_of(tensor.dtype)
             if piece.form is not Form.VALUES:
                 num_sent, dtype = -(-count * piece.form.num_bits // 8), torch.uint8
             if sent.numel() != num_sent or sent.dtype != dtype:

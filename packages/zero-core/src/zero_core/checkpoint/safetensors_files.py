@@ -14,41 +14,43 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor
 
-from zero_core._torch import inner_tensors
 from zero_core.checkpoint.storage import Location, open_regular, size_of, storing, write_all
 from zero_core.errors import CheckpointCorruptError, CheckpointError
-from zero_core.sharded.snapshot import StateBlocks
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from zero_core.sharded.snapshot import StateBlocks
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _EXPORTED = re.compile(r"model(-\d{5}-of-\d{5}(-patch\d+)?)?\.safetensors")  # also a patched file
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "C64": torch.complex64,
-    "BOOL": torch.bool,
+DTYPES = {  # names in torch, and bytes of an element
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "C64": ("complex64", 8),
+    "BOOL": ("bool", 1),
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+KEYS = {name: key for key, (name, _) in DTYPES.items()}  # by names in torch
 MAX_FILE_BYTES = 5 * 1000**3  # limit of the tensors in a file; a larger tensor has its own file
 _COPIED_BYTES = 16 * 1024**2  # bytes copied at a time
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
@@ -82,16 +84,24 @@ class StoredTensor:
     """Position of a contiguous tensor in a file. ``start`` is the offset of its first byte."""
 
     path: Location
-    dtype: torch.dtype
+    format: str  # dtype as the file has it: a key of `DTYPES`
     shape: tuple[int, ...]
     start: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_of(self.format)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.format][1]
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def part(self, first: int, last: int) -> StoredTensor:
-        start = self.start + first * self.dtype.itemsize
+        start = self.start + first * self.itemsize
         return replace(self, shape=(last - first,), start=start)
 
     def read(self, first: int, last: int) -> Tensor:
@@ -102,7 +112,9 @@ class StoredTensor:
             return self.read_from(file)
 
     def read_from(self, file: IO[bytes]) -> Tensor:
-        data = bytearray(self.numel * self.dtype.itemsize)
+        import torch
+
+        data = bytearray(self.numel * self.itemsize)
         if not data:
             return torch.empty(self.shape, dtype=self.dtype)
         left = memoryview(data)
@@ -179,13 +191,13 @@ def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor],
                 raise CheckpointError(
                     f"{path}: tensor {name} has dtype {entry.dtype}, not read here"
                 )
-            dtype, (low, high) = DTYPES[entry.dtype], entry.data_offsets
-            numel = math.prod(entry.shape)
-            if length + low != stop or high - low != numel * dtype.itemsize:
+            tensor = StoredTensor(path, entry.dtype, entry.shape, stop)
+            low, high = entry.data_offsets
+            if length + low != stop or high - low != tensor.numel * tensor.itemsize:
                 raise ValueError(
                     f"{name}, {entry.dtype} {entry.shape}, has the bytes {low} to {high}"
                 )
-            found[name] = StoredTensor(path, dtype, entry.shape, stop)
+            found[name] = tensor
             stop = length + high
         if stop != size:
             raise ValueError(f"it has {size} bytes, and its tensors end at {stop}")
@@ -203,10 +215,18 @@ def first_error(error: ValidationError) -> str:
     return f"{place}: {first['msg']}" if place else first["msg"]
 
 
+def dtype_of(key: str) -> torch.dtype:
+    import torch
+
+    found: torch.dtype = getattr(torch, DTYPES[key][0])
+    return found
+
+
 def dtype_name(dtype: torch.dtype, name: str) -> str:
-    if dtype not in _NAMES:
+    key = KEYS.get(str(dtype).removeprefix("torch."))
+    if key is None:
         raise CheckpointError(f"{name} is {dtype}, which safetensors cannot hold")
-    return _NAMES[dtype]
+    return key
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -238,6 +258,10 @@ def arrange(
     tensors: Mapping[str, Tensor | StateBlocks | Sequence[Tensor]],
 ) -> tuple[bytes, int, Iterator[Tensor]]:
     """Return a file's header, data size in bytes, and data. A sequence becomes one 1-D tensor."""
+    from torch import Tensor
+
+    from zero_core.sharded.snapshot import StateBlocks
+
     found: list[tuple[str, torch.dtype, Sequence[int], Iterable[Tensor]]] = []
     for key, values in tensors.items():
         if isinstance(values, StateBlocks):
@@ -300,6 +324,8 @@ class ModelFiles:
         self._parts: list[dict[str, int]] = []  # for each closed file, bytes by tensor name
 
     def add(self, name: str, value: Tensor) -> None:
+        from zero_core._torch import inner_tensors
+
         if inner_tensors(value) is not None:
             raise CheckpointError(
                 f"{name} is a {type(value).__name__}, a tensor subclass, which safetensors "

@@ -71,7 +71,8 @@ from zero_core.errors import CheckpointError, CheckpointFailedError, CollectiveE
 from zero_core.optim.train_state import TrainState
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.protocols import SnapshotTier
-from zero_core.sharded.sharded_state import MASTER, ShardedState
+from zero_core.sharded import MASTER
+from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded.snapshot import Snapshot, StateBlocks, StateWatch, stream_after
 
 _log = logging.getLogger(__name__)

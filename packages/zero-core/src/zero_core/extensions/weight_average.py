@@ -23,7 +23,8 @@ from torch import Tensor
 
 from zero_core.core.extension import PREFIX, EndedStep, Extension
 from zero_core.errors import ConfigError
-from zero_core.sharded.sharded_state import MASTER, ShardedState
+from zero_core.sharded import MASTER
+from zero_core.sharded.sharded_state import ShardedState
 
 AVERAGE = f"{PREFIX}average"
 """Name of the average among ``engine.states``."""

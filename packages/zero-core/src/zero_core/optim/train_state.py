@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -280,33 +279,6 @@ class TrainState:
         self.enter_micro_step(0)
 
 
-def check_progress(saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointCorruptError if `TrainState.state_dict` cannot have returned ``saved``."""
-    for name in ("global_steps", "micro_steps", "skipped_steps"):
-        if not _is_count(saved.get(name)):
-            raise CheckpointCorruptError(f"progress.{name} is {saved.get(name)!r:.100}")
-    scaler = saved.get("loss_scaler")
-    is_scale = isinstance(scaler, Mapping) and (
-        not scaler
-        or (
-            isinstance(scaler.get("scale"), _NUMBER)
-            and 0 < scaler["scale"] < math.inf
-            and all(_is_count(scaler.get(n)) for n in ("hysteresis_left", "steps_since_change"))
-        )
-    )
-    if not is_scale:
-        raise CheckpointCorruptError(f"progress.loss_scaler is {scaler!r:.200}")
-    if "lr_scheduler" not in saved or not isinstance(saved.get("param_groups"), list):
-        raise CheckpointCorruptError("progress has no lr_scheduler, or param_groups are no list")
-    for number, group in enumerate(saved["param_groups"]):
-        where = f"progress.param_groups.{number}"
-        if not isinstance(group, Mapping) or "params" in group:
-            raise CheckpointCorruptError(f"{where} is no group of hyperparameters")
-        for key, value in group.items():
-            if not isinstance(key, str) or not is_finite_setting(key, value):
-                raise CheckpointCorruptError(f"{where}.{key} is {value!r:.100}")
-
-
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Describe the settings of parameter groups, for a comparison between ranks.
 
@@ -332,19 +304,6 @@ def _describe(value: object) -> str | None:
     return None
 
 
-_FINITE = frozenset({"lr", "betas", "eps", "weight_decay", "momentum"})
-"""Settings that must be finite. Others, such as Prodigy's ``growth_rate``, may be infinite."""
-
-
-def is_finite_setting(key: str, value: object) -> bool:
-    """Whether ``value`` has no NaN, and no infinity if `_FINITE` contains ``key``."""
-    if isinstance(value, Tensor):
-        value = value.reshape(-1).tolist() if value.is_cpu else []  # avoid a device sync
-    numbers = value if isinstance(value, tuple | list) else (value,)
-    is_wrong = math.isnan if key not in _FINITE else lambda number: not math.isfinite(number)
-    return not any(is_wrong(number) for number in numbers if isinstance(number, float))
-
-
 def _is_setting(own: object, saved: object) -> bool:
     """Whether ``saved`` can replace the setting ``own``. None fits only None, bool and str."""
     is_switch = own is None or isinstance(own, bool | str)
@@ -353,10 +312,6 @@ def _is_setting(own: object, saved: object) -> bool:
     if isinstance(own, list | tuple) and isinstance(saved, list | tuple):
         return len(own) == len(saved) and all(map(_is_setting, own, saved))
     return _is_like(own, saved)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
 def _is_like(own: object, saved: object) -> bool:

@@ -34,7 +34,8 @@ from zero_core.core.extension import Extension
 from zero_core.core.facts import Facts
 from zero_core.errors import RankMismatchError
 from zero_core.layout.arithmetic import Piece
-from zero_core.sharded.sharded_state import MASTER, ShardedState
+from zero_core.sharded import MASTER
+from zero_core.sharded.sharded_state import ShardedState
 
 
 class _Watched:

@@ -39,9 +39,8 @@ from zero_core.core.passes import BackwardPass
 from zero_core.layout.arithmetic import Layout, ParamSpec, Piece
 from zero_core.layout.discovery import Quantized, plain_name
 from zero_core.protocols import StateTier
+from zero_core.sharded import MASTER
 from zero_core.sharded.changes import ChangeLog
-
-MASTER = "master_weight"
 
 
 class _Buffer(NamedTuple):

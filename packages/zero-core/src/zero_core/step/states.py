@@ -31,7 +31,8 @@ from zero_core.layout.arithmetic import Piece, Segment, Slot
 from zero_core.layout.discovery import plain_name
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.runtime.device_states import DeviceStates
-from zero_core.sharded.sharded_state import MASTER, ShardedState
+from zero_core.sharded import MASTER
+from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.update import StepGradient
 
 GRAD = "grad"
