@@ -18,7 +18,7 @@ from test_import_deepspeed import deepspeed_classes, write_stage_2
 from transformers import GPT2Config
 
 from benchmarks.harness.forked_python import forked_python
-from tests.support.doc_blocks import MODULES, PAGES, ROOT, SKILL, Block, find_blocks
+from tests.support.doc_blocks import MODULES, PAGES, ROOT, Block, find_blocks
 from tests.support.lm_models import save_models
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
