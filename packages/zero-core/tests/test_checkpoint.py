@@ -287,8 +287,7 @@ def test_a_large_export_is_split_and_one_without_room_leaves_no_part(tmp_path, m
     monkeypatch.undo()
     (tmp_path / "model_best.safetensors").touch()  # not of an export, so it stays
     engine.export_safetensors(tmp_path)
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"model.safetensors", "model_best.safetensors"}
+    assert {p.name for p in tmp_path.iterdir()} == {"model.safetensors", "model_best.safetensors"}
 
 
 def test_an_export_that_one_rank_cannot_gather_ends_with_that_ranks_error(tmp_path):
