@@ -135,7 +135,7 @@ class Ownership:
         """Call `close` after the engine was garbage-collected, except at exit."""
         # close() could deadlock on a thread other than the one that built the engine. In that case
         # `check_is_free` calls it when an engine is next built on the model.
-        if self._thread == threading.get_ident() and not sys.is_finalizing():
+        if not sys.is_finalizing() and self._thread == threading.get_ident():
             try:
                 self.close()
             except Exception:  # exceptions in a finalizer reach no caller
