@@ -322,7 +322,11 @@ class WallClock(StepObserver):
 
     def _end(self, part: str) -> None:
         now = self._now()
-        self._spans[part].append((self._begun.pop(part, now), now))
+        begun, spans = self._begun.pop(part, now), self._spans[part]
+        if spans and isinstance(now, float):  # their sum alone, so that memory does not grow
+            spans[0] = spans[0][0], spans[0][1] + (now - begun)
+        else:
+            spans.append((begun, now))
 
     def _now(self) -> torch.Event | float:
         if self._device.type == "cpu":

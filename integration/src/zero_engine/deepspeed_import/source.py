@@ -121,14 +121,14 @@ def load_file(path: Path) -> Any:
 
 
 def flat(value: Any, where: str) -> Tensor:
-    is_plain = (
+    is_dense = (
         isinstance(value, Tensor)
         and value.layout is torch.strided
         and value.device.type == "cpu"
         and not value.is_quantized
         and value.is_contiguous()
     )
-    if not is_plain:
+    if not is_dense:
         raise CheckpointCorruptError(f"{where} is no dense tensor: found {type(value).__name__}")
     found: Tensor = value.detach().reshape(-1)
     return found
@@ -493,6 +493,8 @@ def read_universal(place: Path) -> Source:
     }
     trained = {}
     for name, shape in param_groups(model):
+        if name not in names:
+            continue
         folder = place / FOLDER / name
         if not is_plain(name) or folder.is_symlink() or folder.parent.is_symlink():
             raise CheckpointCorruptError(

@@ -26,7 +26,6 @@ import pydantic
 from zero_core.config import (
     LARGEST,
     Config,
-    ZeroConfig,
     as_kind,
     as_typed,
     as_whole,
@@ -182,8 +181,20 @@ _ZERO = "zero_optimization"
 _OWN_AUTO = ("accumulation_schedule", f"{_ZERO}.offload_optimizer.ratio")
 """Keys whose value "auto" is passed on to zero-core, which chooses a value."""
 
+_STAGE3 = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
+"""Keys of ``zero_optimization`` that DeepSpeed accepts with and without ``stage3_``."""
 _RENAMED = {
-    **{key.removeprefix("stage3_"): key for key in ZeroConfig.model_fields if "stage3_" in key},
+    **{key: f"stage3_{key}" for key in _STAGE3},
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
 """Names of keys of ``zero_optimization``, by other names that DeepSpeed accepts."""

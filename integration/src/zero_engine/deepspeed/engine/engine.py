@@ -34,12 +34,24 @@ from zero_engine.deepspeed.zero.partitioned import leave_partitioned
 _log = logging.getLogger(__name__)
 
 
-OffloadDeviceEnum = StrEnum("OffloadDeviceEnum", "none cpu nvme")
-"""Targets of offloaded states, by DeepSpeed's names."""
-OffloadStateTypeEnum = StrEnum(
-    "OffloadStateTypeEnum", "optim_states hp_params lp_params lp_grads contiguous_grad_buffer"
-)
-"""States that `DeepSpeedEngine.offload_states` offloads, by DeepSpeed's names."""
+class OffloadDeviceEnum(StrEnum):
+    """Targets of offloaded states, by DeepSpeed's names."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """States that `DeepSpeedEngine.offload_states` offloads, by DeepSpeed's names."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
 PARTS: Mapping[OffloadStateTypeEnum, StatePart] = {
     OffloadStateTypeEnum.optim_states: StatePart.OPTIMIZER_STATES,
     OffloadStateTypeEnum.hp_params: StatePart.MASTER_WEIGHTS,

@@ -84,6 +84,12 @@ class Facts:
     zero_optimization_stage = value_of("core.config.zero_optimization.stage")
     zero_optimization = value_of("_config.zero_enabled")
     zero_partial_offload = value_of("core.config.zero_optimization.offload_optimizer.ratio")
+    zero_multi_rank_bucket_allreduce = value_of(
+        "core.config.zero_optimization.use_multi_rank_bucket_allreduce"
+    )
+    zero_gather_16bit_weights_on_model_save = value_of(
+        "settings.gather_16bit_weights_on_model_save"
+    )
     loss_scale = value_of("core.config.fp16.loss_scale")
     fp16_enabled = value_of("core.config.fp16.enabled")
     gradient_predivide_factor = value_of("core.config.gradient_predivide_factor")
@@ -173,11 +179,10 @@ _KEYS = {
         allgather_sequential max_live_parameters max_reuse_distance prefetch_bucket_size
         module_granularity_threshold param_persistence_threshold model_persistence_threshold
     """,
-    ("zero_KEY", f"{_ZERO}.zero_KEY"): """
-        hpz_partition_size quantized_weights quantized_gradients quantized_nontrainable_weights
+    ("KEY", f"{_ZERO}.KEY"): """
+        zero_hpz_partition_size zero_quantized_weights zero_quantized_gradients
+        zero_quantized_nontrainable_weights
     """,
-    ("zero_KEY", f"{_ZERO}.use_KEY"): "multi_rank_bucket_allreduce",
-    ("zero_KEY", "settings.KEY"): "gather_16bit_weights_on_model_save",
     ("flops_profiler_KEY", "settings.flops_profiler.KEY"): """
         enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file
     """,

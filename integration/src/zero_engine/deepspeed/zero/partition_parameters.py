@@ -62,10 +62,20 @@ ASKED = ("ds_status", "ds_tensor", "partition_numel")
 _ids = itertools.count()
 
 
-ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE")
-"""Kinds of a parameter's memory, under DeepSpeed's names."""
-ZeroParamStatus = enum.Enum("ZeroParamStatus", "AVAILABLE NOT_AVAILABLE INFLIGHT")
-"""States of a parameter: whether it holds its value on this rank."""
+class ZeroParamType(enum.Enum):
+    """Kind of a parameter's memory, under DeepSpeed's names."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether a parameter holds its value on this rank."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
 
 
 class ShardedParameter(adapters.EngineParameter):
