@@ -31,7 +31,7 @@ _ZERO: ContextVar[Mapping[str, Any] | None] = ContextVar("zero", default=None)
 
 
 @dataclass
-class ZeroConfig(TorchConfig):
+class ZeroConfig(TorchConfig):  # type: ignore[misc]
     """Ray Train's `TorchConfig` with the engine's configuration ``zero``, or its JSON file's path.
 
     The file is read where the object is made, so that workers on other machines need not have it.

@@ -4,8 +4,6 @@
 paths. Use of a name that is not served raises `NotServedError`.
 """
 
-from __future__ import annotations
-
 from zero_engine.deepspeed import (
     accelerator,
     checkpoint,
@@ -55,8 +53,7 @@ __all__ = [
     "zero",
 ]
 
-__version__ = VERSION
-version = __version__
+version = __version__ = VERSION
 __version_major__, __version_minor__, __version_patch__ = (int(x) for x in version.split("."))
 git_hash = __git_hash__ = "zero-engine"
 git_branch = __git_branch__ = "zero-engine"

@@ -17,8 +17,7 @@ except ImportError as error:
         f'({error}): pip install "./integration[hf]" in a checkout'
     ) from error
 
-from zero_engine.hf.classes import zero_trainer
-from zero_engine.hf.trainer import ZeroSeq2SeqTrainer, ZeroTrainer
+from zero_engine.hf.trainer import ZeroSeq2SeqTrainer, ZeroTrainer, zero_trainer
 from zero_engine.presets import PRESETS
 
 __all__ = ["PRESETS", "ZeroSeq2SeqTrainer", "ZeroTrainer", "zero_trainer"]

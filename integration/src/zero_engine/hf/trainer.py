@@ -19,16 +19,23 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pydantic
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+from accelerate.utils import is_peft_model  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers import (
+    GenerationMixin,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 
 import zero_core
 from zero_core import CheckpointError, ConfigError, Engine, ShardedModel, engine_of
@@ -86,10 +93,12 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     ) -> nn.Module:
         """Build an engine on a model that only evaluates, such as a reference model of TRL.
 
-        It has the stage and precision of the trained model's engine. Returns ``model``.
+        It has the stage and precision of the trained model's engine. Returns ``model``, whose
+        parameters require no gradient any more.
         """
         param = next(model.parameters(), None)
         if evaluation_mode and param is not None and engine_of(param) is None:
+            model.requires_grad_(False)
             engine = zero_core.build(model, self.config, is_training=False)
             engine.stay_with_model()
             model._is_accelerate_prepared = True  # type: ignore[assignment]
@@ -252,7 +261,7 @@ class ZeroTrainer(Trainer):
         self.accelerator.adopt(engine)
         self.engine = engine
         if engine.config.zero_optimization.stage == 3 and engine.world_size > 1:
-            engine.remove_at_end([_synchronized(self.model)])
+            engine.remove_at_end([_synchronized(engine)])
 
     def _check_device(self, engine: ShardedModel) -> None:
         if engine.device.type != self.args.device.type:
@@ -350,22 +359,64 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
 
     args: Seq2SeqTrainingArguments
 
+    def prediction_step(  # type: ignore[override]
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[float | None, Tensor | None, Tensor | None]:
+        """Predict as the Trainer does. At stage 3 all ranks generate the same number of tokens."""
+        if self.args.predict_with_generate and not prediction_loss_only:
+            gen_kwargs = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
+            is_sharded = self._config["zero_optimization"].get("stage") == 3
+            gen_kwargs.setdefault("synced_gpus", is_sharded and self.args.world_size > 1)
+        return super().prediction_step(
+            model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **gen_kwargs
+        )
 
-def _synchronized(model: nn.Module) -> ObjectMethods:
-    """Make ``model.generate`` run equally many forwards on all ranks.
+
+@functools.cache
+def zero_trainer(kind: type[Trainer]) -> type[ZeroTrainer]:
+    """Return a subclass of ``kind`` and `ZeroTrainer`, with the argument ``zero`` of `ZeroTrainer`.
+
+    ``kind`` is transformers' Trainer or derived from it. For TRL's trainers see [Note: TRL's
+    readers of weights] in `zero_engine.hf.trl`. The same class is returned for the same ``kind``.
+    """
+    mixin: type[ZeroTrainer] = ZeroTrainer
+    if issubclass(kind, Seq2SeqTrainer):
+        mixin = ZeroSeq2SeqTrainer
+    elif any(base.__module__.startswith("trl.") for base in kind.__mro__):
+        from zero_engine.hf.trl import TRLTrainer
+
+        mixin = TRLTrainer
+    if issubclass(kind, mixin):
+        return kind
+    if issubclass(mixin, kind):
+        return mixin
+    return cast(type[ZeroTrainer], type(f"Zero{kind.__name__}", (mixin, kind), {}))
+
+
+def _synchronized(engine: ShardedModel) -> ObjectMethods:
+    """Make the model's ``generate`` run equally many forwards on all ranks, unless all values stay.
 
     Each forward of a sharded model may wait for all ranks. transformers sets ``synced_gpus`` by
-    itself for DeepSpeed and FSDP only.
+    itself for DeepSpeed and FSDP only. Within ``engine.gathered()`` one rank may generate alone.
     """
 
     def synchronized(generate: Any) -> Any:
         @functools.wraps(generate)
         def generate_synchronized(*args: Any, **kwargs: Any) -> Any:
-            return generate(*args, **{**kwargs, "synced_gpus": True})
+            is_whole = all(map(engine.holds_value, engine.module.parameters()))
+            kwargs.setdefault("synced_gpus", not (engine.is_gathered and is_whole))
+            return generate(*args, **kwargs)
 
         return generate_synchronized
 
-    models: list[Any] = [model] if "generate" in dir(type(model)) else []
+    model: Any = engine.module
+    kind = model.get_base_model() if is_peft_model(model) else model
+    models = [model] if isinstance(kind, GenerationMixin) else []
     return ObjectMethods("generate", [(m, synchronized(m.generate)) for m in models])
 
 

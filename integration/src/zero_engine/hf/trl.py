@@ -87,6 +87,6 @@ class TRLTrainer(ZeroTrainer):
         teacher = getattr(self, "teacher_model", None)
         if teacher is None or teacher is self.model:
             return super().compute_loss(*args, **kwargs)
-        head = teacher.get_output_embeddings()
+        head = teacher.get_output_embeddings() or teacher
         with _engine_of(teacher).gathered(params=head.parameters()):
             return super().compute_loss(*args, **kwargs)

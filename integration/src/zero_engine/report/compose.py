@@ -51,10 +51,12 @@ def compose(run: Run, memory_limit: int | None) -> Page:
         }
         for cause in causes[:_NUM_MOVES]
     ]
+    num_first = 0 if found.run.failures else 1  # no move cures a failure
+    further = moves[num_first:]
     none = "No further move" if moves else "No move"
     none = f"{none}: the run's times predict no gain that is worth a change."
     sections: dict[str, Iterable[Block]] = {
-        "Next moves": [Text(verdict.sentence), Moves(moves[1:]) if moves[1:] else Text(none)],
+        "Next moves": [Text(verdict.sentence), Moves(further) if further else Text(none)],
         "Memory": _memory(found, plan, note),
         "One step": _step(found),
         "Bytes sent": sent_and_planned(found, plan),
@@ -69,7 +71,7 @@ def compose(run: Run, memory_limit: int | None) -> Page:
     return Page(
         f"{run.folder}: report",
         verdict,
-        Moves(moves[:1]),
+        Moves(moves[:num_first]),
         {title: list(blocks) for title, blocks in sections.items()},
         f"Made {made} by zero-engine report from the records of {records}.",
     )
@@ -165,9 +167,10 @@ def _facts(found: Measured, peak: int, share: float | None) -> dict[str, str]:
     samples = sum(rank.samples for rank in found.ranks) / max(found.seconds, 1e-9)
     last = [rank.steps[-1] for rank in found.run.ranks if rank.steps]
     losses = [step.loss for step in last if step.loss is not None]
-    size = f"{numel / 1e9:.3g} B" if numel >= 1e9 else f"{numel / 1e6:.3g} M"
+    size = f"{numel / 1e9:.3g} B" if numel >= 999.5e6 else f"{numel / 1e6:.3g} M"
     tokens = "not recorded"
-    if last and "vocab_size" in run.model and len(last[0].input_shape) == 2:
+    shapes = {tuple(step.input_shape) for rank in found.run.ranks for step in rank.steps}
+    if last and "vocab_size" in run.model and len(shapes) == 1 == len(last[0].input_shape) - 1:
         tokens = f"{samples * last[0].input_shape[1]:,.0f}"
     device = str(environment.get("device_name", environment.get("device", "not recorded")))
     if device == "cpu":

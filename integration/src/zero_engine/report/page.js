@@ -53,8 +53,8 @@
     const code = button.parentElement.querySelector("code");
     button.addEventListener("click", async () => {
       window.getSelection().selectAllChildren(code);
-      await navigator.clipboard?.writeText(code.textContent);
-      button.textContent = navigator.clipboard ? "Copied" : "Selected";
+      const copied = navigator.clipboard?.writeText(code.textContent) ?? Promise.reject();
+      button.textContent = await copied.then(() => "Copied", () => "Selected");
     });
   }
   document.getElementById("theme").addEventListener("click", () => {

@@ -175,7 +175,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     overflow = property(value_of("_core.optimizer.overflow"))  # whether the last step overflowed
     loss_scale = cur_scale = property(value_of("_core.loss_scale"))
     dynamic_loss_scale = property(value_of("_core.loss_scaler.is_dynamic"))
-    needs_scaler = value_of("_core.loss_scaler.config.enabled")
+    needs_scaler = value_of("_core.loss_scaler.is_dynamic")
 
     is_gradient_accumulation_boundary = property(
         lambda self: self._core.is_gradient_accumulation_boundary()

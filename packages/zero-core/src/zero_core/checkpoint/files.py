@@ -6,6 +6,7 @@ torch is imported where tensors are read: finding, verifying and pruning need no
 from __future__ import annotations
 
 import logging
+import struct
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _MAX_LATEST_BYTES = 1024
 _BLOCK_BYTES = 1 << 20  # small blocks stay in the CPU cache between read and checksum
-_LEAST_RNG_BYTES = 4 * 624  # words of a Mersenne Twister, torch's generator of the CPU
+_RNG_WORDS = 624  # of a Mersenne Twister, torch's generator of the CPU
 _ADVICE = "load an older checkpoint by its tag"
 
 
@@ -485,14 +486,24 @@ def verify_checkpoint(
         buffers = list(reader.tensors(BUFFERS))
         if manifest.by_name.keys() & buffers:
             raise CheckpointCorruptError(
-                f"{reader.folder / BUFFERS} has a name twice, or that of a parameter: {buffers[:4]}"
+                f"{reader.folder / BUFFERS} has the name of a parameter: {buffers[:4]}"
             )
         for rank in range(manifest.world_size):
             saved = reader.tensors(file_name(RNG, rank)).get("torch")
-            if saved is None or saved.format != "U8" or saved.numel < _LEAST_RNG_BYTES:
+            if saved is None or not _is_random_state(saved):
                 raise CheckpointCorruptError(f"{reader.folder}: no random state of rank {rank}")
         reader.read_progress()
     return done
+
+
+def _is_random_state(saved: StoredTensor) -> bool:
+    """Return whether ``saved`` holds a state of torch's CPU generator. Needs no torch."""
+    if saved.format != "U8" or saved.numel < 8 * _RNG_WORDS:
+        return False
+    with open_regular(saved.path) as file:
+        file.seek(saved.start)
+        _, left, is_seeded, following = struct.unpack("<QiiQ", file.read(24))
+    return bool(is_seeded) and 0 < left <= _RNG_WORDS and following <= _RNG_WORDS
 
 
 @contextmanager

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_EXPORTED = re.compile(r"model(-\d{5}-of-\d{5}(-patch\d+)?)?\.safetensors")  # also a patched file
+_EXPORTED = re.compile(r"model(-\d{5,}-of-\d{5,}(-patch\d+)?)?\.safetensors")  # also a patched file
 DTYPES = {  # names in torch, and bytes of an element
     "F64": ("float64", 8),
     "F32": ("float32", 4),
