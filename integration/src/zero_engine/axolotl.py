@@ -68,5 +68,5 @@ class ZeroPlugin(BasePlugin):  # type: ignore[misc]
             name = next((name for key, name in _KINDS.items() if cfg[key]), "AxolotlTrainer")
             kind = getattr(trainers, name)
         zero = cfg.zero if isinstance(cfg.zero, str) else cfg.zero.to_dict()
-        made = type(f"Zero{kind.__name__}", (PluginTrainer, kind), {"zero": zero})
-        return cast(type[ZeroTrainer], made)
+        bases = PluginTrainer, kind
+        return cast(type[ZeroTrainer], type(f"Zero{kind.__name__}", bases, {"zero": zero}))

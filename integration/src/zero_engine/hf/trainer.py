@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pydantic
 import torch
@@ -93,13 +93,11 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     ) -> nn.Module:
         """Build an engine on a model that only evaluates, such as a reference model of TRL.
 
-        It has the stage and precision of the trained model's engine. Returns ``model``, whose
-        parameters require no gradient any more.
+        It has the trained model's stage and precision. Returns ``model``, which is frozen.
         """
         param = next(model.parameters(), None)
         if evaluation_mode and param is not None and engine_of(param) is None:
-            model.requires_grad_(False)
-            engine = zero_core.build(model, self.config, is_training=False)
+            engine = zero_core.build(model.requires_grad_(False), self.config, is_training=False)
             engine.stay_with_model()
             model._is_accelerate_prepared = True  # type: ignore[assignment]
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
@@ -375,27 +373,6 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
         return super().prediction_step(
             model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **gen_kwargs
         )
-
-
-@functools.cache
-def zero_trainer(kind: type[Trainer]) -> type[ZeroTrainer]:
-    """Return a subclass of ``kind`` and `ZeroTrainer`, with the argument ``zero`` of `ZeroTrainer`.
-
-    ``kind`` is transformers' Trainer or derived from it. For TRL's trainers see [Note: TRL's
-    readers of weights] in `zero_engine.hf.trl`. The same class is returned for the same ``kind``.
-    """
-    mixin: type[ZeroTrainer] = ZeroTrainer
-    if issubclass(kind, Seq2SeqTrainer):
-        mixin = ZeroSeq2SeqTrainer
-    elif any(base.__module__.startswith("trl.") for base in kind.__mro__):
-        from zero_engine.hf.trl import TRLTrainer
-
-        mixin = TRLTrainer
-    if issubclass(kind, mixin):
-        return kind
-    if issubclass(mixin, kind):
-        return mixin
-    return cast(type[ZeroTrainer], type(f"Zero{kind.__name__}", (mixin, kind), {}))
 
 
 def _synchronized(engine: ShardedModel) -> ObjectMethods:

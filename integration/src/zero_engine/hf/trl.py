@@ -67,8 +67,7 @@ class TRLTrainer(ZeroTrainer):
 
     def _start_engine(self, *, is_training: bool) -> None:
         super()._start_engine(is_training=is_training)
-        generation = getattr(self, "vllm_generation", None)
-        if generation is not None:
+        if (generation := getattr(self, "vllm_generation", None)) is not None:
             generation._dist = EngineBackend(self.accelerator)
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
@@ -87,6 +86,6 @@ class TRLTrainer(ZeroTrainer):
         teacher = getattr(self, "teacher_model", None)
         if teacher is None or teacher is self.model:
             return super().compute_loss(*args, **kwargs)
-        head = teacher.get_output_embeddings() or teacher
-        with _engine_of(teacher).gathered(params=head.parameters()):
+        head = (teacher.get_output_embeddings() or teacher).parameters()
+        with _engine_of(teacher).gathered(params=head):
             return super().compute_loss(*args, **kwargs)
