@@ -176,9 +176,7 @@ def test_commands_of_a_page_run(page, material, finished_run, tmp_path):
 
 def test_the_notebook_runs(tmp_path: Path) -> None:
     """Run the cells, each of which asserts what it shows."""
-    nbformat, nbclient = (
-        pytest.importorskip(n, reason="not installed") for n in ("nbformat", "nbclient")
-    )
+    nbformat, nbclient = map(pytest.importorskip, ("nbformat", "nbclient"))
     book = nbformat.read(ROOT / "integration" / "examples" / "tour.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in book.cells)
     nbclient.NotebookClient(book, resources={"metadata": {"path": tmp_path}}).execute()
