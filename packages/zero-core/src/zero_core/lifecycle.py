@@ -56,6 +56,8 @@ class Removable(Protocol):
 class Ownership:
     """Parameters of one model and the hooks on the model, while an engine owns them."""
 
+    _is_exiting = staticmethod(sys.is_finalizing)  # late at exit, the module's ``sys`` is None
+
     def __init__(self, state: ShardedState) -> None:
         self.owner: weakref.ref[object] | None = None  # the engine, set by `begin`
         self._thread = threading.get_ident()
@@ -135,7 +137,7 @@ class Ownership:
         """Call `close` after the engine was garbage-collected, except at exit."""
         # close() could deadlock on a thread other than the one that built the engine. In that case
         # `check_is_free` calls it when an engine is next built on the model.
-        if not sys.is_finalizing() and self._thread == threading.get_ident():
+        if not self._is_exiting() and self._thread == threading.get_ident():
             try:
                 self.close()
             except Exception:  # exceptions in a finalizer reach no caller
