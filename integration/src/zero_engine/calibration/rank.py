@@ -58,11 +58,11 @@ MOST_FACTOR = 2.5
 """Largest factor by which training may slow kernels, and by which it may speed up products."""
 _Activation = Callable[[Tensor], Tensor]
 DEPTHS = (2, 10)
-"""Numbers of blocks of two tiny models, whose times differ by that of the further blocks."""
+"""Numbers of blocks of two tiny models, whose times differ by that of the additional blocks."""
 
 
 def rising(points: Points) -> Points:
-    """Lower seconds of ``points``, sorted by amount, so that none exceeds a larger amount's."""
+    """Lower some seconds of ``points``, sorted by amount, so that a larger amount takes no less."""
     found = points[-1:]
     for amount, seconds in reversed(points[:-1]):
         found.insert(0, (amount, min(seconds, found[0][1])))
@@ -459,7 +459,7 @@ class _Block(nn.Module):
 def fit_operators(watch: Stopwatch) -> None:
     """Fit the time of a call outside its kernel, and factors for kernel times in training.
 
-    Compares measured forward and backward passes of whole models with the sum of their kernels'
+    It compares measured forward and backward passes of whole models with the sum of their kernels'
     curves. Small tensors yield the time per call. Large tensors yield the factors, because their
     data is in no cache and their results are in new memory.
     """

@@ -1,4 +1,4 @@
-"""``deepspeed.comm``: torch.distributed under DeepSpeed's names and parameters, and its start.
+"""``deepspeed.comm``: torch.distributed, with DeepSpeed's names of functions and parameters.
 
 ``prof``, ``log_name`` and ``debug`` belong to DeepSpeed's communication log and have no effect.
 """

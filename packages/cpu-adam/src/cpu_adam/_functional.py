@@ -287,7 +287,7 @@ def sgd_step(
     Args:
         master: fp32 weights; updated.
         momentum_buffer: fp32, zeros before the first step; updated. None without momentum.
-        step: number of this update, from 1, which sets ``momentum_buffer`` to the gradient.
+        step: number of this update, from 1. Update 1 sets ``momentum_buffer`` to the gradient.
         momentum: factor on the buffer, not negative.
         dampening: after the first step gradients enter the buffer with weight ``1 - dampening``.
         weight_decay: L2, not negative.

@@ -176,7 +176,7 @@ def check_disjoint(written: dict[str, Block], read: dict[str, Block]) -> None:
         for name, block in (written | read).items()
         if block.numel
     )
-    ends = [(0, ""), (0, "")]  # the furthest end of a block so far, only read and written
+    ends = [(0, ""), (0, "")]  # furthest end so far of blocks that are only read, and written
     for start, stop, name in spans:
         is_written = name in written
         end, other = max(ends) if is_written else ends[True]

@@ -20,9 +20,9 @@ depends on the spacing of numbers, which is proportional to the weight. The size
 therefore a function of ``lr * 2**p / std``, with the dtype's precision p in bits (8 for bf16, 11
 for fp16, 24 for fp32) and the standard deviation std of the weights.
 
-`_BITS` is the measured bits per weight for 2**21 normally distributed weights that change by 0.3
-lr times a normal number. Adam's first steps change all weights by lr and take up to 2.5 times as
-many bits (recorded steps: integration/lab/evidence/benchmarks.md).
+`_BITS` has the measured bits per weight for 2**21 normally distributed weights whose changes are
+normally distributed with standard deviation 0.3 lr. Adam's first steps change all weights by lr and
+take up to 2.5 times as many bits (recorded steps: integration/lab/evidence/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def comm_footprint(
 def upload_nbytes(*, numel: int, dtype: torch.dtype, learning_rate: float | None = None) -> int:
     """Return the expected bytes of a lossless difference uploaded from the host to a device.
 
-    ``learning_rate`` is the optimizer's. None counts the parameters' bytes, as do short uploads.
+    Short uploads, and uploads without the optimizer's ``learning_rate``, count all parameter bytes.
     """
     if learning_rate is None or not is_worthwhile(dtype, numel):
         return numel * dtype.itemsize

@@ -14,7 +14,7 @@ class StorageError(OSError):
 
     Attributes:
         errno: number of the operating system's error, EIO if data are missing or damaged.
-        path: path of the file, which has been unlinked since its creation.
+        path: path of the file, which was unlinked right after its creation.
     """
 
     def __init__(self, code: int | None, message: str, path: str) -> None:

@@ -166,7 +166,7 @@ class TierFootprint:
         }
 
     def _nvme_buffer_bytes(self, ratio: float) -> int:
-        """Return the bytes of host buffers for state on NVMe, an estimate for fp32 moments."""
+        """Return the bytes of host buffers for state on NVMe, estimated if moments are fp32."""
         start, stop = self._host_span(ratio)
         part, buffer_count = self._clipped(start, stop), self._settings.buffer_count
         if self._rule is not None and part:
@@ -181,7 +181,7 @@ class TierFootprint:
         return -(-whole // max(_numel(part), 1))
 
     def _undo_bytes(self, ratio: float) -> tuple[int, int]:
-        """Return the bytes of the undo log, and its bytes without limit ``undo_buffer_size``."""
+        """Return the bytes of the undo log with and without the limit ``undo_buffer_size``."""
         start, stop = self._host_span(ratio)
         if not self._has_undo or start == stop:
             return 0, 0
@@ -203,7 +203,7 @@ class TierFootprint:
         part = self._clipped(start, stop)
         grad_dtypes = {span.grad_dtype for span in part}
         if part and self._num_added > 1:
-            # Micro-steps are added in the master weights' dtype.
+            # Gradients of micro-steps are added in the master weights' dtype.
             grad_dtypes = {self._geometry.master_dtype}
         found = {"gradient copies": sum((stop - start) * d.itemsize for d in grad_dtypes)}
         if room := self._difference_room(self._clipped(*self._host_span(ratio))):
@@ -329,7 +329,6 @@ def _numel(spans: Sequence[_Span]) -> int:
 
 
 tier_footprint = TierFootprint
-"""Entry point ``state_tier``."""
 
 
 def param_footprint(

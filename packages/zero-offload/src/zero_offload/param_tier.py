@@ -41,7 +41,6 @@ from zero_offload.protocols import Work
 
 _BLOCK = "offload_param"
 NUM_WRITE_BUFFERS = 2
-"""Buffers that collect new values of a shard and are written to the file."""
 _MAX_KEPT = 4096
 """Maximum elements of a shard's gaps that are kept in memory. See [Note: buffers of the file]."""
 
@@ -89,7 +88,7 @@ def create_param_tier(
         config: the resolved ``zero_optimization`` block.
 
     Raises:
-        ValueError: a setting is not supported. The message names it.
+        ValueError: a setting is not supported, or ``nvme_path`` is no writable folder.
         StorageError: the disk is full.
     """
     settings = ParamSettings.from_config(config)
@@ -306,7 +305,7 @@ class FileShards:
         return copy
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Collect new values of a shard. Start its write once `_kept` has the values of gaps."""
+        """Collect new values of a shard. Start to write it once it is whole or `_kept` has its gaps."""
         with self._lock:
             if self._collected is not None and self._collected.segment != segment:
                 self._send()

@@ -1,8 +1,8 @@
 """Structural protocols of the objects that this package receives and returns.
 
-Those that zero-core defines too have the same names there: neither package imports the other. The
-flat space is the 1-D concatenation of the parameter elements whose optimizer state this process
-owns. A shard is a range of it in one dtype.
+Neither this package nor zero-core imports the other, so some protocols are defined in both, under
+the same names. The flat space is the 1-D concatenation of the parameter elements whose optimizer
+state this process owns. A shard is a range of it in one dtype.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class UploadCodec(Protocol):
         """
 
     def decode(self, difference: Tensor, values: Tensor) -> None:
-        """Change ``values`` from `encode`'s ``old`` to ``new``, on their device's current stream.
+        """Change ``values`` in place from ``old`` to ``new`` of the call of `encode`.
 
-        ``difference`` is uint8, exactly the bytes that `encode` wrote, at an even address.
+        ``difference`` is uint8, exactly the bytes that `encode` wrote, at an even address. An
+        accelerator decodes it on the current stream.
         """
 
 
@@ -327,7 +328,7 @@ class StateTier(Protocol):
         """Restore the result of `read_scalars`."""
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        """Raise unless the states ``names`` and each piece's ``scalars`` could be written."""
+        """Raise KeyError or ValueError unless ``names`` and ``scalars`` could be written."""
 
 
 class ChangeWatcher(Protocol):
@@ -345,7 +346,7 @@ class SnapshotTier(StateTier, Protocol):
         """Call ``watcher`` before every later change of states."""
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return what `read_state` does, without waiting for steps. The range must not change."""
+        """Return what `read_state` does without waiting. The range must not change meanwhile."""
 
 
 @runtime_checkable
@@ -365,7 +366,7 @@ class DeviceMemory(Protocol):
     """Tier that can list its device memory, which may be released between two steps."""
 
     def device_tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """Return long-lived "master_weights", "optimizer_states", "gradients" and "buffers"."""
+        """Return tensors by kind: "master_weights", "optimizer_states", "gradients", "buffers"."""
 
 
 class DeviceTierFactory(Protocol):

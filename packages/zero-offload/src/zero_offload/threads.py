@@ -26,7 +26,7 @@ def share_under_torchrun() -> int:
 
     The cores that the torchrun process may use are divided equally among its ranks. A rank that is
     bound to fewer cores (``torchrun --numa-binding``, numactl) uses at most that many. The result
-    is 1 if torchrun did not start several ranks with ``OMP_NUM_THREADS=1``.
+    is 1 if torchrun did not start several ranks with ``OMP_NUM_THREADS=1``, and on macOS.
     """
     found = os.environ
     is_torchruns = "TORCHELASTIC_RUN_ID" in found and found.get("OMP_NUM_THREADS") == "1"

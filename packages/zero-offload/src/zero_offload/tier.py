@@ -75,6 +75,7 @@ def create_tier(
 
     Raises:
         ValueError: a setting or an optimizer is not supported. The message names it.
+        StorageError: the disk has no room for the state file.
     """
     settings = OffloadSettings.from_config(config)
     if settings.lossless_upload and upload_codec is None and device.type != "cpu":

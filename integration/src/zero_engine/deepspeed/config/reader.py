@@ -197,7 +197,7 @@ _RENAMED = {
     **{key: f"stage3_{key}" for key in _STAGE3},
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
-"""Names of keys of ``zero_optimization``, by other names that DeepSpeed accepts."""
+"""Keys of ``zero_optimization``, by other names that DeepSpeed accepts for them."""
 _OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 _LION = {"lr": 1e-3, "betas": (0.9, 0.999)}
@@ -338,7 +338,7 @@ def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
 
 
 def keep_bf16_moments(core: dict[str, Any]) -> None:
-    """Make bf16 the default dtype of offloaded moments, if bf16 or fp16 is enabled."""
+    """Make bf16 the default of offloaded moments with bf16 or fp16. ConfigError if not offloaded."""
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
     if offload.get("device", "none") == "none":
@@ -351,7 +351,7 @@ def keep_bf16_moments(core: dict[str, Any]) -> None:
 
 
 def keep_updates_to_steps(core: dict[str, Any]) -> None:
-    """Disable ``update_in_backward``, because any backward may be the last one of a step."""
+    """Disable ``update_in_backward`` (ConfigError if set): no backward is known to be the last."""
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
     if offload.get("device", "none") == "none":

@@ -155,8 +155,8 @@ class QuantizedCollectives:
     ) -> Work:
         """Start to gather weights. A collective. See [Note: what is sent exactly].
 
-        A quantized block with NaN or Inf arrives as NaN on every rank. ``out`` must not overlap a
-        shard that is quantized, because rounded weights would overwrite the exact ones.
+        A quantized block with NaN or Inf arrives as NaN on every rank. If ``out`` overlaps a shard
+        that is quantized or gathered from secondary shards, ValueError is raised.
 
         Args:
             out: 1-D, contiguous, ``world_size * shard.numel()`` elements. Filled when ``wait`` of

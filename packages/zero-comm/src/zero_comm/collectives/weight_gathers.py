@@ -284,7 +284,7 @@ def numbers_of(
 
 
 def exchange(numbers: Sequence[Tensor], num_ranks: int, gather: _Gather) -> Callable[[], Tensor]:
-    """Exchange units' ``numbers``. Return a function that waits for them, [ranks, units, 3].
+    """Exchange units' ``numbers``. Return a function that waits and returns [ranks, units, 3].
 
     ``gather`` fills its first argument with every rank's second one.
     """
@@ -327,7 +327,7 @@ class LosslessGather(WeightGather):
         gather: _Gather,
         held: Sequence[Tensor] = (),
     ) -> Tensor | None:
-        """Return a message of the length of the longest of ``ranks``. None: send whole values.
+        """Return a message as long as the longest one of ``ranks``, or None to send whole values.
 
         Without an announcement ``gather`` exchanges the numbers, and the host waits for them.
         """

@@ -29,8 +29,8 @@ class Codec(Protocol):
 
         The difference coding has two operands, the old and the new elements, of one dtype and
         length. The value coding has one operand. ``out`` is uint8, has `max_buffer_nbytes` bytes
-        and an even address. After the encoding, the compiled codec leaves bytes undefined, and the
-        others write zeros. The result is an int64 scalar on the same device. Only the compiled
+        and an even address. Its bytes after the encoding are undefined with the compiled codec, and
+        zeros with the others. The result is an int64 scalar on the same device. Only the compiled
         codec uses ``num_threads``. None means torch's thread count.
         """
 

@@ -73,7 +73,7 @@ class TorchCodec(ABC):
 
     @abstractmethod
     def _read(self, old: Tensor, blocks: _Blocks) -> tuple[Tensor, Tensor]:
-        """Return the new bits except of raw blocks, and if modes above 1 are sound, [blocks, 1]."""
+        """Return new bits except raw blocks', and whether modes above 1 are sound, [blocks, 1]."""
 
     def measure(self, *operands: Tensor) -> Tensor:
         end = _full(frame.descriptors_nbytes(operands[0].numel()), operands[0])

@@ -42,14 +42,14 @@ def quantize(
     In every finite block ``|x - dequantize(quantize(x))|`` is at most half a step (fp8: half the
     local spacing of fp8 numbers), plus the rounding of fp32 and of the output dtype. Zeros stay
     zeros. Without a seed, dequantized tensors can be quantized again in the same dtype unchanged.
-    With a rotation neither holds, and the bound is that of the root mean square error of 64
-    elements. With a seed the error is below one step and zero on average. Blocks do not affect each
-    other. [Note: the quantized buffer] defines the bytes. Papers: ZeRO++ (arXiv 2306.10209), qwZ;
-    SDP4Bit (arXiv 2410.15526) for the rotation.
+    With a rotation the last two statements do not hold, and the bound is one of the root mean
+    square error of 64 elements. With a seed the error is below one step and zero on average. Blocks
+    do not affect each other. [Note: the quantized buffer] defines the bytes. Papers: ZeRO++ (arXiv
+    2306.10209), qwZ; SDP4Bit (arXiv 2410.15526) for the rotation.
 
     Args:
-        x: any shape, fp32, bf16, fp16 or fp64, read in flat order. Not differentiable. Values
-            outside fp32's range count as Inf: of fp64, or of any dtype after the rotation.
+        x: any shape, fp32, bf16, fp16 or fp64, read in flat order. Not differentiable. Values of
+            fp64, or of a rotated block, that exceed fp32's range count as Inf.
         format: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.
         seed: selects stochastic rounding. A seed gives the same bytes on every device. Only the low
             32 bits count. See [Note: stochastic rounding].

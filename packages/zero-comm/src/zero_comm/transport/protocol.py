@@ -56,11 +56,11 @@ class TransportCollectives(Protocol):
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
         """Return collectives among the given ranks, renumbered in the given order.
 
-        Every rank must call it equally often, each time with the subgroup that contains it.
+        Every rank must call it equally often, each time with the subgroup that the rank belongs to.
         """
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate 1-D zeros in memory with the fastest transfers, which may never be freed."""
+        """Allocate 1-D zeros in memory with the fastest transfers. It may never be freed."""
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         """Run ``job``, perhaps asynchronously, after earlier jobs with equal ``is_reduction``."""

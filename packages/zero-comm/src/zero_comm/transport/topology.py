@@ -87,7 +87,7 @@ def find_ranks_per_node(
 ) -> int:
     """Return ``given``, or the number of consecutive ranks per node (1 without a process group).
 
-    If ``given`` is None, all ranks must make a group's first call, an all-gather on ``device``.
+    If ``given`` is None, a group's first call is an all-gather on ``device`` by all its ranks.
     """
     group = collectives.group
     if given is not None or group is None:

@@ -185,7 +185,7 @@ class Geometry:
         pieces: ``(start, stop, group)``, sorted, disjoint, each inside one shard.
         params: ``(start, tensor)``, sorted, disjoint, 1-D, contiguous and floating point.
         master_dtype: dtype of the master weights, by default float64 if a shard is float64 and
-            float32 otherwise. A part has the dtype of the whole, so that a split changes no bit.
+            float32 otherwise. A part has the dtype of the whole space, so a split changes no value.
         published_numel: maximum elements that are published at once, by default `PUBLISHED_NUMEL`.
     """
 
@@ -240,7 +240,7 @@ class Geometry:
             raise ValueError(f"[{start}, {stop}) is not within the flat space [0, {self.numel})")
 
     def align(self, share: Intervals, alignment: int) -> Intervals:
-        """Return ``share`` with bounds in a piece moved down, to aligned offsets from its start."""
+        """Move each bound of ``share`` inside a piece down to an aligned offset in the piece."""
         return Intervals(
             (self._align_down(start, alignment), self._align_down(stop, alignment))
             for start, stop in share.spans
@@ -277,7 +277,7 @@ class Geometry:
         return Intervals((self.pieces[i].start, ends[i]) for i in indices)
 
     def part(self, share: Intervals) -> tuple[Geometry, dict[int, tuple[int, ...]]]:
-        """Return the geometry of ``share``, and the indices of its pieces by piece index here."""
+        """Return the geometry of ``share``, and its piece indices by those of this geometry."""
         pieces: list[tuple[int, int, int]] = []
         local: dict[int, tuple[int, ...]] = {}
         for i, piece in enumerate(self.pieces):

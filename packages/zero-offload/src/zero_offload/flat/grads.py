@@ -101,7 +101,7 @@ class GradLedger:
 
 
 def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
-    """Set ``out`` to the ordered sum of ``terms``, in its own dtype. It may be ``terms[0]``."""
+    """Sum ``terms`` in order, in the dtype of ``out``, into ``out``, which may be ``terms[0]``."""
     first, *others = terms
     if first.data_ptr() != out.data_ptr():
         out.copy_(first)

@@ -48,8 +48,8 @@ class HostMemory:
     def parts(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """Return tensors with ``numel`` elements in total, which cover a flat space in order.
 
-        Torch rounds page-locked memory up to a power of two. To waste little, page-locked tensors
-        have a power of two of elements, except a small last one.
+        Torch rounds page-locked memory up to a power of two. To waste little, the number of
+        elements of each page-locked tensor is a power of two, except for a small last one.
         """
         found: list[Tensor] = []
         while numel:

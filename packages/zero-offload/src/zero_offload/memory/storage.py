@@ -227,9 +227,9 @@ class Transfer:
 class BlockFile:
     """Blocks of fixed lengths in one preallocated file, read and written in the background.
 
-    The constructor allocates and unlinks the file. It raises StorageError if the disk is full, and
-    warns if the file system has no direct I/O (``is_direct``). A block that was never written reads
-    as zeros. Transfers run in any order. Starting a second one of a block raises ValueError.
+    The constructor allocates and unlinks the file. It raises ValueError for an unusable folder and
+    StorageError for a full disk, and warns if the file system has no direct I/O (``is_direct``). A
+    block that was never written reads as zeros. Transfers run in any order, at most one per block.
 
     Attributes:
         bytes_read, bytes_written: bytes of blocks so far, not rounded up to `ALIGNMENT`.

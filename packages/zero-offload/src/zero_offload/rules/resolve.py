@@ -187,7 +187,7 @@ def _has_amsgrad(groups: Groups) -> bool:
 
 
 def _may_start_late(groups: Groups) -> bool:
-    """Return whether a group may get momentum later, which only torch begins undampened."""
+    """Return whether momentum may start after step 1. Only torch then skips the first dampening."""
     momenta = [bool(group["momentum"]) for group in groups]
     return any(momenta) and not all(momenta) and any(group["dampening"] for group in groups)
 

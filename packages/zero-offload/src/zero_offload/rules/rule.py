@@ -43,7 +43,7 @@ Grad = Tensor | list[Tensor]
 Stored = Mapping[str, Tensor]
 """The 1-D host buffers of one span, by name."""
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""Pairs of source, a buffer of the span, and target of the same length."""
+"""Pairs of a source, which is a buffer of the span, and a target of the same length."""
 
 
 class Rule(ABC):

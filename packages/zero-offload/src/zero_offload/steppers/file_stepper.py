@@ -12,8 +12,8 @@ of one block and is free, prefetched, being read, taken or being written. Three 
 to read, update and write at the same time.
 
 [Note: prefetch]
-Steps usually take the same blocks in the same order. While nothing is announced, free buffers read
-the blocks that followed in the last step. Other announced blocks may reuse these buffers.
+Steps usually take the same blocks in the same order. While nothing is announced, free buffers are
+filled with the blocks that followed in the last step. Announced blocks may reuse these buffers.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ class BlockLayout:
         return ((index, a, b) for a, b, index in self._index.overlaps(start, stop))
 
     def parts_of(self, index: int, name: str) -> list[int]:
-        """Return indices in ``names`` of buffers that include those of a state of a block."""
+        """Return the indices in ``names`` of the buffers to transfer for one state of a block."""
         block = self.blocks[index]
         if name == MASTER and block.rule.is_master_split:
             return [self.names.index(PARAM), self.names.index(REMAINDER)]
@@ -326,7 +326,7 @@ class RuleStepper(Stepper):
         """Store the updated buffers of a block that was taken."""
 
     def fill(self, pieces: Iterable[int], *, is_fresh: bool) -> None:
-        """Write the pieces' initial states, without zeros if ``is_fresh`` storage has them."""
+        """Write the pieces' initial states. With ``is_fresh`` the storage has zeros already."""
         for span in (self.geometry.pieces[i] for i in pieces):
             for name, value in self._initial[span.group].items():
                 if value or not is_fresh:

@@ -97,7 +97,7 @@ class EntryTemplate:
 
 
 def is_elementwise(value: Any, numel: int) -> bool:
-    """Return whether a state has shape ``(numel,)``, or raise ValueError for other sizes than 1."""
+    """Return whether a state has shape ``(numel,)``. If not, it must have one element at most."""
     if not isinstance(value, Tensor):
         return False
     if value.shape == (numel,):
@@ -140,7 +140,7 @@ FUSED_ALIGNMENT = 16
 """Elements of a vector in torch's fused CPU kernels, or a multiple of that."""
 
 _HOST_CHUNK_NUMEL = 1 << 20
-"""Number of elements at which a chunk on the host ends. Its last run may exceed it."""
+"""A chunk on the host ends with the run that reaches this number of elements."""
 _DEVICE_CHUNK_NUMEL = 1 << 26
 """The same on a device, where larger chunks mean fewer kernel launches."""
 

@@ -98,7 +98,7 @@ class VirtualEvent:
 
 
 class VirtualStream(torch.Stream):
-    """Stream whose work takes given times, which are spans of ``lane``."""
+    """Stream whose work takes given times and is recorded as spans of ``lane``."""
 
     time: VirtualTime
     lane: str
@@ -148,7 +148,7 @@ class VirtualStreams(AcceleratorStreams):
         return self._compute
 
     def wait(self, event: torch.Event) -> None:
-        """Advance the worker's clock in its thread. Waits in other threads take no time."""
+        """Advance the worker's clock in the worker's thread. Other threads' waits take no time."""
         time = self._compute.time
         if time.is_worker and threading.get_ident() == time.worker_thread:
             event.synchronize()

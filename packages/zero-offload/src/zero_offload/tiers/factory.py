@@ -135,7 +135,7 @@ class OffloadTiers:
         return self.rule is not None and self._settings.nvme_path is None
 
     def alignment(self, groups: Groups) -> int:
-        """Return the alignment of split points, in elements, at which no bit changes on a CPU."""
+        """Return the alignment, in elements, of split points that change no bit on a CPU."""
         if self.device.type != "cpu":
             return 1
         if self.rule is not None:

@@ -66,8 +66,8 @@ class TierReport:
 class FlatTier(ABC):
     """A StateTier with one stepper.
 
-    Reading and writing state first waits for pending steps, except `peek_state`. After a failed
-    step these calls, `offer_grad`, ``step`` and `wait_params` raise `OffloadError`.
+    Reads and writes of state, except `peek_state`, first wait for pending steps. After a failed
+    step they and all calls that take or discard gradients or wait raise `OffloadError`.
     """
 
     _update_s = 0.0  # seconds of updates in the caller's thread

@@ -208,7 +208,7 @@ BLOCK_NUMEL = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """State in host memory, on its way from an old tier to a new one."""
+    """State in host memory while it moves from an old tier to a new one."""
 
     numel: int
     states: dict[str, Tensor] = field(default_factory=dict)
@@ -427,7 +427,7 @@ class Shares:
         return self._host.numel
 
     def expect_micro_steps(self, count: int) -> None:
-        """Set the expected `add_grad` calls per range and step, for the allocation of memory.
+        """Set the expected number of `add_grad` calls per range and step, to allocate memory.
 
         Call it before state is written and before the first gradient is added.
         """
@@ -630,7 +630,7 @@ class ReportingShares(Shares):
         return [] if host is None else host.tier.mover.streams.take_copies()
 
     def host_memory_bytes(self) -> dict[str, int]:
-        """Return bytes of host memory by kind, without parameter shards and their copies."""
+        """Return bytes of host memory by kind, without parameter shards and parameter staging."""
         found: Counter[str] = Counter()
         is_all_on_host = self._factory.device.type == "cpu"
         for part in self.report():

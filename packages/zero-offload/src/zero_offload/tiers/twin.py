@@ -52,9 +52,9 @@ class TwinTier(ReportingShares):
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Callable[[], None] | None:
         """Add to the gradient of ``[start, start + grad.numel())`` on host and device.
 
-        Gradients since the range's last step are added in order, in the master weights' dtype. When
-        a range that a step has updated gets its next gradient, gradients from before that step that
-        no step has used are dropped. See [Note: layers] of `zero_offload.transfers.mover`.
+        Gradients since the range's last step are added in order, in the master weights' dtype. The
+        first gradient of a range after its step also drops older gradients of other ranges that no
+        step has used. See [Note: layers] of `zero_offload.transfers.mover`.
 
         Return None, or a function to call before the memory of ``grad`` is overwritten.
         """
@@ -98,7 +98,7 @@ class TwinTier(ReportingShares):
             self.check_whole()
             left = self._closed.difference(self._fresh)
             self._closed, self._offered = Intervals(), self._fresh
-            host = self._host_part  # on the device the next gradient replaces it
+            host = self._host_part  # on the device the next gradient replaces the dropped one
             if host is not None:
                 for a, b in host.share.intersection(left).spans:
                     host.tier.drop_grads(host.share.local(a), host.share.local(b))
@@ -198,8 +198,8 @@ class TwinTier(ReportingShares):
         """Begin a step over the host's elements of ``active`` before the step is confirmed.
 
         No value is published before ``step`` with the same settings and scale, which completes it.
-        [Note: speculation] of `zero_offload.tiers.flat_tier` has the calls that undo it. ``step``
-        alone updates the device's elements.
+        [Note: speculation] of `zero_offload.tiers.flat_tier` lists the calls that undo it. The
+        device's elements are updated by ``step`` only.
         """
         if not self._has_undo:
             raise RuntimeError("speculate without enable_undo: call that once before")

@@ -16,7 +16,7 @@ tentative updates are published, and all other chunks are updated and published.
 tentative updates are undone. While staging buffers are full (`HostMover.is_full`), the worker
 prefers updates to publishing kept chunks.
 
-`Worker.run_next` updates one chunk, called by a `HostThread` or by a simulation of it.
+A `HostThread`, or a simulation of it, calls `Worker.run_next`, which updates one chunk.
 """
 
 from __future__ import annotations

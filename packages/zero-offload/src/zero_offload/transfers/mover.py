@@ -19,7 +19,7 @@ The host keeps the values that it sent last, but other code may have written to 
 While the host updates, the device therefore computes a checksum of its values. If that equals the
 host's checksum, the host sends the lossless difference if it is shorter, otherwise the new values.
 A long span is sent in parts, which alternate between two buffers. Short parts are sent without a
-checksum, as are up to three elements at either end, so that the others are whole checksum words.
+checksum, as are up to three elements at either end, so that the other parts are whole words.
 
 [Note: layers]
 layer   host memory over the flat space for one micro-step's gradient, in the gradient's dtype.
@@ -94,7 +94,7 @@ def resolve_upload_codec(codec: UploadCodec | str | None) -> UploadCodec | None:
 
 
 def part_numel(published_numel: int) -> int:
-    """Return a difference's maximum elements: with overhead it fits in ``published_numel``."""
+    """Return a difference's maximum elements, so few that with overhead it fits in a run."""
     numel = published_numel - published_numel // 16
     return max(numel - numel % _WORD_NUMEL, _WORD_NUMEL)
 
@@ -292,10 +292,7 @@ class Mover:
         self._offered.clear()
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Block the updating thread until `out` has memory for ``spans``, each inside one shard.
-
-        If values are sent as differences, also start to compute the device's checksums.
-        """
+        """Prepare `out` for ``spans``, each inside one shard. In place this takes no work."""
 
     def out(self, start: int, stop: int) -> Tensor:
         """Return memory for the rounded values of ``[start, stop)``, one of the open spans."""
@@ -398,7 +395,7 @@ class HostMover(Mover):
         return self.append(start, grad, ledger, 0)
 
     def append(self, start: int, grad: Tensor, ledger: GradLedger, layer: int) -> Release | None:
-        """Start to copy a micro-step's gradient to a layer, by ``published_numel`` elements."""
+        """Start to copy a micro-step's gradient to a layer, in runs of ``published_numel``."""
         event = None
         staging = self._staging_of(self.kept_dtype(grad.dtype), layer)
         longest = self.geometry.published_numel
@@ -474,7 +471,10 @@ class HostMover(Mover):
         return not all(e.query() for staging in self._staging[-2:] for e in staging.sent)
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Take the least recently used staging buffer, and wait for its copies to the device."""
+        """Take the least recently used staging buffer, and wait for its copies to the device.
+
+        If values are sent as differences, also start to compute the device's checksums.
+        """
         self._staging = (self._staging[-1], *self._staging[:-1])
         current = self._staging[0]
         for event in current.sent:
@@ -489,7 +489,7 @@ class HostMover(Mover):
                 self.differences.open(start, stop)
 
     def _staged_numel(self, spans: Sequence[tuple[int, int]]) -> dict[torch.dtype, int]:
-        """Return the elements to stage by dtype, at least the longest run's for reuse."""
+        """Return the number of elements to stage by dtype, at least the longest run's for reuse."""
         needs: dict[torch.dtype, int] = {}
         for start, stop in spans:
             view = self.geometry.view(start, stop)
