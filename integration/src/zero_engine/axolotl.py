@@ -53,7 +53,7 @@ class ZeroPlugin(BasePlugin):  # type: ignore[misc]
         return f"{__name__}.{ZeroArgs.__name__}"
 
     def get_trainer_cls(self, cfg: Any) -> type[ZeroTrainer] | None:
-        """Return the Trainer's class, or None without ``zero``. ConfigError if ``rl`` is set too."""
+        """Return the Trainer's class, or None without ``zero``. ConfigError with the key ``rl``."""
         if cfg.zero is None:
             return None
         if cfg.rl:

@@ -110,7 +110,7 @@ def initialize(
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the model.
-        ValueError: there is no model (ModelMissingError), no configuration, or there are two.
+        ValueError: no model (ModelMissingError), no configuration or two configurations were given.
         NotServedError: model parallelism or ``mesh_param`` is requested.
     """
     if model is None:

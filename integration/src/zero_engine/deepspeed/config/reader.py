@@ -338,7 +338,7 @@ def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
 
 
 def keep_bf16_moments(core: dict[str, Any]) -> None:
-    """Make bf16 the default of offloaded moments with bf16 or fp16. ConfigError if not offloaded."""
+    """Make bf16 the default of offloaded moments with bf16 or fp16. ConfigError without offload."""
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
     if offload.get("device", "none") == "none":

@@ -237,7 +237,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return loss / steps if steps > 1 else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, for a plain backward. Not scalar: it raises."""
+        """Return a scalar ``loss`` times the loss scale, for a plain backward."""
         if loss.numel() != 1:
             raise NotScalarError(
                 f"scale() takes a scalar tensor, found a loss of shape {tuple(loss.shape)}: run "
@@ -248,7 +248,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step and, at an accumulation boundary, update the parameters.
 
-        Every rank must call it. Raises RuntimeError in `no_sync` and `coalesce_grad_reduction`.
+        Every rank must call it. Raises RuntimeError in `no_sync` and `coalesce_grad_reduction`, and
+        without an optimizer.
         """
         core = self._live_core("step")
         if self._is_quiet:  # scripts may match DeepSpeed's message
@@ -292,7 +293,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.watch.step_done(facts)
 
     def optimizer_step(self) -> None:
-        """Call `step`, for the optimizer. Raises RuntimeError between accumulation boundaries."""
+        """Call `step`, for the optimizer. RuntimeError between boundaries or without a backward."""
         core = self._live_core("optimizer.step")
         if not core.is_gradient_accumulation_boundary():
             raise RuntimeError(
