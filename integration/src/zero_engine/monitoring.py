@@ -323,7 +323,7 @@ class WallClock(StepObserver):
     def _end(self, part: str) -> None:
         now = self._now()
         begun, spans = self._begun.pop(part, now), self._spans[part]
-        if spans and isinstance(now, float):  # their sum alone, so that memory does not grow
+        if spans and isinstance(now, float):  # keep only the sum, so that memory does not grow
             spans[0] = spans[0][0], spans[0][1] + (now - begun)
         else:
             spans.append((begun, now))

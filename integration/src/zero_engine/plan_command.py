@@ -223,7 +223,7 @@ class PlanRequest:
 
 
 def _sizes_of(size: str, vocab: int) -> dict[str, int]:
-    """Return sizes of about ``size`` parameters, with 128 times as much width as blocks."""
+    """Return sizes of a GPT-2 of about ``size`` parameters, whose width is about 128 * blocks."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)([kmb])", size.strip().lower())
     numel = float(match[1]) * 1000 ** (1 + "kmb".index(match[2])) if match else 0.0
     if not 1e5 <= numel <= 1e15:
@@ -234,7 +234,7 @@ def _sizes_of(size: str, vocab: int) -> dict[str, int]:
 
 
 def show_plan(plan: TimedPlan, settings: Mapping[str, Any], console: Console, rows: int) -> None:
-    """Print ``plan`` of the configuration ``settings``, with at most ``rows`` choices."""
+    """Print ``plan`` of the configuration ``settings``, with ``rows`` choices and marked ones."""
     kinds = [k for k in ("bf16", "fp16") if settings.get(k, {}).get("enabled")]
     facts = [f"{plan.num_parameters:,} parameters", *(kinds or ["fp32"])]
     facts += [

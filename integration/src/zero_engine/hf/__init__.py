@@ -3,9 +3,9 @@
     trainer = ZeroTrainer(model=model, args=args, train_dataset=data, zero="stage3-offload")
     trainer.train()
 
-`ZeroTrainer` and `ZeroSeq2SeqTrainer` are transformers' Trainers, and `zero_trainer(SFTTrainer)`
-makes another class of Trainer such a one. ``zero`` is a name of `PRESETS`, a configuration, or the
-path of a JSON file.
+`ZeroTrainer` and `ZeroSeq2SeqTrainer` are transformers' Trainers on this engine.
+`zero_trainer(SFTTrainer)` derives the same from another Trainer. ``zero`` is a name of `PRESETS`, a
+configuration, or the path of a JSON file.
 """
 
 import functools

@@ -173,7 +173,7 @@ def _check(parts: Sequence[_Part], engine: ShardedModel) -> None:
 
 
 def _names(parts: Sequence[_Part]) -> tuple[dict[int, str], frozenset[int]]:
-    """Return first names by ``id``, also of tied weights, and ids that adapted modules change."""
+    """Return first names of parameters by ``id``, and ids of those that adapted modules change."""
     first: dict[int, str] = {}
     adapted: dict[int, _Part] = {}
     for part in parts:

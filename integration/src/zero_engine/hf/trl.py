@@ -44,7 +44,7 @@ class SyncRefModel(SyncRefModelCallback):  # type: ignore[misc]
 
 
 class EngineBackend(DistributedBackend):  # type: ignore[misc]
-    """TRL's view of the distributed backend, whose parameters the engine gathers."""
+    """TRL's distributed backend, for parameters that the engine gathers."""
 
     def __init__(self, accelerator: ZeroAccelerator) -> None:
         super().__init__(accelerator)
@@ -76,7 +76,7 @@ class TRLTrainer(ZeroTrainer):
         super().add_callback(callback)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """Compute a batch's log-probabilities of the reference, maybe before ``train``."""
+        """Compute a batch's reference log-probabilities. Builds the engine if there is none yet."""
         if model is self.model:
             self._wrap_model(model, training=False)
         return super().compute_ref_log_probs(model, inputs)  # type: ignore[misc]

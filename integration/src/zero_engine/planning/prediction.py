@@ -161,7 +161,7 @@ class Schedule:
         return self.work[-1]
 
     def run(self) -> None:
-        """Set start and stop of all work. Work after later work of its resource: ValueError."""
+        """Set start and stop of all work. Raises ValueError if some work can never start."""
         followers: dict[int, list[Work]] = {}
         queues: dict[str, deque[Work]] = {n: deque() for n in ("main", "link", "down")}
         ready: dict[str, list[tuple[int, int, Work]]] = {n: [] for n in ("host", "up", "file")}

@@ -86,7 +86,7 @@ class Rates:
     curves: Mapping[str, Curve]
 
     def seconds(self, names: Sequence[str], amount: float) -> float:
-        """Return the seconds by the first of ``names`` with a curve. Without one: ConfigError."""
+        """Return the seconds by the first of ``names`` with a curve, or raise ConfigError."""
         for name in names:
             if name in self.curves:
                 return self.curves[name].seconds(amount)

@@ -94,7 +94,7 @@ class TimedPlan(Plan):
 
     @property
     def marked(self) -> dict[str, TimedChoice]:
-        """Simplest and fastest choice that fit the given memory and round no more."""
+        """Simplest and fastest choice that fit the given memory and add no rounding."""
         is_limited = self.device_memory is not None or self.host_memory is not None
         fitting = [c for c in self.choices if c.is_fitting and not c.placement.is_rounding]
         if not fitting or not is_limited:

@@ -220,7 +220,7 @@ class Partitioned(nn.Parameter):
 class _RecordedPart(Tensor):
     """This rank's part of a value that is only recorded.
 
-    Every use except reading its shape or dtype computes and splits the value, a collective.
+    Every use except reading its shape or dtype computes and splits the value, which is collective.
     """
 
     param: Partitioned
