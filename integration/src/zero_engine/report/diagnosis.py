@@ -21,7 +21,7 @@ from zero_engine.terminal import count
 _LEAST = 0.08
 """Smallest share of a step that counts as a cause."""
 _FULL = 0.9
-"""Share of the memory limit from which on memory counts as a cause."""
+"""Share of the memory limit above which memory counts as a cause."""
 _SKIPPED = 0.02
 _SMALL = 4
 _USUAL_SCALING = 0.85

@@ -189,7 +189,7 @@ def _permutation(length: int, seed: int, epoch: int) -> Tensor:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield ``text`` in pieces of whole lines with at least 20,000 characters, but for the last."""
+    """Yield ``text`` in pieces of whole lines, all but the last of at least 20,000 characters."""
     piece: list[str] = []
     num_chars = 0
     for line in text.splitlines(keepends=True):

@@ -26,13 +26,13 @@ class Start(StrEnum):
     """Mode of a start: by ``--resume``, ``--resume auto``, ``--overwrite`` or none of these."""
 
     NEW = "new"
-    """In a folder without a run."""
+    """Start a run in a folder without one."""
     OVERWRITE = "overwrite"
-    """In place of the folder's run, if any."""
+    """Replace the folder's run, if any."""
     RESUME = "resume"
-    """From the newest checkpoint, which must exist."""
+    """Continue from the newest checkpoint, which must exist."""
     AUTO = "auto"
-    """From the newest checkpoint, or as a new run without one."""
+    """Continue from the newest checkpoint, or start a new run if there is none."""
 
 
 def flag_of(name: str) -> str:
