@@ -331,7 +331,7 @@ def matrix(session: nox.Session, torch: str, build: str) -> None:
 
 
 def install_build(session: nox.Session, torch: str, build: str, *tested: str) -> None:
-    """Install all packages and test tools with a build of torch, and the fake CUDA below it."""
+    """Install all packages, ``tested``'s tools and torch. For CUDA, also build the fake library."""
     tools = [*(tool for name in tested for tool in group("test", name)), *group("runners")]
     packages = own(session, "cpu-adam[torch]", *PACKAGES[1:], COMMANDS)
     required, options = releases.requirements(torch, build)

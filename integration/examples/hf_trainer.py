@@ -1,4 +1,4 @@
-"""Fine-tune a Hugging Face model with ZeRO, selected by the option `--zero` without JSON.
+"""Fine-tune a Hugging Face model with a ZeRO preset, named by `--zero`, without a JSON file.
 
 torchrun --nproc-per-node 2 integration/examples/hf_trainer.py --zero stage3-offload
 """

@@ -4,8 +4,8 @@
 engine        every stage against DDP (on one rank the bare model) with torch's fused AdamW, in fp16
               with torch's GradScaler
 offload       the same with the optimizer state on the host, at several ratios
-comm          quantized collectives: losses compared with the engine's without them. Four ranks form
-              two nodes, where hpZ must not change a bit
+comm          stage 3 with zero-comm's collectives against stage 3 without them. Four ranks form two
+              nodes, where hpZ must not change a bit
 
 Several ranks share one device through gloo. Where gloo does not support the device, the row says
 so. torch's deterministic algorithms are on, because equal computations must give equal bits.
@@ -143,7 +143,7 @@ def collectives(place: Place) -> dict[str, Row]:
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         gap, sent = worst.tolist()
         bar = 0.0 if is_exact else QUANTIZED_BAR
-        # A gap of 0 means that nothing was quantized, equal bytes that nothing was saved.
+        # A gap of 0 means that nothing was quantized. Equal bytes mean that nothing was saved.
         is_met = (gap > 0.0) != is_exact and gap <= bar and sent < 1.0
         rows[name] = {"found": gap, "bar": bar, "is_met": is_met, "sent_to_plain": sent}
     return rows

@@ -305,7 +305,7 @@ class FileShards:
         return copy
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Collect new values of a shard. Write it once it has no gaps, or `_kept` has their values."""
+        """Collect new values of a shard. Write when it has no gaps, or `_kept` has their values."""
         with self._lock:
             if self._collected is not None and self._collected.segment != segment:
                 self._send()

@@ -246,10 +246,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return self._live_core("scale").scale(loss, over=1)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-step and, at an accumulation boundary, update the parameters.
+        """End a micro-step and, at a boundary, update the parameters. Every rank must call it.
 
-        Every rank must call it. Raises RuntimeError in `no_sync` and `coalesce_grad_reduction`, and
-        without an optimizer.
+        Raises RuntimeError in `no_sync` and `coalesce_grad_reduction`, and without an optimizer.
         """
         core = self._live_core("step")
         if self._is_quiet:  # scripts may match DeepSpeed's message
@@ -293,7 +292,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.watch.step_done(facts)
 
     def optimizer_step(self) -> None:
-        """Call `step`, for the optimizer. RuntimeError between boundaries or without a backward."""
+        """Call `step`. Raises RuntimeError between boundaries and if there was no backward."""
         core = self._live_core("optimizer.step")
         if not core.is_gradient_accumulation_boundary():
             raise RuntimeError(
