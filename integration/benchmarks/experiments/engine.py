@@ -57,7 +57,6 @@ NUM_CALIBRATION = 20_000
 SHORT_STEPS = 10
 """Steps in which Python time is measured, as a multiple of ``--steps``."""
 VOCAB = 8192
-HOST = {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}
 Contenders = Mapping[str, tuple[str, int, Mapping[str, Any]]]
 """Maps a name to side, stage and further keys of ``zero_optimization``. ``zero-N`` is this engine
 at stage N."""
@@ -67,7 +66,7 @@ CONTENDERS: Contenders = {
     "fsdp2": ("fsdp2", 3, {}),
     **{f"deepspeed-{stage}": ("deepspeed", stage, {}) for stage in (1, 2, 3)},
     **{f"zero-{stage}": ("zero", stage, {}) for stage in range(4)},
-    "zero-3-offload": ("zero", 3, HOST),
+    "zero-3-offload": ("zero", 3, {"offload_optimizer": {"device": "cpu"}}),
 }
 
 

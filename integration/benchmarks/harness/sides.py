@@ -57,15 +57,16 @@ class KeptTier:
     def host_share(self) -> float | None:
         return None if self.tier is None else self.tier.host_numel / max(1, self._numel)
 
-    def io_seconds(self) -> dict[str, float]:
-        """Return seconds of file access so far, or an empty dict if the tier has no file.
+    def counters(self) -> dict[str, float]:
+        """Return `moved_bytes`, and seconds of file access so far if the tier has a file.
 
         ``io_s`` is the time of reads and writes, ``stall_s`` the time that the training thread
         waited for an update.
         """
         if self.tier is None or (file := self.tier.file) is None:
-            return {}
-        return {"io_s": file.io_s, "stall_s": self.tier.stall_s}
+            return {**self.moved_bytes()}
+        seconds = {"io_s": file.io_s, "stall_s": self.tier.stall_s}
+        return {**seconds, **self.moved_bytes()}
 
 
 @dataclass
