@@ -18,7 +18,7 @@ def release_free_pages() -> None:
 
 
 def use_one_core() -> None:
-    """Make torch operations of the calling thread use no other threads.
+    """Make torch operations of the calling thread use no other threads (Linux with OpenMP).
 
     OpenMP gives each calling thread a separate team of threads, which spin while they wait. Next to
     the training thread's team, a second team can make operations ten times slower.
@@ -28,7 +28,7 @@ def use_one_core() -> None:
 
 
 def _call(name: str, *arguments: int) -> None:
-    """Call the C function ``name`` if a library loaded in this process has it."""
+    """Call the C function ``name`` on Linux, if a library loaded in this process has it."""
     if sys.platform == "linux":
         # foreign: musl has no malloc_trim, and OpenMP is optional
         function = getattr(ctypes.CDLL(None), name, None)

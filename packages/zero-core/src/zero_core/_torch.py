@@ -260,9 +260,10 @@ def save_own_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 
 def autocast_source(tensor: Tensor) -> Tensor | None:
-    """Return the leaf that a cast, as by autocast, has copied to ``tensor`` or to its base.
+    """Return the leaf tensor of which ``tensor``, or its base, is a cast, for example by autocast.
 
-    Returns None for other tensors, and without a recorded cast: if the leaf needs no gradient.
+    Returns None for other tensors, for a cast that was changed in place or moved to another device,
+    and for a leaf that requires no gradient, because autograd does not record its cast.
     """
     whole = tensor if tensor._base is None else tensor._base
     source = None if whole.grad_fn is None or whole._version else cast_param(whole.grad_fn)

@@ -105,7 +105,7 @@ class Blueprint:
     def check_ranks_agree(
         self, control: ControlGroup, config: Config, extensions: Sequence[str] = ()
     ) -> None:
-        """Raise RankMismatchError if the ranks' arguments of `build` differ. All must call it."""
+        """Raise RankMismatchError if models, settings or extensions differ. All ranks call it."""
         model = {f"parameter {p.name}": f"{p}" for p in self.layout.params}
         model["order of parameters"] = _digest(repr([p.name for p in self.layout.params]))
         model["layout"] = _digest(repr(self.layout))
@@ -164,7 +164,7 @@ def _flat(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]
 
 
 def _check_max_norm(model: nn.Module, config: Config, world_size: int) -> None:
-    """Raise ConfigError if shards would lose an embedding's in-place changes by ``max_norm``."""
+    """Raise ConfigError if sharding would lose changes made in place by an embedding's max_norm."""
     zero = config.zero_optimization
     is_sharded = zero.stage >= 1 and (world_size > 1 or zero.offload_param.device != "none")
     for name, module in model.named_modules():

@@ -154,8 +154,8 @@ def build(
         process_group: the data-parallel ranks. Default: all ranks.
         mesh: the data-parallel ranks as a device mesh, with dimensions (ranks,) or (nodes, ranks
             per node). Without two dimensions, launcher or host names determine the ranks per node.
-        pretrained: safetensors with every value, read as by `zero_core.load_pretrained`. The model
-            may then be on the meta device, except for buffers that its state dict lacks.
+        pretrained: safetensors files with every value, read as by `zero_core.load_pretrained`. The
+            model may then be on the meta device, except for buffers that its state dict lacks.
         attach: called with the engine before values move to the engine's memory. For adapters.
         extensions: objects whose methods the engine calls, besides those that ``config`` selects.
         is_training: False builds for evaluation alone.
@@ -168,6 +168,7 @@ def build(
             unknown; another engine still owns the model; the optimizer needs a closure or sparse
             gradients; or a setting needs an elementwise optimizer.
         CheckpointError: ``pretrained`` does not fit the model.
+        RuntimeError: another rank failed, or a collective (CollectiveError).
         MissingPartError: the configuration needs a package that is not installed.
         RankMismatchError: the ranks have different models or configurations.
     """
@@ -227,7 +228,7 @@ def build(
 
 
 class _Joined(NamedTuple):
-    """Result of `_join`: this rank's connections to the other ranks."""
+    """Result of `_join`: connections to the other ranks, the configuration and the arithmetic."""
 
     config: Config
     ranks: Ranks
@@ -377,7 +378,7 @@ def _make_engine(
     followers = WeightLengths.wanted(communicator, state)
     followers += [edits] if edits.is_needed else []
     site = Site(config, state, train, facts, ranks, meter.links.ranks_per_node)
-    if is_training:  # before the engine's hooks, which run around those of extensions
+    if is_training:  # attach first, so that the engine's hooks run around those of extensions
         attach_extensions(given, state, held.ownership)
         followers += make_extensions(site, given)
         followers.append(patches := PatchWriter(state))

@@ -87,7 +87,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def check_groups(self) -> None:
-        """Raise RuntimeError if a group has other parameters than at build(), in any order."""
+        """Raise RuntimeError if a group's parameters differ from those at build()."""
         if self._ids() != self._grouped:
             groups = zip(self.param_groups, chain(self._grouped, repeat([])), strict=False)
             moved = (p for group, was in groups for p in group["params"] if id(p) not in was)
@@ -203,6 +203,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         passed to `torch.Tensor.backward`.
 
         Raises:
+            RuntimeError: states are offloaded, or a change of values was interrupted.
             AccumulationScheduleError: the vertical schedule needs `train_batch`, because a step has
                 several micro-batches.
         """
@@ -324,7 +325,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
         Raises:
             ValueError: there are fewer micro-batches than a step has.
-            RuntimeError: as `step` and `backward`, in the middle of a step, or within ``no_sync``.
+            TypeError: without ``compute_loss``, the model returned no loss.
+            RuntimeError: as for `step` and `backward`; or the call is in the middle of a step,
+                within ``no_sync``, or after `set_gradient_accumulation_boundary`.
                 After an exception in a forward or backward, the next call starts the step again.
             AccumulationScheduleError: the model cannot be computed with the vertical schedule.
         """
@@ -456,7 +459,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         afterwards. Every rank must call it. Torch's own function clips nothing at stages 1 to 3.
 
         Raises:
-            RuntimeError: not at a boundary, within ``no_sync``, or units were updated in backward.
+            RuntimeError: not the last micro-step, within ``no_sync``, or after updates in backward.
             ValueError: ``max_norm`` or ``norm_type`` is not positive.
         """
         if not (max_norm > 0.0 and norm_type > 0.0):
@@ -492,7 +495,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
 
 def _check_apart(driver: MicroBatches, train: TrainState, call: str) -> None:
-    """Raise if a step's micro-batches must be computed together, which ``call`` does not do."""
+    """Raise for ``call`` if the schedule computes a step's micro-batches together."""
     if driver.why_joint and train.accumulation_steps > 1:
         raise AccumulationScheduleError(f"{call}: {driver.why_joint}")
 
@@ -520,8 +523,8 @@ def _drop_gradient(optimizer: EngineOptimizer, module: nn.Module, set_to_none: b
 def _deferred_interrupt(*, is_on: bool) -> Iterator[None]:
     """Defer SIGINT (Ctrl-C) until the end of the context, then call its handler.
 
-    A second SIGINT immediately calls the handler twice, once per signal. Outside of the main
-    thread, or if no Python function handles SIGINT, nothing is deferred.
+    A second SIGINT immediately calls the handler twice, once per signal. Nothing is deferred if not
+    ``is_on``, outside of the main thread, or if no Python function handles SIGINT.
     """
     handler = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()

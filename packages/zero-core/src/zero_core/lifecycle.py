@@ -1,9 +1,9 @@
 """Ownership of a model's parameters by an engine, from ``build`` until the engine ends.
 
-A rank may close its engine because of a failure, so closing needs no collective. On an accelerator
-it waits up to 10 seconds for the other ranks to close, unless one has failed. After
-`Ownership.close`, a parameter whose whole current value is not on this rank has no value, because a
-mix of current and stale values would look like a valid model.
+A rank may close its engine because of a failure, so closing needs no collective. (On an accelerator
+it may wait for other ranks: `zero_core.watch.watch.Watch.leave`.) After `Ownership.close`, a
+parameter whose whole current value is not on this rank has no value, because a mix of current and
+stale values would look like a valid model.
 
 [Note: copies of a model]
 `copy.deepcopy` of a module copies its hooks, too. A copy with the engine's hooks would gather
@@ -155,7 +155,7 @@ class Ownership:
                 for left in self._local_shards():
                     left.param.data = left.spec.to_values(left.values)
                 return
-            except Exception:  # for example, if a file of offloaded parameters was deleted
+            except Exception:  # the parameters are offloaded, or cannot be read from their file
                 _log.warning("an engine ended, and its values cannot be read", exc_info=True)
         for values in self.state.params:
             values.abandon()
@@ -228,7 +228,7 @@ def owner_of(param: nn.Parameter) -> object | None:
 def check_is_free(model: nn.Module) -> None:
     """Raise ConfigError if an engine owns a parameter of ``model``.
 
-    First remove what garbage-collected engines have left in it.
+    Before that, closes engines of the model that were garbage-collected without being closed.
     """
     for name, param in model.named_parameters():
         for one in filter(None, [ref() for ref in _alive]):
@@ -253,7 +253,7 @@ def _refuse_left_over(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 class EngineParameter(nn.Parameter):
-    """Parameter of an engine, of which a deep copy is a plain ``nn.Parameter``."""
+    """Parameter of an engine. A deep copy of it is a plain ``nn.Parameter``."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:

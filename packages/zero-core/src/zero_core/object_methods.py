@@ -32,9 +32,9 @@ class ObjectMethods:
 
 
 class SuspendableHooks:
-    """Forward pre-hooks that run before those registered earlier.
+    """Forward pre-hooks that can be suspended, to save their time in calls of the modules.
 
-    While they are suspended, calls of the modules take less time.
+    Each runs before the pre-hooks that its module already has.
     """
 
     def __init__(self) -> None:

@@ -141,7 +141,7 @@ class _UnitCalls:
         the default, one unit. As in FSDP2. Every rank must call it, between two steps.
 
         Raises:
-            ValueError: ``modules`` do not follow ``module``, or one is not in this engine.
+            ValueError: ``module`` is not in one unit, or ``modules`` are not in the units after it.
         """
         self._set_prefetched(module, modules, "forward", 1)
 
@@ -292,7 +292,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise EvaluationOnlyError for members of training, otherwise AttributeError."""
+            """Raise EvaluationOnlyError for a member of training engines, else AttributeError."""
             trained = ShardedModel.__subclasses__() if type(self) is ShardedModel else ()
             is_named = any(name == "optimizer" or name in dir(each) for each in trained)
             if is_named and not name.startswith("_"):
@@ -339,7 +339,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         return self._parts.autocast()
 
     def idle_forward(self) -> None:
-        """Take part in one forward without gradients of the other ranks, without data.
+        """Take part, without data, in a forward that the other ranks run without gradients.
 
         At stage 3 the other ranks wait for this rank's shards. Nothing is computed. Blocks follow
         the order of this rank's last forward, or of the module tree before the first forward.
@@ -372,10 +372,11 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         return self.sharded_state.holds_value(param)
 
     def own_part(self, param: nn.Parameter) -> Tensor:
-        """Return this rank's elements of ``param``, 1-D, in its dtype: a view, for reading only.
+        """Return this rank's elements of ``param``, 1-D, in its dtype, for reading only.
 
-        Even at stage 0 it is a slice, maybe empty, in the order of ``param``'s strides. For a
-        quantized parameter with several components it is a copy of their bytes.
+        Even at stage 0 it is a slice, maybe empty, in the order of ``param``'s strides: a view, or
+        a copy if a file holds the shard. For a quantized parameter with several components it is a
+        copy of their bytes.
         """
         self._device_states.check("own_part()", frozenset({StatePart.PARAMETERS}))
         return self.sharded_state.own_part(param)
@@ -459,7 +460,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
 
         Parameters then hold no value if this rank lacks a part of it, as at stage 3 with several
         ranks. `unwrap` ends an engine with all values. A rank with an accelerator waits up to 10
-        seconds for the other ranks to close, unless one has failed.
+        seconds for pending collectives and, unless it has failed, up to 10 for the other ranks.
         """
         try:
             self._parts.ownership.close()
@@ -480,7 +481,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
 
         Raises:
             RuntimeError: within ``gathered``, with accumulated gradients that are not to be
-                dropped, or after the engine has ended.
+                dropped, while states are offloaded, or after the engine has ended.
         """
         self._device_states.check_states("unwrap()")
         if self.is_gathered:
@@ -499,8 +500,8 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def leave_shards(self) -> Iterator[LeftShard]:
         """End the engine and return this rank's part of each parameter, without a collective.
 
-        At stages 0 to 2 parameters keep their values and nothing is returned, unless an exchange of
-        values has failed. Waits as `close` does.
+        If this rank keeps all values, as at stages 0 to 2, parameters keep them and nothing is
+        returned, unless an exchange of values has failed. Waits as `close` does.
         """
         ownership = self._parts.ownership
         if ownership.is_ended:
@@ -564,7 +565,7 @@ def for_evaluation(
     lr_scheduler: Schedule | ScheduleFactory | None,
     extensions: Sequence[Extension],
 ) -> Config:
-    """Return ``config`` without the keys that only training uses, and log these keys."""
+    """Return ``config`` without some keys that only training uses, and log those that were set."""
     if optimizer is not None or lr_scheduler is not None or extensions:
         raise ConfigError(
             "build(is_training=False) uses no optimizer, no lr_scheduler and no extensions: leave "

@@ -14,9 +14,9 @@ head's input and later operations that act on each token separately (views and s
 dimensions, casts, tanh, scaling by numbers). ``torch.nn.functional.cross_entropy`` of 2-dimensional
 `TiledLogits` computes head and loss tile by tile, and again in backward, so that one tile of logits
 exists at a time. Any other function that reads the values gets the whole logits, computed once,
-with their gradients. Computing them after the head's backward raises an error if the head's weights
-have been released or changed, because one rank alone cannot gather them. A change in place raises
-an error, because the tiles would not see the change.
+with their gradients. Computing them later raises an error if the head's weights have been released
+(one rank alone cannot gather them again) or changed. A change of the logits in place raises an
+error, because the tiles would not see the change.
 
 Both methods are those of Arctic Long Sequence Training (arXiv 2506.13996).
 """
@@ -96,7 +96,7 @@ class TiledLogits(Tensor):
         return logits
 
     def whole(self) -> Tensor:
-        """Return the logits as a plain tensor with an autograd graph. The first call computes."""
+        """Return the logits as a plain tensor with autograd graph, computed by the first call."""
         if self._whole is None:
             with torch.enable_grad():
                 self._whole = _apply(self._head(self._hidden), self._steps)
@@ -186,7 +186,7 @@ def _apply(logits: Tensor, steps: Sequence[TileForward]) -> Tensor:
 
 
 def _leading_index(index: Any, num_dims: int) -> tuple[Any, ...] | None:
-    """Return an ``index`` that keeps the last dimension, with an item per dimension, or None."""
+    """Return ``index`` with one item per dimension, or None if it may change the last dimension."""
     items = list(index) if isinstance(index, tuple) else [index]
     are_plain = all(type(item) in (int, slice) or item is Ellipsis for item in items)
     if not are_plain or items.count(Ellipsis) > 1:
@@ -313,7 +313,7 @@ class TiledForwards(ObjectMethods):
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             inputs = [*args, *kwargs.values()]
-            # Without gradients, compute all logits now: one rank that reads them cannot gather.
+            # Without gradients, compute all logits now: a single rank cannot gather weights later.
             if len(inputs) != 1 or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             hidden: Tensor = inputs[0]
@@ -354,7 +354,7 @@ class TiledForwards(ObjectMethods):
 
             return TiledLogits(hidden, head, self._tile_tokens)
 
-        return outside_graphs(wrapped)  # in a compiled graph, logits would exist whole
+        return outside_graphs(wrapped)  # in a compiled graph, all logits would exist at once
 
 
 def _gather(passes: Passes, module: nn.Module) -> None:

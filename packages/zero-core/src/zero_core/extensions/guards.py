@@ -53,7 +53,7 @@ _ADVICE = (
 
 
 class ModelGuard(Extension):
-    """Check that the model has the parameters that it had at build(), and detect new buffers."""
+    """Extension that checks the model's parameters against build(), and detects new buffers."""
 
     def __init__(self, state: ShardedState) -> None:
         self._state = state
@@ -208,7 +208,7 @@ class ReplicaCheck(Extension):
 
 
 def _odd_ranks(sums: list[int]) -> str:
-    """Describe which ranks differ from the most frequent of ``sums``, which are by rank."""
+    """Name the ranks whose entry in ``sums`` (by rank) differs from the most frequent one."""
     (value, num), *others = Counter(sums).most_common()
     odd = [rank for rank, found in enumerate(sums) if found != value]
     if others and others[0][1] == num:
@@ -252,9 +252,9 @@ class RepeatedRounds(Extension):
     A round is a backward, outside of ``no_sync``, of a forward that began after the previous
     backward. Several rounds in a micro-step are legal: two losses, each with a separate forward.
     But they also occur if the user interrupts a notebook between backward and ``step`` and runs the
-    same lines again. This class warns if a micro-step has more rounds than the last `_NUM_COMPARED`
-    ones, if the first had more than the next two, or if an interactive interpreter reports an error
-    (``sys.last_value``) between two rounds of a micro-step.
+    same lines again. This class warns if a micro-step has more rounds than each of the last
+    `_NUM_COMPARED`, if the first had more than the next two, or if an interactive interpreter
+    reports an error (``sys.last_value``) between two rounds of a micro-step.
     """
 
     def __init__(self, train: TrainState, *, rank: int) -> None:

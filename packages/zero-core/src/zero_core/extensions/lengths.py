@@ -12,7 +12,7 @@ from zero_core.sharded.sharded_state import ShardedState
 
 
 class WeightLengths(Extension):
-    """Announce all changed weights at once, for collectives whose messages vary in length.
+    """Extension that announces all changed weights, for messages that vary in length.
 
     Without an announcement the host waits for the lengths in every gather. On a CPU this wait costs
     nothing. Tiers other than `DeviceTier` update shards later, so their lengths are not known yet.

@@ -1,9 +1,9 @@
 """State tier on the compute device: a torch optimizer over slices. `FlatTier` is its base.
 
 [Note: master weights here]
-An fp32 or float64 parameter shard is its own master weight and is updated in place. A 16-bit shard
-has a separate fp32 master weight, which is rounded into the shard after a step. A shard that is not
-on the device of the update has a separate master weight, whatever its dtype.
+A parameter shard of a dtype in ``own_masters`` (by default fp32 and float64) is its own master
+weight and is updated in place. Any other shard has a separate fp32 master weight, which is rounded
+into the shard after a step. A shard on another device than the update's always has a separate one.
 
 [Note: states]
 Each piece of the local flat space (`zero_core.protocols`) is an ``nn.Parameter`` over its slice of
@@ -133,7 +133,7 @@ class FlatTier:
     def _scale_offers(self, firsts: Iterable[int], factor: Tensor | float) -> list[int]:
         """Scale the offered gradients that contain the elements ``firsts``. Return their starts.
 
-        Each is scaled once, in place. Those that must be widened are scaled afterwards instead.
+        Each is scaled once, in place. Those that must be widened are scaled after widening instead.
         """
         offered = sorted(self._grads)
         starts = sorted({offered[bisect_right(offered, first) - 1] for first in firsts})
@@ -227,7 +227,7 @@ class _Turn:
     parts: list[_Part] = field(default_factory=list)  # sorted by start
     extents: dict[int, list[int]] = field(default_factory=dict)  # [start, stop] by gradient start
     sizes: list[list[int]] = field(default_factory=list)  # lengths of parts and gaps, by extent
-    places: list[int] = field(default_factory=list)  # each part's index in ``sizes``
+    places: list[int] = field(default_factory=list)  # each part's index in all ``sizes``, joined
 
     def add(self, part: _Part, offer: int) -> None:
         self.parts.append(part)
@@ -280,7 +280,7 @@ class DeviceTier(FlatTier):
                 ]
             )
             self._members[group] += [part.param for part in self._parts[-1]]
-        # The last step's turns and copies, reused while active pieces and gradients stay the same.
+        # The last step's turns and copies, reused for equal active pieces and ranges of gradients.
         self._plan_key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]] | None = None
         self._turns: list[_Turn] = []
         self._plan_copies: list[tuple[int, Tensor, Tensor]] = []
@@ -308,7 +308,7 @@ class DeviceTier(FlatTier):
             self._give_state(part)
 
     def _give_state(self, part: _Part) -> bool:
-        """Set a part's states to zeros. Return False if the optimizer cannot start from zeros."""
+        """Set a part's states to zeros in flat buffers. Return False if zeros cannot be used."""
         initial = self._initial.get((part.param.dtype, part.group))
         if initial is None:
             return False
@@ -642,7 +642,7 @@ def _probe(
     grad: Tensor,
     state: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Run a first step on a copy of ``values``. Return the new values and the optimizer state."""
+    """Run a step from ``state`` on a copy of ``values``. Return new values and optimizer state."""
     probe = nn.Parameter(values.clone())
     probe.grad = grad.clone()
     optimizer = make([{**group, "params": [probe]}])

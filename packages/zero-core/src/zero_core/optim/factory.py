@@ -143,7 +143,8 @@ def has_kernel_rule(config: Config, given: torch.optim.Optimizer | None) -> bool
 
     ``given``: the optimizer passed to ``build``, or None for the configured one. Kernels compute
     torch's Adam, AdamW, Adagrad and SGD, and `zero_core.Lion`. Any other class must declare
-    ``has_host_kernel = True`` and name its kernel by ``update_rule``.
+    ``has_host_kernel = True`` and name its kernel by ``update_rule``. The configured option
+    ``torch_adam`` selects torch's optimizer instead of a kernel.
     """
     if given is not None:
         # foreign: the user's class, which may lack the attribute

@@ -68,7 +68,7 @@ class Muon(BaseOptimizer):
                     )
 
     def is_elementwise_group(self, group: Mapping[str, Any]) -> bool:
-        """Whether the update of ``group`` is elementwise. `zero_core.optim.factory` reads this."""
+        """Whether the update of ``group`` is elementwise. `zero_core.optim.factory` calls this."""
         return not group["use_muon"]
 
     def _update(self, group: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Set ``use_muon`` on each parameter that lacks it, as DeepSpeed does.
 
-    ``use_muon`` is true for matrices without "embed" or "lm_head", in any case, in their name.
+    ``use_muon`` is true for matrices whose name has neither "embed" nor "lm_head", ignoring case.
     """
     for name, param in named:
         if not hasattr(param, "use_muon"):  # foreign: DeepSpeed's attribute on a torch parameter
@@ -120,7 +120,7 @@ def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 def split_groups(params: Sequence[Any], options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split parameters and parameter groups by the parameters' attribute ``use_muon``.
 
-    ``options``: settings that a group may lack. Its ``muon_lr`` and ``adam_lr`` override ``lr``.
+    ``options``: settings for groups that lack them. ``muon_lr`` and ``adam_lr`` override ``lr``.
     """
     groups = [g for g in params if isinstance(g, dict)]
     loose = [p for p in params if not isinstance(p, dict)]

@@ -22,8 +22,9 @@ class LossScaler:
     """Loss scale of fp16, constant or dynamic (Micikevicius et al., arXiv 1710.03740, section 3.2).
 
     A dynamic scale doubles after ``loss_scale_window`` consecutive steps without overflow, as in
-    torch's GradScaler. The first ``hysteresis - 1`` overflows do not change the scale. Each further
-    one halves it, down to ``min_loss_scale``. Without fp16 the scale is 1.
+    torch's GradScaler. Of the overflows since the last doubling (with ``consecutive_hysteresis``,
+    since the last step without overflow), the first ``hysteresis - 1`` leave the scale unchanged.
+    Each further one halves it, down to ``min_loss_scale``. Without fp16 the scale is 1.
     """
 
     def __init__(self, config: Fp16Config) -> None:
@@ -38,7 +39,7 @@ class LossScaler:
         self.is_applied = False  # whether a loss of the current micro-step has been scaled
         self.hysteresis_left = config.hysteresis  # at 1, an overflow halves the scale
         self.steps_since_overflow = 0
-        self.growth_delay = 0  # steps before the first window starts: 1 in the DeepSpeed adapter
+        self.growth_delay = 0  # steps not counted at the start or after an overflow
 
     def update(self, *, is_overflow: bool) -> None:
         """Adapt the scale after a step. ``is_overflow``: the step was skipped."""
@@ -98,7 +99,7 @@ class TrainState:
         self.accumulation_steps = config.gradient_accumulation_steps  # micro-steps per step
         self.micro_steps = 0  # finished micro-steps of the whole training
         self.num_accumulated = 0  # finished micro-steps of the current step; 0 between two steps
-        self.declared_boundary: bool | None = None  # `is_boundary` if the program sets it
+        self.declared_boundary: bool | None = None  # result of `is_boundary` if the program sets it
         self._num_parts = 1  # divisor of losses, in addition to the number of micro-steps
         if config.world_size_invariant:
             step_size = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
@@ -139,7 +140,7 @@ class TrainState:
         self.num_accumulated = number
 
     def scale(self, loss: Tensor, over: int | None) -> Tensor:
-        """Return ``loss`` times the loss scale, divided by ``over`` or by the micro-steps."""
+        """Return ``loss`` scaled and divided as `zero_core.Engine.scale` describes."""
         steps = self.accumulation_steps if over is None else over
         if steps < 1:
             raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
@@ -160,7 +161,7 @@ class TrainState:
             self.lr_scheduler.step()
 
     def step_skipped(self, where: str) -> None:
-        """Count a skipped step, update the loss scale and warn. ``where`` names faulty ranks."""
+        """Count a skipped step, update the loss scale and warn. ``where``: what is not finite."""
         before = self.scaler.scale
         self.skipped_steps += 1
         self.scaler.update(is_overflow=True)
@@ -282,8 +283,8 @@ class TrainState:
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Describe the settings of parameter groups, for a comparison between ranks.
 
-    A device tensor is described by its device type only, to avoid a synchronization. Other objects
-    than numbers, strings, tensors and lists are omitted: their text may differ between ranks.
+    A device tensor is described by its device type only, to avoid a synchronization. Objects other
+    than None, numbers, strings, tensors, lists and tuples are omitted: their text may differ.
     """
     return {
         f"optimizer group {index}, {key!r}": described
@@ -305,7 +306,7 @@ def _describe(value: object) -> str | None:
 
 
 def _is_setting(own: object, saved: object) -> bool:
-    """Whether ``saved`` can replace the setting ``own``. None fits only None, bool and str."""
+    """Whether ``saved`` can replace the setting ``own``. A None fits only None, bool, str."""
     is_switch = own is None or isinstance(own, bool | str)
     if saved is None:
         return is_switch

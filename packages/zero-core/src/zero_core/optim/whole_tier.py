@@ -84,8 +84,9 @@ class Whole:
 class WholeTier(FlatTier):
     """State tier of any torch optimizer that updates each parameter separately.
 
-    See [Note: whole parameters]. Parameters are numbered as in the layout. Except for master
-    weights, `write_state` serves sliced parameters only, and others' states read as zeros.
+    See [Note: whole parameters]. Parameters are numbered as in the layout. `read_whole_state`
+    returns the optimizer states of a parameter with an owner. For these states, `read_state`
+    returns zeros and `write_state` raises KeyError.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class WholeTier(FlatTier):
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
-        """Run `StateTier.step`. Every rank must call it. ``groups`` is unused.
+        """Update as `StateTier.step` describes. Every rank must call it. ``groups`` is unused.
 
         If the optimizer raises on some ranks only, the other ranks may wait until the timeout.
         """
@@ -323,8 +324,8 @@ class WholeTier(FlatTier):
 def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whole, ...]:
     """Assign each trainable parameter to a rank, for stages 1 to 3.
 
-    Owners hold a part of the parameter. Divided parameters, the largest first, are assigned to the
-    one of their ranks that owns the fewest elements. ``sliced`` and empty ones have no owner.
+    A parameter's owner holds a part of it. Divided parameters are assigned last, the largest first,
+    each to the rank that owns the fewest elements by then. ``sliced`` and empty ones have no owner.
     """
     load = [0] * layout.world_size
     found: list[Whole] = []
@@ -420,8 +421,8 @@ class _Exchange:
         self._control = control
         self._meter = meter
         self._owned: dict[int, tuple[int, Share]] = {}  # number of elements, and this rank's share
-        self._held: list[_Parcel] = []  # this rank's shares of others' parameters, by owner
-        self._missing: list[_Parcel] = []  # others' shares of owned parameters, by holder
+        self._held: list[_Parcel] = []  # this rank's shares of other ranks' parameters, by owner
+        self._missing: list[_Parcel] = []  # other ranks' shares of owned parameters, by rank
         for whole in wholes:
             for share in whole.shares:
                 if share.rank == whole.owner == control.rank:
@@ -436,7 +437,7 @@ class _Exchange:
     def to_owners(
         self, parts: Mapping[int, tuple[Tensor, Tensor]], factor: float
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Send ``parts`` (values, gradient) to owners. Return those of owned parameters, whole."""
+        """Send pairs (values, gradient) to owners. Return the whole pairs of owned parameters."""
         held = [parcel for parcel in self._held if parcel[1] in parts]
         missing = [parcel for parcel in self._missing if parcel[1] in parts]
         sizes = [2 * share.numel for _, _, share in held]
@@ -474,7 +475,7 @@ class _Exchange:
     def _exchange(
         self, parts: Tensor, to: Sequence[_Parcel], of: Sequence[_Parcel], *, rows: int
     ) -> Tensor:
-        """Send ``parts``, the parcels ``to``. Return the received parcels ``of``, also 1-D."""
+        """Send the parcels ``to``, joined in ``parts``. Return the joined parcels ``of``."""
         sent, received = ([0] * self._control.world_size for _ in range(2))
         for numels, parcels in ((sent, to), (received, of)):
             for peer, _, share in parcels:
@@ -486,7 +487,7 @@ class _Exchange:
 
 
 def _put(part: tuple[Tensor, Tensor], into: Sequence[Tensor], factor: float) -> None:
-    """Copy a master weight and its gradient ``into``. Multiply a widened gradient by ``factor``."""
+    """Copy a master weight and its gradient to ``into``. Scale a widened gradient by ``factor``."""
     (master, grad), (values, wide) = part, into
     values.copy_(master)
     wide.copy_(grad)  # widened before unscaling, to keep small values
@@ -498,7 +499,7 @@ def _put(part: tuple[Tensor, Tensor], into: Sequence[Tensor], factor: float) -> 
 def _lending(
     params: Sequence[Tensor], lent: Mapping[Tensor, tuple[Tensor, Tensor]]
 ) -> Iterator[None]:
-    """Set values and gradients of the parameters in ``lent``, no other gradients. Undo at exit."""
+    """Set values and gradients of ``lent`` parameters, clear other gradients. Undo at exit."""
     with access.opened(param for param in params if isinstance(param, nn.Parameter)):
         before = [(param, param.data, get_grad(param)) for param in params]
         try:

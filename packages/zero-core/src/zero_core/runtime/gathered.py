@@ -81,7 +81,7 @@ class GatheredCalls:
             ValueError: no such rank, a parameter of another model, or a shape that was changed.
             RankMismatchError: ranks passed ``modifier_rank`` with different parameters or ranks.
             RuntimeError: ``modifier_rank`` was passed within a forward or backward, or parameters
-                were changed at stage 3 without ``modifier_rank``.
+                were changed at stage 3 without ``modifier_rank``, or states are offloaded.
         """
         self._device_states.check("gathered()")
         self._device_states.before_write()
@@ -406,7 +406,7 @@ class GatheredParams:
             is_used and all(flat.is_current for flat in unit.params)
         )
         copied = [] if is_needed else [place for place in wanted if not place[0].is_kept]
-        # Another context's copy is held again below, because that context may end first.
+        # Another context's copy gets a further holder below: that context may end first.
         missing = [(flat, n) for flat, n in copied if flat.shown.copy_of(n) is None]
         new: dict[tuple[FlatParams, int], Tensor] = {}
         if missing or len(copied) < len(wanted):
@@ -478,7 +478,7 @@ class _SmallParams:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Fill the copies with the current values. Every rank must call it, outside a forward."""
+        """Fill the copies with the current values. Every rank must call it, between forwards."""
         if self._held is None:
             self._hold()
         if not self._held:

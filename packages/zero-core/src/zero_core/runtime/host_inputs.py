@@ -61,7 +61,7 @@ class HostCopy:
 
 
 def page_locked_bytes(nbytes: int, number: int, most: int = MAX_IN_PIECE) -> int:
-    """Return the pinned bytes of ``number`` buffers. An allocation has at most ``most`` buffers."""
+    """Return pinned bytes of ``number`` buffers of ``nbytes``, up to ``most`` per allocation."""
     if not nbytes:
         return 0
     size, count = _piece(nbytes, most)
@@ -79,7 +79,7 @@ def _next_power_of_two(nbytes: int) -> int:
 
 
 class HostCopies:
-    """Copies of accelerator tensors in pinned host memory, made and read on two streams."""
+    """Copies of accelerator tensors in pinned host memory. A stream per direction copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -234,7 +234,7 @@ def recompute_blocks(
 ) -> ObjectMethods:
     """Make ``blocks`` recompute their forwards in backward. See [Note: recomputed blocks].
 
-    ``is_on_cpu``: ``cpu_checkpointing`` is on. ``host_inputs`` moves inputs of an accelerator.
+    ``is_on_cpu``: ``cpu_checkpointing`` is on. ``host_inputs`` moves inputs to the host and back.
     """
 
     def wrap(unit: Unit, block: nn.Module) -> Callable[..., Any]:

@@ -75,9 +75,9 @@ class Edits(Extension):
         self._facts = facts
         self._kept = [flat for flat in state.params if flat.is_kept and flat.segment.is_trainable]
         self.is_needed = bool(self._kept)  # sharded parameters are written within `gathered` only
-        # By name of each parameter marked since the last step: a checksum if written, or None.
+        # Parameters marked since the last step, by name: a checksum if written, otherwise None.
         self._marked: dict[str, int | None] = {}
-        # By name of each parameter with writes to apply: this rank's piece, and all elements.
+        # Parameters with writes to apply, by name: this rank's piece, and all elements.
         self._pending: dict[str, tuple[Piece, Tensor]] = {}
 
     def begin(self) -> None:
@@ -184,7 +184,7 @@ class Edits(Extension):
             self._state.tier.write_state(MASTER, piece.start, new)
 
     def _compare(self, piece: Piece, elements: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, for this rank's part: a mask of written elements, the elements, the masters."""
+        """Return, for this rank's part: mask of written elements, elements, and master weights."""
         own = elements[piece.offset : piece.offset + piece.stop - piece.start].cpu()
         old = self._state.tier.read_state(MASTER, piece.start, piece.stop)
         rounded = old.to(own.dtype)

@@ -1,4 +1,4 @@
-"""Allocation of parameters and gradients. `pool.py` explains long-lived and pooled memory.
+"""Allocation of parameters and gradients, in an arena and pools: see `zero_core.core.pool`.
 
 On the meta device the same code computes every size without allocating memory. `zero_core.plan`
 uses this to count bytes.

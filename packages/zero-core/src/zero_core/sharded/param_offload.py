@@ -61,7 +61,7 @@ def offloaded_segments(layout: Layout, config: Config, *, is_apart: bool) -> tup
 
 @dataclass(frozen=True)
 class OffloadedSegments:
-    """Segments whose shards are offloaded, and their tier. None in a plan, or if no segment is."""
+    """Segments whose shards are offloaded. ``tier`` is None in a plan, and without segments."""
 
     segments: tuple[Segment, ...]
     tier: ParamTier | None
@@ -157,7 +157,7 @@ class LocalStore:
 
 
 class PrefetchHints:
-    """Announcements of upcoming fetches to a parameter tier, in the order of the module tree."""
+    """Announcements of upcoming fetches to a parameter tier."""
 
     def __init__(
         self, tier: ParamTier, params_of: Sequence[Sequence[FlatParams]], last_block: int

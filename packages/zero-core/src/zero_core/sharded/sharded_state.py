@@ -61,7 +61,7 @@ class CommonBuffers:
         self._model = model
         self._seen: list[_Buffer] = []
         self._agreed: list[_Buffer] = []  # empty until `confirm`
-        self._control: ControlGroup | None = None  # while attached to a model on several ranks
+        self._control: ControlGroup | None = None  # None if detached, or on a single rank
         self._is_due = True
 
     def describe(self) -> Mapping[str, str]:
@@ -169,7 +169,7 @@ class ShardedState:
         return [*self.tier.state_names(), *self.extension_states()]
 
     def every_tiers_state_names(self) -> list[str]:
-        """Return the states of the ranks' tiers, alike on all ranks. Every rank must call it.
+        """Return the names of states that any rank's tier has. Every rank must call it.
 
         The tier of a rank without updates may have fewer states.
         """
@@ -282,9 +282,9 @@ class ShardedState:
         )
 
     def own_part(self, param: nn.Parameter) -> Tensor:
-        """Return this rank's elements of ``param``, 1-D: a view of its shard, for reading only.
+        """Return this rank's elements of ``param``, 1-D, for reading only.
 
-        For a quantized parameter of several components, returns a copy of their bytes.
+        They are a view of the shard, unless it is in a file or there are several components.
         """
         parts = [f.part_of(position, f.source.read()) for f, position in self.places_of[id(param)]]
         return parts[0].view(param.dtype) if len(parts) == 1 else torch.cat(parts)
@@ -326,9 +326,9 @@ class ShardedState:
     ) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Yield every parameter whole on the CPU. Every rank must iterate to the end.
 
-        If ``dtype`` is None or the parameter's own, the values are those of the shards, otherwise
-        master weights. (A tier may round master weights differently than a cast.) For quantized
-        parameters, yields their components. If ``rank`` is given, other ranks yield nothing.
+        Yields the shards' values if a parameter is frozen, or ``dtype`` is None or its dtype, else
+        master weights. (A tier may round these differently than a cast.) For quantized parameters,
+        yields their components. If ``rank`` is given, other ranks yield nothing.
         """
         for segment in self.layout.segments:
             if dtype in (None, segment.dtype):

@@ -16,7 +16,7 @@ nothing. Assigning a gradient raises an error.
 
 ``grad`` is a property of the parameters' class. It costs nothing unless read or set. Torch's
 AccumulateGrad uses torch's own attribute. So a further backward of the same step does not change
-tensors that were read from ``param.grad``.
+copies that were read from ``param.grad``. It may overwrite views.
 
 A slow rank may still gather the gradient from its peers' shards. A shard is changed only after the
 all-reduce of the step's facts, which ends those reads. The facts describe the gradient as it was

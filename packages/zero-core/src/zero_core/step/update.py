@@ -422,7 +422,7 @@ class StepGradient:
         facts.put_hash(self._hashed[1])
 
     def _square_sums(self, *, is_covered: bool = False) -> Tensor:
-        """Sum the squares of this rank's shards or, if ``is_covered``, of all that it updates."""
+        """Sum the squares of this rank's shards, or of all that it updates (``is_covered``)."""
         norms, squares = [], []
         # In layout order, because the order of reductions may differ between steps.
         for index in sorted(self._norms):
@@ -474,7 +474,7 @@ class StepGradient:
         self._clipped = 1.0
 
     def clip(self, max_norm: float, p: float) -> float:
-        """Clip to ``max_norm``, return the ``p``-norm before. All ranks call it after `agree`."""
+        """Clip the gradient, and return its former ``p``-norm. All ranks call it after `agree`."""
         if p == 2.0:
             norm = math.sqrt(self._square_sum)
         else:

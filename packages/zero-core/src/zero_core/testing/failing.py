@@ -149,8 +149,8 @@ def _train_left(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Train with an interruption, and follow the engine's advice until the training ends.
 
-    ``drops``: call ``zero_grad`` after the interruption. Returns the final values, error messages
-    and warnings.
+    ``drops``: call ``zero_grad`` after the interruption. Returns the final values, all error
+    messages, and the warnings that name ``zero_grad()``.
     """
     warnings: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
@@ -200,9 +200,9 @@ def check_left_anywhere(
 ) -> None:
     """Interrupt training steps of one rank at random moments, and continue the training.
 
-    Alternates between KeyboardInterrupt and SIGINT, and between dropping gradients or not. Final
-    values must equal those of an uninterrupted training. If gradients are not dropped, an error or
-    a warning that names ``zero_grad()`` is also accepted.
+    Alternates between KeyboardInterrupt and SIGINT, and between dropping and keeping gradients. The
+    final values must equal those of an uninterrupted training. If gradients are not dropped, an
+    error or a warning that names ``zero_grad()`` is also accepted.
     """
     never = Interruption(0, is_signal=False, packages=packages)
     expected, told = _train_left(config, folder, never, drops=False)

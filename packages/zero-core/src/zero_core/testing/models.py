@@ -124,7 +124,7 @@ class Tower(nn.Module):
     """Residual blocks of odd sizes between a first layer and a head.
 
     ``forward(x, used)`` runs only the blocks ``used``, in that order, and a block may occur twice.
-    ``recompute`` selects ``torch.utils.checkpoint``: "pairs" checkpoints two blocks together.
+    ``recompute``: how `torch.utils.checkpoint` is used. "pairs" checkpoints two blocks together.
     """
 
     def __init__(

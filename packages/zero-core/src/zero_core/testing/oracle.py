@@ -117,8 +117,8 @@ class SimulatedDDP:
 def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = None) -> Trace:
     """Train with DDP and a torch optimizer over fp32 master weights.
 
-    In fp16, torch's ``GradScaler`` is used. With ``case.is_local``, a step's micro-steps but the
-    last do not reduce gradients. Otherwise each micro-step's reduced gradient is added. A single
+    In fp16, torch's ``GradScaler`` is used. With ``case.is_local``, only the last micro-step of a
+    step reduces gradients. Otherwise each micro-step's reduced gradient is added. A single
     rank trains without DDP. With ``ranks``, `SimulatedDDP` replaces DDP.
     """
     trace = Trace()

@@ -25,7 +25,7 @@ BLOCK = 8
 
 
 class ScaleState:
-    """Metadata of packed codes: scales, an unused offset, and their table in a nested object."""
+    """Metadata of packed codes: scales, an unused offset, and, in a nested object, the levels."""
 
     def __init__(self, absmax: Tensor, table: Tensor, shape: torch.Size) -> None:
         self.absmax = absmax
@@ -45,7 +45,7 @@ def _table() -> Tensor:
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes (uint8 [numel / 2, 1]), and the absolute maximum of each `BLOCK` values."""
+    """Return codes (uint8 [numel / 2, 1]), and the largest magnitude of each `BLOCK` values."""
     blocks = weight.detach().reshape(-1, BLOCK)
     absmax = blocks.abs().amax(1)
     nearest = (blocks / absmax[:, None])[..., None].sub(_table()).abs().argmin(-1)

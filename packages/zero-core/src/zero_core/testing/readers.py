@@ -161,7 +161,7 @@ def read_everywhere(engine: Engine, rank: int, steps: int) -> tuple[dict[Any, An
 
 
 def check_truth(found: dict[Any, Any], refusals: dict[str, str]) -> None:
-    """Check that results equal those of `BEFORE` or `AFTER`, except for errors in ``refusals``."""
+    """Check that results equal those of `BEFORE` or `AFTER`, or the errors in ``refusals``."""
     for (moment, reader), value in found.items():
         if moment in refusals:
             assert isinstance(value, str), (moment, reader, value)

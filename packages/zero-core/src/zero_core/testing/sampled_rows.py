@@ -12,7 +12,7 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """Disable garbage collection while test files are imported, which leaves little garbage."""
+    """Disable garbage collection during test collection, because imports leave little garbage."""
     gc.disable()
 
 

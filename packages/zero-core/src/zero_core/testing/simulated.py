@@ -103,7 +103,7 @@ class Network:
 
 @dataclass(eq=False)
 class _Message:
-    """Handle of a message. `wait` receives it into ``into``, which is None if sent or received."""
+    """Handle of a message that was sent (``into`` is None), or that `wait` copies to ``into``."""
 
     network: Network
     address: tuple[int, int, Any]  # sender, receiver and tag

@@ -290,7 +290,7 @@ class Segments(TorchFunctionMode):
         self._partial.prefetch(self._micro_batch, self._segments[number].params)
 
     def backward(self, number: int, loss: Tensor | None = None) -> None:
-        """Run backward through a segment. Call it after all later segments. Frees the graph."""
+        """Run backward through a segment, after that of all later segments. Frees its graph."""
         segment = self._segments[number]
         self._segments[number] = _Segment(segment.start)
         self._entries.clear()  # the forward has ended

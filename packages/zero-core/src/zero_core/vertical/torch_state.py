@@ -3,9 +3,9 @@
 [Note: contexts of a paused forward]
 A forward may pause within contexts: autocast, ``no_grad``, a device, a choice of attention kernels,
 checkpointing around a block. torch keeps their state per thread or process, and micro-batches share
-a thread. So a pause exchanges the forward's state for the state before the step, and its end
-exchanges it back. Contexts around the step apply to each micro-batch, and contexts in a forward
-only to that forward. Dispatch keys reveal contexts that cannot be exchanged.
+a thread. So a pause exchanges the forward's state for the state before the step, and the end of
+the pause exchanges it back. Contexts around the step apply to each micro-batch, and contexts in a
+forward only to that forward. Dispatch keys reveal contexts that cannot be exchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_core._torch import context_settings, dispatch_keys
 
 
 class TorchState:
-    """State of torch's contexts when this object was created, and its exchange for others."""
+    """State of torch's contexts at this object's creation, and exchanges of the current state."""
 
     def __init__(self, device: torch.device) -> None:
         self._settings = context_settings(device)
@@ -36,5 +36,5 @@ class TorchState:
         return old
 
     def is_as_before(self) -> bool:
-        """Return False if contexts are active that `exchange` cannot leave. Call it afterwards."""
+        """Return False if contexts are active that `exchange` cannot leave. Call it after that."""
         return bool(dispatch_keys() == self._keys)

@@ -127,7 +127,7 @@ class StepClock:
     ) -> None:
         """``begin``: the end of the previous step, or None for the current time.
 
-        ``launched``: on a host, start times by name of collectives that are still to be waited for.
+        ``launched``: on a host, start times, by name, of collectives that nobody has waited for.
         """
         self._device = device
         self._is_host = device.type == "cpu"
@@ -186,7 +186,7 @@ class StepClock:
         return begin.elapsed_time(mark) / 1e3 if isinstance(begin, torch.Event) else mark - begin
 
     def spans(self) -> list[tuple[str, str, float, float]]:
-        """Return the intervals of a step. Call it after `end`. On an accelerator, waits for that.
+        """Return the intervals of a step, after `end`. On an accelerator, waits for the last mark.
 
         Each is (place, collective waited for or "", start, stop), in seconds since the first mark.
         """

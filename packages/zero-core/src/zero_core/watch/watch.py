@@ -10,8 +10,8 @@ clocks of hosts may differ.
 
 1. A rank that failed, ended, or publishes no beats is the cause, unless it failed while waiting.
 2. Otherwise, if any rank has made progress meanwhile, nothing is reported: slow steps are healthy.
-3. Otherwise a rank that waits for no other rank is the cause. It is busy in one place, which may
-   be healthy.
+3. Otherwise a rank that waits for no other rank is the cause. It is busy with one activity, which
+   may be healthy.
 4. Otherwise all ranks wait. If they wait for different collectives, they took different branches.
 
 gloo raises after its timeout in the wait for a collective. NCCL's ``wait`` returns immediately, and
@@ -66,7 +66,7 @@ _STOPPED = {"T": "its process is stopped", "t": "a debugger holds its process"}
 # the time without a beat before a rank counts as silent, the wait before a line is logged.
 _BEAT, _OBSERVE, _SILENCE, _LOG = 0.1, 0.3, 0.3, 0.7
 _MIN_SILENCE_S = 0.5
-_LONG = 6  # factor on ``within_s`` before a rank is named that compiles or uses a disk
+_LONG = 6  # factor on ``within_s`` for ranks that may be compiling or using a disk
 _LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkpoint:")
 _WINDOW = 64  # number of ranks whose beats are read at once
 _READ = 1 / 16  # minimum time between two reads, as a share of the wait so far
@@ -441,7 +441,7 @@ class Watch:
     def _log(self, what: str, waited_s: float, verdict: Verdict) -> None:
         is_error = verdict.level >= logging.ERROR
         is_long = any(phase in verdict.text for phase in _LONG_PHASES)
-        compiles = not self._place.num_steps and OUTSIDE not in verdict.text  # in step 1
+        compiles = not self._place.num_steps and OUTSIDE not in verdict.text  # assumed in step 1
         if not verdict.is_final and (is_long or compiles) and waited_s < _LONG * self._within_s:
             return
         self._wait.logged = verdict
@@ -575,7 +575,7 @@ class Watch:
         """Publish the engine's end. With `DeviceWaits`, wait for collectives and other ranks.
 
         Pending collectives must end before the beat. Unless this rank failed, the other engines
-        must end, too, because NCCL may still send them data. Each wait has limit `_LAST_WAIT_S`.
+        must end, too, because NCCL may still send them data. Each wait is at most `_LAST_WAIT_S`.
         """
         waits, others = self.device_waits, set[int]()
         if waits is not None:
