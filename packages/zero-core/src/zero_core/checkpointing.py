@@ -97,7 +97,7 @@ class ModelCheckpoints(GatheredCalls):
             keep_every: also keep checkpoints whose step is a multiple of ``keep_every``.
 
         Raises:
-            CheckpointError: a value cannot be stored, or a rank failed.
+            CheckpointError: a value cannot be stored, a rank failed, or a step is in progress.
         """
         tag = f"step-{self._train.global_steps}" if tag is None else tag
         kept = has_frozen, is_latest, keep_last, keep_every
@@ -189,8 +189,8 @@ class TrainingCheckpoints(ModelCheckpoints):
                 a limit if states are on NVMe and host memory has no room for their copies.
 
         Raises:
-            CheckpointError: a value cannot be stored, an earlier save is pending and ``on_pending``
-                is "refuse", or an earlier save failed.
+            CheckpointError: as `save_checkpoint`; also if an earlier save failed, or is pending and
+                ``on_pending`` is "refuse".
         """
         tag = f"step-{self._train.global_steps}" if tag is None else tag
         kept = has_frozen, is_latest, keep_last, keep_every
@@ -264,12 +264,12 @@ class TrainingCheckpoints(ModelCheckpoints):
 
         A version is the state of the weights when a patch was written. Version 0 is the state after
         `build`. One patch serves all receivers of version ``since`` or newer, including receivers
-        that read their values from an export in between. With the key ``weight_patches``, a log has
+        that have loaded an export made in between. With the key ``weight_patches``, a log has
         the positions of changes. Values are read when the patch is written. A 16-bit weight is sent
-        if any of its bits changed. Three kinds of tensors are sent whole if they were updated:
-        fp32 weights, 16-bit weights that are their own master weights or have a ``state_dtype``
-        other than float32, and shards in a file. Persistent buffers are those of rank 0. Quantized
-        bytes never change and are left out. Every rank must call it, between two steps.
+        if any of its bits changed. Three kinds of weights are sent whole if they were updated: fp32
+        weights, shards in a file, and 16-bit weights that are their own master weights or part of
+        split ones (``offload_optimizer.state_dtype`` other than float32). Persistent buffers are
+        rank 0's. Quantized bytes never change. Every rank must call it, between two steps.
 
         Args:
             since: the receiver's version. None sends all values, for any receiver.
@@ -278,8 +278,8 @@ class TrainingCheckpoints(ModelCheckpoints):
         Raises:
             PatchGapError: ``since`` is older than the log of changes. All ranks raise it.
             RuntimeError: ``since`` is given without the key ``weight_patches``, or the call is
-                within ``gathered``, or states are offloaded.
-            ValueError: there is no such version.
+                within ``gathered`` or after ``offload_states``.
+            ValueError: there is no such version, or ranks passed different ``since``.
             CheckpointFailedError: the file could not be written.
         """
         self._device_states.check("weight_patch()")

@@ -8,7 +8,7 @@ from typing import Any
 from zero_core.errors import MissingPartError
 
 FOUND: dict[tuple[str, str], EntryPoint] = {}
-"""Entry points that `load_part` has found, because a search reads all packages' metadata."""
+"""Cache of entry points for `load_part`, because a search reads all packages' metadata."""
 
 
 def missing_part(asked_by: str, distribution: str) -> MissingPartError:

@@ -119,7 +119,7 @@ def make_collectives(
     layout: Layout,
     per_node: int,
 ) -> Collectives:
-    """Return ``given``, or make collectives by it or the configuration. Default: ``transport``."""
+    """Return ``given`` or its result, or what the configuration asks for, or else ``transport``."""
     if isinstance(given, Collectives):
         return given
     zero = config.zero_optimization

@@ -12,7 +12,7 @@ entry-point group          object                 asked for by the config key
 ``zero_core.param_tiers``  `ParamTierFactory`     ``zero_optimization.offload_param``
 ``zero_core.adam_kernels`` `AdamKernel`           ``offload_optimizer`` with Adam, AdamW,
                                                   Adagrad, SGD or Lion
-``zero_core.footprints``   footprint factories    a plan, for bytes that are sent and kept: see
+``zero_core.footprints``   footprint factories    no key: `zero_core.plan` calls them, see
                                                   `zero_core.footprint.footprints`
 =========================  =====================  =========================================
 
@@ -44,7 +44,7 @@ class Work(Protocol):
     """A pending collective. `torch.distributed.Work` satisfies this protocol."""
 
     def wait(self) -> object:
-        """Block until the caller may read the result (on CUDA: the caller's current stream)."""
+        """Block the caller (on CUDA, its current stream) until the result may be read."""
 
 
 @runtime_checkable
@@ -83,9 +83,9 @@ class InPlaceReduction(Reduction, Protocol):
     def acknowledge(self) -> Work:
         """Report to the other ranks that this rank has read their slices.
 
-        The engine calls it once, after ``wait`` and its last read of ``contributions``. It refuses
-        an in-place reduction that is also a `StatisticsReduction`. Until the returned `Work` has
-        been waited for, other ranks may still read this reduction's input.
+        The engine calls it once, after ``wait`` and its last read of ``contributions``. Until the
+        returned `Work` has been waited for, other ranks may still read this reduction's input. The
+        engine refuses an in-place reduction that is also a `StatisticsReduction`.
         """
 
 
@@ -143,7 +143,7 @@ class AddingCollectives(Collectives, Protocol):
 
 @runtime_checkable
 class StatefulCollectives(Collectives, Protocol):
-    """Collectives that keep values or errors from one call to the next."""
+    """Collectives that store values or quantization errors between calls."""
 
     @property
     def private_nbytes(self) -> Mapping[str, int]:
@@ -157,7 +157,7 @@ class StatefulCollectives(Collectives, Protocol):
         """
 
     def forget_errors(self) -> None:
-        """Drop stored errors of a skipped step's gradients. All ranks call it, after reductions."""
+        """Drop stored quantization errors after a skipped step and its reductions, on all ranks."""
 
 
 @runtime_checkable
@@ -181,10 +181,10 @@ class PreparedCollectives(Collectives, Protocol):
 
 
 class MessageChecks(Protocol):
-    """Checks of messages that were decoded before the host knows whether they are sound."""
+    """Checks of messages that are decoded before the host knows whether they are sound."""
 
     def num_damaged(self) -> Tensor | None:
-        """Return the number of damaged messages since the last `clear`, 0-dim, or None."""
+        """Return the number of damaged messages since the last `clear`, 0-dim. None without any."""
 
     def take(self) -> Sequence[tuple[int, str]]:
         """Return unit and description of each counted damaged message. Calls `clear`. May wait."""
@@ -213,7 +213,7 @@ class AnnouncingCollectives(Collectives, Protocol):
     def announce(self, shards: Sequence[tuple[int, int, Tensor | None, Tensor]]) -> Work:
         """Start to exchange lengths, so that the gathers of ``shards`` need not wait for them.
 
-        ``shards``: unit, version, ``out`` if the shard is a part of it, and shard of each gather.
+        ``shards``, for each gather: unit, version, ``out`` if the shard is a part of it, and shard.
         """
 
 
@@ -292,7 +292,7 @@ class TransportCollectives(InPlaceCollectives, PreparedCollectives, Protocol):
         """
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate 1-D zeros, for a buffer that is kept as long as the collectives.
+        """Allocate 1-D zeros for a buffer that lives as long as the collectives.
 
         CPU ranks of a node that can share memory read its values in place: see `Collectives`.
         """
@@ -618,6 +618,7 @@ class UploadCodec(Protocol):
     """Lossless codec of parameter differences, for uploads from host memory to a device.
 
     An entry point of ``zero_core.upload_codecs`` returns a codec. Tensors are 1-D and contiguous.
+    Differences have even addresses.
     """
 
     def max_nbytes(self, numel: int, itemsize: int) -> int:
@@ -629,11 +630,11 @@ class UploadCodec(Protocol):
     def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
         """Encode the difference from ``old`` to ``new`` into ``out``, and return its size in bytes.
 
-        All are in host memory. ``out`` is uint8, has `max_nbytes` bytes and an even address.
+        All are in host memory. ``out`` is uint8 and has `max_nbytes` bytes.
         """
 
     def decode(self, difference: Tensor, values: Tensor) -> None:
-        """Apply ``difference``, at an even address, to ``values`` on their current stream."""
+        """Apply ``difference`` to ``values`` in place, on the current stream of their device."""
 
 
 class DeviceTierFactory(Protocol):
@@ -724,8 +725,8 @@ class AdamKernel(Protocol):
 
     Entry point of ``zero_core.adam_kernels``: a module with the function `adam_step`. The module
     may also have ``adagrad_step``, ``sgd_step`` and ``lion_step``, and, for
-    ``offload_optimizer.state_dtype``, ``adam_step_8bit`` and ``adam_step_bf16``. Without the
-    function that it needs, a tier updates by torch's own optimizer, or refuses the ``state_dtype``.
+    ``offload_optimizer.state_dtype``, ``adam_step_8bit`` and ``adam_step_bf16``. If the module
+    lacks a function, a tier uses torch's own optimizer instead, or refuses the ``state_dtype``.
     """
 
     def adam_step(
@@ -778,7 +779,7 @@ class PartitionedParam(Protocol):
         """Return the whole value on the CPU. Every rank must call it, unless `is_deferred`."""
 
     def free_value(self) -> None:
-        """Free the memory of a value that is not `is_deferred`, until `set_value`."""
+        """Free the value's memory until `set_value`. Not called if `is_deferred`."""
 
     def set_value(self, value: Tensor) -> None:
         """Store the whole ``value`` again, in the parameter's dtype. Every rank must call it."""

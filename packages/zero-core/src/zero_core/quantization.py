@@ -1,7 +1,7 @@
 """Construction of quantized models, one block at a time, into slices.
 
 [Note: values in slices]
-Without an engine, a tensor may be in *slices*: each rank holds one slice of the tensor's bytes, and
+Before a build, a tensor may be in *slices*: each rank holds one slice of the tensor's bytes, and
 the tensor itself is a placeholder. `zero_core.build` gathers one tensor at a time, so at stage 3 no
 rank holds all parameters.
 """

@@ -30,7 +30,7 @@ _Time = Annotated[float, Field(ge=0.0, lt=1e11)]  # seconds since the epoch
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Start of a recording: one rank's place among the ranks, configuration and machine."""
+    """Start of a recording: rank, model, configuration and machine of one process."""
 
     kind: ClassVar[str] = "run"
 
@@ -95,7 +95,7 @@ class DetailRecord:
     started_at: _Time  # when it began, in seconds since the epoch
     # spans: lane, name, start, stop, and whether the rank waited
     spans: Sequence[tuple[str, str, _Seconds, _Seconds, bool]]
-    # memory: time, bytes and activity at each change of the activity, at begin and end
+    # memory: time, bytes and activity, at the start, at each change of activity and at the end
     memory: Sequence[tuple[_Seconds, _Count, str]]
     kinds: Mapping[str, _Count] = field(default_factory=dict)  # long-lived bytes, by kind
     # bytes of host memory that the state tier holds, by kind
@@ -116,7 +116,8 @@ class EventRecord:
 
 
 Record = RunRecord | StepRecord | DetailRecord | EventRecord
-_MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}  # limits, except for taken steps
+# Most records that a thinned file keeps, by kind. Steps that were taken have no such limit.
+_MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}
 _FORMS: Mapping[str, TypeAdapter[Any]] = {
     cls.kind: TypeAdapter(cls) for cls in (RunRecord, StepRecord, DetailRecord, EventRecord)
 }
@@ -130,12 +131,12 @@ def to_line(record: Record) -> str:
 def read_records(path: Path) -> list[Record]:
     """Return the records of a file, in order.
 
-    Lines of unknown kinds, and lines that a killed process has cut short, are left out.
+    Skips lines that are not JSON (a killed process may leave one) and records of unknown kinds.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: the path is no regular file, the file has more than `MAX_BYTES`, a record has a
-            later version, or a field of a record is wrong.
+            later version or none, or a field of a record is wrong.
     """
     if not path.is_file():
         raise ValueError(f"{path} is not a regular file: records are lines of JSON in one")
@@ -186,8 +187,8 @@ class RecordFile:
 
     A file above ``max_bytes`` is thinned. Of taken steps, those with a number divisible by a stride
     (1, 2, 4, ...) stay. The stride is the smallest one at which they fit in three eighths of
-    ``max_bytes``, and applies to later steps, too. Of all other records the newest stay, in another
-    three eighths. The last `RunRecord` always stays. A quarter stays free, so thinning is rare.
+    ``max_bytes``, and applies to later steps, too. Of all other records the newest stay, up to
+    `_MOST` of a kind and another three eighths. The last `RunRecord` always stays.
     """
 
     def __init__(self, folder: Path, rank: int, max_bytes: int) -> None:
@@ -201,7 +202,7 @@ class RecordFile:
             self._file.write("\n")  # the previous line may be cut short
 
     def write(self, record: Record) -> None:
-        """Write and flush a record. After `_thin`, skip taken steps between the strides."""
+        """Write and flush a record. Skip a taken step if the stride does not divide its number."""
         if isinstance(record, StepRecord):
             self.last_step = record.step
         if isinstance(record, StepRecord) and record.is_taken and record.step % self._stride:

@@ -51,8 +51,8 @@ class ScheduleFactory(Protocol):
 class IterationSchedule(ABC):
     """Base class of DeepSpeed's schedules. Rates depend only on a count: see [Note: the count].
 
-    Not a subclass of torch's LRScheduler, which counts differently, adds a key to the optimizer's
-    groups, and warns about ``step(count)`` and ``get_lr()``, which are DeepSpeed's interface.
+    Not a subclass of torch's LRScheduler. That class counts differently, adds a key to the
+    optimizer's groups, and warns about DeepSpeed's interface: ``step(count)`` and ``get_lr()``.
 
     Args:
         optimizer: a torch optimizer, or an object with a torch optimizer as ``optimizer``.
@@ -128,7 +128,7 @@ class WarmupLR(IterationSchedule):
             text = "warmup_type = %r is neither 'log' nor 'linear': 'log' is taken, as by DeepSpeed"
             _log.warning(text, warmup_type)
             warmup_type = "log"
-        # At least 2, because the rate is divided by the logarithm, and log(1) is 0.
+        # At least 2, because `_part` divides by the logarithm, and log(1) is 0.
         self.warmup_num_steps = max(2, whole("warmup_num_steps", warmup_num_steps, least=0))
         self.warmup_type = warmup_type
         self.min_lrs = per_group(self.optimizer, "warmup_min_lr", warmup_min_lr)
@@ -294,7 +294,7 @@ def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:
 
 
 def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise ValueError for missing keys, except private ones, and for lists of other lengths."""
+    """Raise ValueError for missing public keys or inner schedules, and for other list lengths."""
     needed = {k for k in own if not k.startswith("_") or k == _PARTS}
     missing = sorted(needed - saved.keys())
     if missing:
@@ -307,7 +307,7 @@ def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 
 def resume_rates(schedule: Schedule) -> None:
-    """Set the optimizer's rates from ``schedule``, loaded without the optimizer's settings."""
+    """Set the optimizer's rates from ``schedule``, which was loaded without the optimizer."""
     if isinstance(schedule, IterationSchedule):
         if schedule.last_batch_iteration >= 0:  # a new engine already has the rates of count -1
             schedule.step(schedule.last_batch_iteration)

@@ -92,7 +92,7 @@ __all__ = [
     "write_synced",
 ]
 
-# Those without torch first: a name is taken from the first module that has it.
+# Modules without torch come first: a name is taken from the first module that has it.
 _MODULES = "storage manifest files safetensors_files json_values load save"
 _HOMES = (*_MODULES.split(), "in_memory.keeper", "in_memory.snapshots")
 

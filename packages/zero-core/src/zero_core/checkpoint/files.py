@@ -1,6 +1,6 @@
 """Functions that find, read, verify, export and prune checkpoints without an engine.
 
-torch is imported where tensors are read: finding, verifying and pruning need none.
+torch is imported where tensors are read: finding, verifying and pruning do not need it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _MAX_LATEST_BYTES = 1024
 _BLOCK_BYTES = 1 << 20  # small blocks stay in the CPU cache between read and checksum
-_RNG_WORDS = 624  # of a Mersenne Twister, torch's generator of the CPU
+_RNG_WORDS = 624  # words of a Mersenne Twister's state, as in torch's CPU generator
 _ADVICE = "load an older checkpoint by its tag"
 
 
@@ -103,7 +103,7 @@ def holds_checkpoint(directory: Location) -> bool:
 
 
 def newest_step(directory: Location) -> int:
-    """Return the step of the newest checkpoint in ``directory``, or -1 if it cannot be read."""
+    """Return the step of the newest checkpoint in ``directory``, or -1 if none can be read."""
     try:
         return read_manifest(find(directory, None)).progress_step()
     except CheckpointError:
@@ -132,7 +132,7 @@ def list_checkpoints(directory: Location) -> list[str]:
 
 
 def split_tag(tag: str) -> tuple[str, int | None]:
-    """Split ``tag`` into a prefix and the number of its final digits, or None without digits."""
+    """Split ``tag`` into a prefix and its final digits as a number, or None without digits."""
     prefix = tag.rstrip("0123456789")
     return prefix, None if prefix == tag else int(tag.removeprefix(prefix))
 
@@ -186,8 +186,8 @@ def prune_checkpoints(
 
     Args:
         directory: the folder of all checkpoints.
-        keep_last: number of checkpoints to keep, counted back from the newest. Checkpoints of
-            higher steps are removed first, because training has restarted from an earlier step.
+        keep_last: number of checkpoints to keep, counted back from the newest. Checkpoints of steps
+            after the newest's are removed first: training has restarted from an earlier step.
         keep_every: also keep checkpoints whose step is a multiple of ``keep_every``.
         prefixes: prefixes of the tags to remove.
         is_trial: return the tags, and remove nothing.

@@ -130,7 +130,7 @@ def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _is_key(value: Any) -> bool:
-    """Whether `restore` makes a scalar or a tuple of scalars of ``value``, which can be a key."""
+    """Whether `restore` turns ``value`` into a scalar or a tuple of scalars, as keys are."""
     if isinstance(value, dict):
         rows = value.get(_TUPLE)
         return len(value) == 1 and isinstance(rows, list) and all(map(_is_key, rows))

@@ -190,7 +190,7 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _check_layout(manifest: Manifest) -> None:
-    """Check that each parameter has one slot, and that only equal slots of frozen ones overlap."""
+    """Check that each parameter has one slot. Only equal slots of frozen parameters may overlap."""
     by_name, seen = manifest.by_name, set()
     for segment in manifest.segments:
         end = segment.shard_numel * manifest.world_size

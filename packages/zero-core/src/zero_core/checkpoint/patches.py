@@ -1,13 +1,13 @@
-"""Patches of weights, which a training's ranks write together and receivers elsewhere apply.
+"""Weight patches: the ranks of a training run write them, and other programs apply them.
 
 [Note: the file]
 A patch is a safetensors file. Its metadata has two strings: ``zero_patch``, a `Document` as JSON,
 and ``crc32``, the checksum of that JSON. Each changed parameter or buffer is a `PatchedTensor`. Its
-pieces are ranges of its flattened elements, each held by one rank. Piece ``NUMBER`` has two
+pieces are ranges of its flattened elements, each in one rank's shard. Piece ``NUMBER`` has two
 tensors. ``NUMBER.positions``, uint8, encodes which positions of the piece have changed.
 ``NUMBER.values`` has the new values in the order of the positions, or their lowest bits: see
 `zero_core.sharded.changes`. A piece also has two checksums: of these tensors, and of the new
-values. The second one detects a receiver whose values are not those of its version.
+values. With low bits, the latter detects receivers that do not have the values of their version.
 
 [Note: a patched folder]
 A file with changes is written again in full. If a folder has one file, the new file replaces it by
@@ -290,7 +290,7 @@ class PatchWriter(Extension):
         return WeightPatch(since, version, size, source)
 
     def _changes(self, since: int | None) -> Iterator[tuple[PatchedTensor, Piece, Tensor, Tensor]]:
-        """Yield the pieces of all ranks on rank 0 only. Every rank must iterate to the end."""
+        """Yield the pieces of all ranks, on rank 0 only. Every rank must iterate to the end."""
         control, layout, numbers = self._state.control, self._state.layout, count()
         for segment in layout.segments:
             if segment.is_opaque:  # bytes of a quantized parameter, which never change
@@ -363,7 +363,7 @@ class PatchWriter(Extension):
                     continue
                 values, kind, positions = shard[own], Kind.ALL, _NONE
                 if part is not None:
-                    # `Kind.ALL` would also send the low bits of values that moved too far.
+                    # Low bits must exclude unmasked positions, whose values may have moved too far.
                     kind, positions = encode(part, values.itemsize if form is Form.VALUES else None)
                     if kind is not Kind.ALL:
                         values = values[part.to(values.device)]
@@ -403,10 +403,11 @@ def apply_patch(
     Raises:
         PatchGapError: the target is older than ``since`` of the patch. Write a patch since the
             target's version, or of all values.
-        CheckpointError: the patch belongs to another engine or is older than the target, the
-            target's version is unknown, or a name, shape or dtype differs.
+        CheckpointError: the patch is from another engine or older than the target, the target's
+            version is unknown, an engine owns the target, or a name, shape, dtype or value differs.
         CheckpointCorruptError: the patch or a file of the folder is damaged.
         CheckpointFailedError: a file could not be written.
+        ValueError: the patch object is from a rank other than 0, and has no content.
     """
     source = patch.source if isinstance(patch, WeightPatch) else patch
     if source is None:

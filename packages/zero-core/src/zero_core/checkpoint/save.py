@@ -6,10 +6,10 @@ parameter and all data other than tensors. A reader finds elements by parameter 
 world size, offload ratio and state tier may differ from the writer's. States of whole parameters
 are in the file ``whole-RANK`` of the rank that owns the parameter. Nothing is pickled.
 
-If a local file would equal that of the last save, it becomes a hard link: for states without a step
-since then, and for frozen values and buffers with equal checksums. Ranks may have separate folders
-on disks of their machines. Each folder then has the files of its ranks and the manifest of all
-ranks. The checkpoint is the union of these folders.
+If a local file would equal that of the last save, it becomes a hard link: for states that have not
+changed since then, and for frozen values and buffers with equal checksums. Ranks may have separate
+folders on disks of their machines. Each folder then has the files of its ranks and the manifest of
+all ranks. The checkpoint is the union of these folders.
 
 [Note: a save beside training]
 ``async_save`` copies small tensors and makes a snapshot of the states, which copies a part when a
@@ -171,7 +171,7 @@ class Saver:
     def start(
         self, request: SaveRequest, *, on_pending: OnPending, max_bytes: int | None
     ) -> PendingSave:
-        """Start to write a checkpoint in a thread. Every rank must call it: `Engine.async_save`."""
+        """Start a save in a thread: see `Engine.async_save`. Every rank must call it."""
         self._settle(on_pending)
         snapshot = Snapshot(self._state, self._watch, max_bytes)
         try:
@@ -235,7 +235,7 @@ class Saver:
     def _take(self, request: SaveRequest, snapshot: Snapshot, *, is_beside: bool) -> _Taken:
         """Collect the data of a save. Every rank must call it.
 
-        ``is_beside``: read tensors that ``snapshot`` lacks at once, because a step may change them
+        ``is_beside``: read the tensors that ``snapshot`` lacks here, because a step may change them
         before a thread writes them.
         """
         state, tier, rank = self._state, self._state.tier, self._state.control.rank
@@ -320,7 +320,7 @@ class Saver:
         summed = (BUFFERS, file_name(VALUE, self._state.control.rank))
         for file in list(taken.reads):
             read, version = taken.reads.pop(file)
-            tensors = read()  # so that only one file's copies are in memory
+            tensors = read()  # read here, so that only one file's copies are in memory
             known, path = self._known.get(file), folder / file
             facts = None
             if known is not None and isinstance(path, Path):
@@ -380,7 +380,7 @@ def tier_slices(
     """Return this rank's slices of a state by segment, from ``snapshot`` or from the tier.
 
     For a `WholeTier`, states other than master weights are slices of the parameters without an
-    owner, by `slice_key`. They are read from the tier at once, because no snapshot has them.
+    owner, by `slice_key`. The call reads them from the tier, because no snapshot has them.
     """
     tier = state.tier
     found: dict[str, Tensor] = {}
@@ -413,7 +413,7 @@ def whole_states(state: ShardedState) -> tuple[dict[str, Any], _Files]:
 
 
 def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
-    """Return the optimizer's scalars by name of parameters whose first element is on this rank."""
+    """Return the optimizer's scalars of parameters whose first element is on this rank, by name."""
     return {
         state.layout.params[piece.param].name: dict(state.tier.read_scalars(index))
         for index, piece in enumerate(state.pieces)

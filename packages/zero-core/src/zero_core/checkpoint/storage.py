@@ -169,7 +169,7 @@ class Aside:
         self._descriptor: int | None = None
 
     def make(self) -> None:
-        """Remove files of killed saves, and make and lock the folder. One rank must call it."""
+        """Remove files of killed saves, and make and lock the folder, on one rank per folder."""
         remove_stale(self.folder.parent)
         for attempt in range(_TRIES):
             try:
@@ -371,7 +371,7 @@ def writing(place: Location) -> Iterator[IO[bytes]]:
 
 
 def discard(place: Location) -> None:
-    """Remove a checkpoint's folder. After an interruption, readers do not find the checkpoint."""
+    """Remove a checkpoint's folder. Readers never find a checkpoint that is removed in part."""
     if isinstance(place, RemotePath):
         (place / MANIFEST).unlink(missing_ok=True)
         place.remove_tree()

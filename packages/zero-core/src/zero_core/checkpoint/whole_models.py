@@ -32,7 +32,7 @@ class Loaded:
 def match_files(
     state: ShardedState, stored: dict[str, StoredTensor]
 ) -> tuple[dict[str, StoredTensor], Loaded]:
-    """Return ``stored`` by name in the model (first of tied ones), and names without a match."""
+    """Return ``stored`` by first name in the model, and the names without a match."""
     specs, kept = {spec.name: spec for spec in state.layout.params}, set(state.names())
     for name, buffer in named_buffers(state.module).items():
         if name in kept:

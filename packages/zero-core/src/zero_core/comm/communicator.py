@@ -1,6 +1,6 @@
 """All-gathers and reduce-scatters of an engine, with errors that name the unit and the rank.
 
-A profiler range covers the start of each. `zero_core.watch` reports collectives that hang.
+Each collective starts in a profiler range. `zero_core.watch` reports collectives that hang.
 """
 
 from __future__ import annotations

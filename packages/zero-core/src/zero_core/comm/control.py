@@ -178,7 +178,7 @@ class ControlGroup(Exchange):
                 self._library.broadcast(tensor, source=source).wait()
 
     def gather_on_device(self, tensor: Tensor) -> Tensor:
-        """Gather equally long 1-D tensors in rank order, on the device. One rank: ``tensor``."""
+        """Gather equally long 1-D tensors on the device, by rank. One rank returns ``tensor``."""
         if self.world_size == 1:
             return tensor
         local = tensor.to(self._device)
@@ -188,7 +188,7 @@ class ControlGroup(Exchange):
         return out
 
     def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Exchange slices as in `ControlLibrary.exchange`. Return those sent to this rank."""
+        """Exchange slices as in `ControlLibrary.exchange`. Return the slices for this rank."""
         if self.world_size == 1:
             return parts
         out = torch.empty(sum(received), dtype=parts.dtype, device=self._device)

@@ -23,10 +23,10 @@ group before (`zero_core._torch.counting_groups`).
 [Note: shared groups]
 A group with the same backend, ranks and lane (see `Lane`) is reused by other subgroups of the same
 engine (ZeRO++'s two exchanges have equal subgroups) and by later engines. The members first agree
-whether the group still exists, because an engine may have been closed on some of them only. A rank
-aborts a group when the group's last user on that rank is closed. The rank does not wait for other
-ranks, and no collective may be pending on the group. Groups that end together are aborted in one
-call, because NCCL's aborts of several communicators may wait for each other (pytorch#119797).
+on whether the group still exists, because an engine may have been closed on some of them only. A
+rank aborts a group when the group's last user on that rank is closed. The rank does not wait for
+other ranks, and no collective may be pending on the group. Groups that end together are aborted in
+one call, because NCCL's aborts of several communicators may wait for each other (pytorch#119797).
 
 If a `ProcessLibrary` is dropped without `close`, its groups end when another `ProcessLibrary`
 requests a group or is closed. Finalizers would run at different times on the ranks.
@@ -352,7 +352,7 @@ class StoreExchange(Exchange):
                         raise RuntimeError(dead or f"no answer of ranks {missing[:4]} in time")
                 time.sleep(min(max((now - began) / 4, 0.001), _LOOK_S))
             rows = [self._store.get(key) for key in keys]
-            if self._num_rounds > 1:  # all ranks have set this round's keys, so all read ``before``
+            if self._num_rounds > 1:  # all ranks set this round's keys, so all have read ``before``
                 self._store.delete_key(before[self.rank])
         except RuntimeError as error:
             self._is_broken = True

@@ -15,10 +15,10 @@ therefore end with an **acknowledgement**. Gathers need none, because the caller
 only after all ranks have waited for its gather (`zero_core.protocols.Collectives`).
 
 [Note: once per node]
-With N > 1 nodes of R > 1 ranks, a rank sends its shard once to each other node. The rank at the
-same position there receives the shard and forwards it within its node. A rank thus sends N - 1
-shards to other nodes instead of (N - 1) R. Forwarding must wait for the shard, so the gather is a
-job of the gathers' queue. Reductions stay direct: first sums per node would change the rounding.
+With N > 1 nodes of R > 1 ranks, a rank sends its shard once to each other node, to the rank at the
+same position. That rank forwards the shard within its node. A rank thus sends N - 1 shards to other
+nodes instead of (N - 1) R. Forwarding must wait for the shard, so the gather is a job of the
+gathers' queue. Reductions stay direct, because sums per node would change the rounding.
 
 [Note: coded slices]
 With a codec (`zero_core.protocols.SliceCodec`), ranks of other nodes receive encoded slices. A
@@ -501,7 +501,7 @@ class HostLibrary:
         """Wait for ``tensor`` and forward it along a binomial tree."""
         size = self.world_size
         place = (self.rank - source) % size
-        # Clearing the lowest set bit of ``place`` gives its parent, setting a lower bit a child.
+        # ``place`` without its lowest set bit is its parent. With a lower bit set, it is a child.
         reach = place & -place if place else 1 << (size - 1).bit_length()
         flat = tensor.view(-1)
         if place:

@@ -97,7 +97,7 @@ class Links:
         return near * self.num_nodes * slice_bytes, others * sum_bytes
 
     def among(self, ranks: Sequence[int]) -> Links:
-        """Return the links of ``ranks``, each a separate node unless nodes hold equal runs."""
+        """Return the links of ``ranks``, as separate nodes unless nodes have equally long runs."""
         nodes = [rank // self.ranks_per_node for rank in ranks]
         size = nodes.count(nodes[0])
         runs = [nodes[i : i + size] for i in range(0, len(nodes), size)]

@@ -101,7 +101,7 @@ class ProcessMessages:
         self._limits = [] if timeout_s is None else [timedelta(seconds=timeout_s)]
         self._under_way = set[_Message]() if group is None else _under_way.setdefault(group, set())
 
-    # Not `dist.isend` and `dist.irecv`: their checks take as long as sending a small message.
+    # The checks in `dist.isend` and `dist.irecv` would take as long as sending a small message.
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
         assert self._group is not None, "a single rank sends nothing"

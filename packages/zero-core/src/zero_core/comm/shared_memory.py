@@ -91,7 +91,7 @@ class SharedMemory:
     def __init__(
         self, control: ControlGroup, *, timeout_s: float, ranks_per_node: int | None = None
     ) -> None:
-        """Create a window, and map those of this node's ``ranks_per_node`` ranks (default: all).
+        """Create a window, and map the windows of the node's ranks (``ranks_per_node``, or all).
 
         Every rank must call it. ``timeout_s`` limits each wait for a message.
         """
@@ -162,7 +162,7 @@ class SharedMemory:
         return self.at(peer, offset, like.numel(), like.dtype)
 
     def at(self, peer: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a view of rank ``peer``'s window at byte ``offset``, which must not be written."""
+        """Return a view of rank ``peer``'s window at byte ``offset``. Callers only read it."""
         key = (peer, offset, numel, dtype)
         found = self._found.get(key)
         if found is not None:

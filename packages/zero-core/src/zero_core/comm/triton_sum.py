@@ -129,7 +129,7 @@ def _load(ptrs: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _has_nonfinite(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Return whether ``x``, float64 for ``DTYPE`` "fp64", else fp32, contains NaN or Inf."""
+    """Return whether ``x`` contains NaN or Inf. It is float64 if ``DTYPE`` is "fp64", else fp32."""
     if DTYPE == "fp64":
         bits = x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
         return tl.max(bits, axis=0) >= 0x7FF0000000000000

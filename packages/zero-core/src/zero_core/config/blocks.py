@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST = 2**63
-"""Largest integer at most keys. DeepSpeed's largest is `sys.maxsize`, one less."""
+"""Largest integer that most keys accept. DeepSpeed's largest is `sys.maxsize`, one less."""
 
 
 def as_whole(value: Any) -> Any:
@@ -30,7 +30,7 @@ def as_whole(value: Any) -> Any:
 
 
 def as_kind(value: Any, *kinds: Any) -> Any:
-    """Convert ``value`` to the first bool, int or float of ``kinds`` that accepts it, if needed."""
+    """Convert ``value`` to the first of ``kinds`` (bool, int, float) that accepts it, if needed."""
     if not isinstance(value, str | int | float) or type(value) in kinds:
         return value
     for kind in kinds:
@@ -116,9 +116,9 @@ class OffloadOptimizerConfig(_Block):
 
     device: Literal["none", "cpu", "nvme"] = "none"
     ratio: _Fraction | Literal["auto"] | None = 1.0
-    """Share of the elements that the host updates (Twin-Flow), exact to the element. "auto" finds
-    the fastest share that fits by measurement. None if ``parameters`` or ``device_budget`` is given
-    instead."""
+    """Share of the elements that the host updates (Twin-Flow), exact to the element. "auto" selects
+    the fastest share that fits, by measurements. None if ``parameters`` or ``device_budget`` is
+    given instead."""
     host_share: Literal["last", "first"] = "last"
     """End of the model that the host updates, with ``ratio`` or ``device_budget``. The last blocks
     get their gradients first and are needed last. Not in DeepSpeed's configuration."""
@@ -131,7 +131,7 @@ class OffloadOptimizerConfig(_Block):
     pin_memory_bytes: NonNegativeInt | None = None
     """Limit of the host bytes that a rank page-locks for transfers. None sets no limit."""
     update_in_backward: bool | None = None
-    """Update each unit in backward. None does so if nothing can cancel the step or
+    """Update each unit in backward. None selects this if nothing can cancel the step or
     ``undo_buffer_size`` is given, unless ``memory_checkpoint`` is on."""
     undo_buffer_size: PositiveInt | None = None
     """Limit in bytes of a rank's undo log in host memory. The log is kept if units are updated in
@@ -357,7 +357,7 @@ class Bf16Config(_Block):
     immediate_grad_update: bool = unneeded(False, "a gradient is handed on as soon as it is there")
     bf16_master_weights_and_grads: bool = False
     """Update bf16 parameters without other master weights, and accumulate gradients in bf16. Needs
-    ``bf16_optimizer_states``. With ``offload_optimizer`` the host keeps fp32 master weights."""
+    ``bf16_optimizer_states``. No effect with ``offload_optimizer``: its master weights are fp32."""
     bf16_optimizer_states: bool = False
     """Keep optimizer states in bf16 (Adam's moments, on a host)."""
 
@@ -365,7 +365,7 @@ class Bf16Config(_Block):
 class TorchAutocastConfig(_Block):
     """``torch_autocast``: `torch.autocast` around each forward, over weights in fp32.
 
-    If ``bf16`` or ``fp16`` is also enabled, it must name the same dtype, and weights have that
+    If ``bf16`` or ``fp16`` is also enabled, ``dtype`` must equal it, and weights are in that
     dtype. Float16 uses a dynamic loss scale with the defaults of `torch.amp.GradScaler`, or with
     the settings of ``fp16`` if enabled. At stage 3 a weight is cast for each use, and again in
     backward.
@@ -517,8 +517,8 @@ class WeightPatchesConfig(_Block):
     """
 
     versions: PositiveInt = 4
-    """Number of versions in the log, one per patch. A version takes at most an eighth of a byte per
-    parameter over all ranks, in host memory."""
+    """Number of versions in the log, one per patch. A version takes at most 1.25 bits of host
+    memory per parameter element, over all ranks together."""
     max_bytes: PositiveInt | None = None
     """Limit of the log on one rank. Older versions are dropped. None sets no limit."""
 

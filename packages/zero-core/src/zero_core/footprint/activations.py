@@ -87,7 +87,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of ``tensors``, of each at most its storage, as it may be expanded."""
+    """Return the bytes of ``tensors``. An expanded tensor counts as no more than its storage."""
     return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
 
 

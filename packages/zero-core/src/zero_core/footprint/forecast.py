@@ -8,14 +8,16 @@ with the states that the optimizer makes for a tiny parameter. Whole parameters 
 closed-form functions of other packages (`zero_core.footprint.footprints`). Activations:
 `zero_core.footprint.activations`.
 
-All byte counts are per rank, for rank 0. Other ranks differ only by padding.
+Byte counts are those of rank 0. Other ranks differ only by padding. The bytes of whole parameters
+are maxima over all ranks.
 
 [Note: transfers]
 The calls of `zero_core.core.passes` are counted for a step in which every unit is used once per
 micro-step, in the order of the module tree, with gradients up to the first unit. ZeRO (arXiv
 1910.02054), section 7: at stage 3 parameters are gathered once for forward and once for backward.
-The last block, the root and the tail are gathered once per micro-step. (Vertical schedule: gathers
-per step.) Gradients are reduced once per micro-step. Quantized ones count a call per phase or hop.
+The last block, the root and the tail are gathered once per micro-step. (The vertical schedule
+gathers per step instead.) Gradients are reduced once per micro-step. A quantized collective counts
+as one call per phase or hop.
 
 [Note: outside of tensors]
 Allocator: torch's ``c10/core/AllocatorConfig.h``. Requests up to 1 MiB share segments of 2 MiB.
@@ -231,7 +233,7 @@ class Forecast:
             if s in self.resting and s.dtype != config.master_dtype(s.dtype)
         )
         is_rounded = is_accelerated and not is_offloaded
-        # Gradients in autograd's memory: a unit's largest, while the small others wait to be added.
+        # Gradients in autograd's memory: a unit's largest, and its small ones waiting to be added.
         held: Counter[int] = Counter()
         largest: Counter[int] = Counter()
         for index, plan in self.gradients.items():
@@ -441,7 +443,7 @@ def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:
 def collectives_memory(
     footprint: CollectivesFootprint | None, layout: Layout, config: Config
 ) -> dict[str, int]:
-    """Return the bytes that quantized collectives keep, by kind. Empty without ``footprint``."""
+    """Return the bytes that plug-in collectives keep, by kind. Empty without ``footprint``."""
     if footprint is None:
         return {}
     segments = layout.segments

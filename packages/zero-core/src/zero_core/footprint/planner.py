@@ -76,7 +76,7 @@ def plan(
     Bytes of parameters, gradients and pools are exact, because the allocating code computes them.
     ``outside`` of the result estimates memory of torch's allocator and of CUDA's libraries. The
     plan does not count temporaries of an operation or an optimizer step, Muon's gather of momenta,
-    and packages that are not installed, which ``missing`` of the result names.
+    or the memory of missing packages, which ``missing`` of the result names.
 
     Args:
         model: a module on any device, best on the meta device; or a Hugging Face configuration (an
@@ -97,7 +97,7 @@ def plan(
 
     Raises:
         ConfigError: an argument or the configuration is wrong, or does not fit the model.
-        MissingPartError: a Hugging Face configuration without transformers.
+        MissingPartError: ``model`` is a configuration, and transformers is not installed.
     """
     per_node = ranks_of_node(world_size, ranks_per_node)
     machine = Machine(world_size, per_node, device_memory, host_memory, device_type, nvme_path)
@@ -346,7 +346,7 @@ class Planner:
                     yield choice
 
     def placed(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Return ``variants`` with each changed placement that `is_served`, by size of change."""
+        """Return ``variants`` with each other served placement, smaller changes first."""
         zero, path = self.config.zero_optimization, self.machine.nvme_path
         params, states = [AS_CONFIGURED], [AS_CONFIGURED]
         block = "offload_param"
@@ -406,7 +406,7 @@ class Planner:
         config = self._changed(variant, stage, device)
         forecast, machine = self._forecast(config, variant.placement), self.machine
         use = self._memory(forecast, config, ratio)
-        # All ranks of a node need equally much memory.
+        # Assume that every rank of a node needs as much as the rank of the forecast.
         on_host = use.host_bytes + (0 if machine.is_accelerated else use.device_bytes)
         of_node = on_host * machine.ranks_per_node
         has_room = machine.device_memory is None or use.device_bytes <= machine.device_memory

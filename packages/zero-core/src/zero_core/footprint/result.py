@@ -2,7 +2,7 @@
 
 [Note: placements]
 A placement moves parameters to or from host memory (`offload_param`, at stage 3), moves states to
-or from NVMe, or stores Adam's moments on the host in 16 or 8 bits, which alone changes numbers.
+or from NVMe, or stores Adam's moments on the host in 16 or 8 bits. Only the last changes numbers.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Plan:
     configured: Choice  # the configuration as it was given
     memory: MemoryUse  # bytes by kind, as configured
     traffic: tuple[Traffic, ...]  # transfers of one optimizer step, as configured
-    # traffic with other keys; empty for one rank
+    # traffic as configured and with other keys. Empty for one rank
     traffic_choices: tuple[TrafficChoice, ...]
     # every stage without offload, with full offload, and with the least offload that fits, and
     # choices with other micro-batches, recomputation or placements

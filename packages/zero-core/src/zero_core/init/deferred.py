@@ -82,7 +82,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def zeroed(nbytes: int) -> torch.UntypedStorage:
-    """Return zeroed memory. From `_MAPPED_BYTES` on the system gets it back when it is freed.
+    """Return zeroed memory. Freeing a block of `_MAPPED_BYTES` or more returns it to the system.
 
     On the heap, small allocations between two large tensors would fragment freed memory, and the
     process could grow to the size of the model.
@@ -283,7 +283,7 @@ def deferred_init() -> Iterator[None]:
 
     Raises:
         RuntimeError: a tensor was requested on an accelerator, or an operation on a deferred tensor
-            cannot be recorded. The message names the operation.
+            (for example, a read of its address) cannot be recorded.
     """
     with recorded() as (recording, modules):
         yield
@@ -318,7 +318,7 @@ def recorded() -> Iterator[tuple[Recording, Mapping[nn.Module, None]]]:
 
 
 def is_recorded_innermost() -> bool:
-    """Return whether torch's innermost modes are those of `recorded`, which may then end."""
+    """Return whether torch's innermost modes are those of `recorded`. Only then may it end."""
     is_last = isinstance(current_dispatch_mode(), Recording)
     return is_last and isinstance(_get_current_function_mode(), _OnCpu)  # type: ignore[no-untyped-call]
 

@@ -53,7 +53,7 @@ class Slice(NamedTuple):
 
 
 slices: MutableMapping[Tensor, Slice] = WeakIdKeyDictionary()
-"""By tensor whose value is in slices: this rank's `Slice`."""
+"""This rank's `Slice` of each tensor whose value is in slices."""
 
 
 def put_in_slices(tensors: Sequence[Tensor], control: ControlGroup) -> None:

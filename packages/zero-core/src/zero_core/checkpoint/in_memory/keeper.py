@@ -25,7 +25,7 @@ def status(pid: int) -> list[str]:
 
 
 def started_at(pid: int) -> str:
-    """Return a process's start time in ticks, or "". It distinguishes processes of one id."""
+    """Return a process's start time in ticks, or "". Processes that reuse an id differ in it."""
     return "".join(status(pid)[19:20])
 
 

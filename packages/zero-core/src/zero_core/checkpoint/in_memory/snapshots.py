@@ -4,10 +4,10 @@
 Each rank writes its slice of every state to files of a folder in memory, one file per state, as in
 a checkpoint. Two slots are written alternately, so that one stays complete. A rank's *marker*
 has all data other than tensors, and a digest of itself. The marker is removed before the rank's
-files are overwritten, and renamed into place afterwards. All ranks exchange gradient statistics
-before an update, and a rank enters this exchange only after its last snapshot is complete. When a
-rank writes a slot after an update, the other slot is therefore complete on every rank, including
-its copies on other nodes.
+files are overwritten. A new one is renamed into place afterwards. All ranks exchange gradient
+statistics before an update, and a rank enters this exchange only after its last snapshot is
+complete. When a rank writes a slot after an update, the other slot is therefore complete on every
+rank, including its copies on other nodes.
 
 A thread makes the snapshot during the next forward and backward, which do not write states. The
 next update waits for the thread. The markers of all ranks form a manifest: files are restored like
@@ -217,7 +217,7 @@ def _has_lock(descriptor: int) -> bool:
 class Slot:
     """A slot in ``folder``: see [Note: two slots].
 
-    Files are written through mappings, which takes half the time of `write`. Their memory is
+    Files are written through mappings, which takes half the time of ``os.write``. Their memory is
     reserved first, because a write to a page without memory would kill the process.
     """
 
@@ -433,8 +433,8 @@ class MemoryCheckpoints(Extension):
     ) -> None:
         """Write a snapshot, and send it to the next node if there is a `Ring`.
 
-        ``tensors`` are copies of tensors that a forward may change, by file. ``done`` marks the
-        end of the update on the device. ``is_read`` is set after the reads or an error.
+        ``tensors`` are copies of buffers and states of generators and extensions, by file. ``done``
+        marks the end of the update on the device. ``is_read`` is set after the reads or an error.
         """
         number, rank = facts["serial"] % 2, facts["rank"]
         state, tier, slot = self._state, self._state.tier, self._slots[number]
