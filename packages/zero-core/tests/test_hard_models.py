@@ -179,7 +179,7 @@ def test_an_exception_in_the_middle_of_an_accumulation_restarts_the_step(caplog)
         assert engine.global_steps == 1
         results.append(engine.full_state_dict())
     assert_same(*results)
-    assert "starts again from its first micro-step" in caplog.text
+    assert "step 1 starts again from its first micro-step" in caplog.text
 
 
 def test_a_loss_scale_of_a_run_without_one_is_not_taken_over(tmp_path):

@@ -316,10 +316,11 @@ class TiledForwards(ObjectMethods):
             # Without gradients, compute all logits now: a single rank cannot gather weights later.
             if len(inputs) != 1 or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            hidden: Tensor = inputs[0]
-            tokens = hidden.numel() // max(1, hidden.shape[-1])
-            if hidden.dim() < 2 or tokens <= self._tile_tokens:
-                return forward(hidden)
+            hidden = inputs[0]
+            if not isinstance(hidden, Tensor) or hidden.dim() < 2:
+                return forward(*args, **kwargs)
+            if hidden.numel() // max(1, hidden.shape[-1]) <= self._tile_tokens:
+                return forward(*args, **kwargs)
             # Tiles are computed later, but need this call's weights and autocast state.
             passes, device_type = self._passes, hidden.device.type
             version = 0 if passes is None else _version(passes, module)
@@ -382,7 +383,8 @@ def _selected(model: nn.Module, config: ModulesConfig) -> list[tuple[str, nn.Mod
     rule = ModuleRule(**config.model_dump())
     found: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
-        is_within = bool(found) and path.startswith(f"{found[-1][0]}.")
+        # The model itself, whose path is empty, contains every module.
+        is_within = bool(found) and (not found[-1][0] or path.startswith(f"{found[-1][0]}."))
         if not is_within and rule.selects(path, module):
             found.append((path, module))
     return found

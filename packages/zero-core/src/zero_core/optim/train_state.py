@@ -166,7 +166,7 @@ class TrainState:
         self.skipped_steps += 1
         self.scaler.update(is_overflow=True)
         text = "step %d skipped on all ranks: the gradient is not finite (%s); loss scale %g -> %g"
-        _log.warning(text, self.global_steps, where, before, self.scaler.scale)
+        _log.warning(text, self.global_steps + 1, where, before, self.scaler.scale)
 
     def end_step(self) -> None:
         """Count a step and its last micro-step. Log progress every ``steps_per_print`` steps."""
@@ -275,7 +275,7 @@ class TrainState:
         _log.warning(
             "rank %d: step %d starts again from its first micro-step, as the last backward did not "
             "end (%d micro-steps were done)",
-            *(self._rank, self.global_steps, self.num_accumulated),
+            *(self._rank, self.global_steps + 1, self.num_accumulated),
         )
         self.enter_micro_step(0)
 
