@@ -5,8 +5,8 @@ properties). Three marks indicate a bad one: it begins like a relative clause or
 ...", "Of ..."), it joins two facts by a semicolon, or it uses a homely verb ("tell", "lie", "come")
 instead of a technical one.
 
-Everything that a package exports at its top level, including public methods, needs a docstring. The
-exit code is 1 if one is missing, or if a folder's share of marked lines reaches `MAX_SHARE`.
+Exported classes, their public methods and exported functions need docstrings, overrides excepted.
+The exit code is 1 if one is missing, or if a folder's share of marked lines reaches `MAX_SHARE`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _lacks_docstring(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print marked first lines, exports without a docstring, and each folder's share of marks."""
+    """Print marked first lines, exports without a docstring, and the share of marked lines."""
     folders = [path for name in arguments or FOLDERS for path in sorted(Path().glob(name))]
     is_bad = False
     for folder in folders:

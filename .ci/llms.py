@@ -1,7 +1,7 @@
 """The file ``llms.txt`` for assistants (llmstxt.org): ``python .ci/llms.py [--write]``.
 
-The links are those of the site's navigation in ``mkdocs.yml``. A link's line has the headings of
-its page. Without ``--write``, the program ends with code 1 if the file is not what the pages make.
+It links the skill and the pages of the site's navigation, except API pages and single decisions,
+with headings or a summary. Without ``--write``, the exit code is 1 if the file is out of date.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def make() -> str:
 
 
 def sections() -> Iterator[list[str]]:
-    """Yield the lines of each section. Pages of design are optional for a reader."""
+    """Yield the lines of each section. Readers may skip "Optional", the site's section "Design"."""
     skill = (ROOT / SKILL).read_text(encoding="utf-8")
     found = re.search("^description: (.+)$", skill, re.M)
     assert found is not None, f"{SKILL} has no description"
@@ -38,7 +38,7 @@ def sections() -> Iterator[list[str]]:
         if is_section or title == "Performance":
             yield lines
             lines = [f"## {'Optional' if title == 'Design' else title}", ""]
-        # Pages of the API are made from the sources, and decisions have an index.
+        # Leave out API pages, made from the sources, and decisions, which their index links.
         if page and not re.match("api/|decisions/(?!README)", page):
             lines.append(link("Decisions" if title == "Index" else title, page))
     yield lines

@@ -1,4 +1,4 @@
-"""Check of a release's tag: ``python .ci/release.py zero-core-v0.2.0``.
+"""Check of a release tag: ``python .ci/release.py zero-core-v0.2.0``.
 
 Prints outputs for the release workflow: the package, its folder, and whether it has compiled code.
 """

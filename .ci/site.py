@@ -45,7 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace links to repository files by links to pages of this site."""
+    """Make links to repository files point to this site's pages. mkdocs handles those in docs/."""
     here = page.file.src_uri
 
     def redirected(found: re.Match[str]) -> str:
@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _path_of(link: str, uri: str) -> str | None:
-    """Return the linked file, relative to the repository's root. None: a link to another site."""
+    """Return the linked file, relative to the repository's root, or None for a URL."""
     if "://" in link or link.startswith("mailto:"):
         return None
     origin = ORIGINS.get(uri, f"docs/{uri}")
@@ -67,7 +67,7 @@ def _path_of(link: str, uri: str) -> str | None:
 
 
 def _is_source(path: str) -> bool:
-    """Whether a linked file gets a page of its own. A link to a missing file fails the build."""
+    """Whether a linked file gets a generated page. mkdocs refuses links to missing files."""
     return not path.startswith("docs/") and path not in PAGES and (ROOT / path).is_file()
 
 

@@ -26,7 +26,7 @@ SOURCES = {
     "benchmarks": "integration",
     "faults": "integration",
 }
-# Private attributes of torch's classes that have the same name as one here.
+# Private attributes of torch's classes whose names also occur in this repository.
 TORCH_PRIVATES = {"_base", "_buffers", "_parameters", "_modules", "_version", "_opt_called"}
 
 
@@ -40,7 +40,7 @@ class Module:
 
 
 def read_modules(root: Path) -> dict[str, Module]:
-    """Read all source files below the repository's root ``root``, by dotted name."""
+    """Read the source files of the repository at ``root``, by dotted name."""
     modules: dict[str, Module] = {}
     for package, folder in SOURCES.items():
         for path in sorted((root / folder / package).rglob("*.py")):
@@ -51,7 +51,7 @@ def read_modules(root: Path) -> dict[str, Module]:
 
 
 def find_capability_probes(modules: dict[str, Module]) -> list[str]:
-    """Find calls of ``getattr`` with a default, or of ``hasattr``, with a constant name."""
+    """Find calls of ``getattr`` with a default, or ``hasattr``, that replace a protocol."""
     found = []
     for module in modules.values():
         lines = module.path.read_text(encoding="utf-8").splitlines()
@@ -64,7 +64,7 @@ def find_capability_probes(modules: dict[str, Module]) -> list[str]:
             if ast.unparse(node.args[0]) == "self":
                 continue  # the class's own attribute
             if _root_name(node.args[0]) in _imported_names(module):
-                continue  # probes an imported library's version
+                continue  # tests for a feature of an imported library
             around = "\n".join(lines[max(0, node.lineno - 3) : (node.end_lineno or node.lineno)])
             if "# foreign:" not in around:
                 found.append(f"{module.path}:{node.lineno}: {ast.unparse(node)}")
@@ -90,7 +90,7 @@ def _imported_names(module: Module) -> set[str]:
 
 
 def find_foreign_privates(modules: dict[str, Module]) -> list[str]:
-    """Find reads of private attributes that the reading file does not define."""
+    """Find uses of this repository's private attributes in files that do not define them."""
     private = re.compile(r"_[a-z]\w*$")
     defined_somewhere = {name for m in modules.values() for name in _defined_privates(m)}
     found = []

@@ -4,7 +4,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from zero_core.testing import preload
-from zero_core.testing.sampled_rows import (  # re-exported so that pytest finds the hook
+from zero_core.testing.sampled_rows import (  # re-exported, so that pytest finds these hooks
     pytest_collection as pytest_collection,
 )
 from zero_core.testing.sampled_rows import (
@@ -19,7 +19,7 @@ settings.load_profile("zero-core")
 # A shell may have started pytest with SIGINT ignored, which ranks would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Ranks fork from a server process that imports these modules once, because that takes seconds.
-# Their import in torch 2.10 queries CUDA, after which forked processes cannot use a GPU.
+# Importing these modules takes seconds. So a server process imports them, and ranks fork from it.
+# In torch 2.10 the import queries CUDA, after which forked processes cannot use a GPU.
 if not torch.accelerator.is_available():
     preload("torch._inductor.compile_fx", "torch._dynamo.testing")

@@ -1,4 +1,4 @@
-"""Parameters that are read or written at any moment give the current value or raise an error."""
+"""Reads and writes of parameters at any moment use the current value or raise an error."""
 
 import logging
 import threading
@@ -300,7 +300,7 @@ def test_names_shapes_and_hooks_neither_wait_nor_raise(ranks, stage):
 
 
 def test_what_needs_no_value_is_torchs_list_of_what_returns_none_of_it():
-    # Functions outside ``reads`` that return no tensor for a meta parameter need no value.
+    # Functions that run on meta parameters and return no tensor need no value, except ``reads``.
     reads = {"data_ptr", "const_data_ptr", "storage", "untyped_storage", "__repr__", "type"}
     reads |= {"storage_type", "_clear_non_serializable_cached_data", "_is_view"}
     unknown = []

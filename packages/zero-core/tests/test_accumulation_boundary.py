@@ -33,7 +33,7 @@ def _train(engine, rank, counts):
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("configured", [1, 3])  # micro-steps. The loop runs 1 to 3 a step
+@pytest.mark.parametrize("configured", [1, 3])  # micro-steps per step. The loop runs 1 to 3
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()

@@ -143,9 +143,9 @@ def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(ranks, odd, 
         alter()
     with pytest.raises(zero_core.RankMismatchError, match=r"buffer (first.more|more|seen|other)"):
         step()
-    engine.backward(engine(torch.ones(1, 7)))  # the changed buffers still fit the broadcast
+    engine.backward(engine(torch.ones(1, 7)))  # still broadcasts the earlier list of buffers
     if rank != odd:
         alter()
-    engine.step()  # the ranks' buffers are equal again
+    engine.step()  # all ranks have the same buffers again
     step()
     assert {name: b.tolist() for name, b in model.named_buffers()} == CHANGES[change]

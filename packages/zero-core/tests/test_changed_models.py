@@ -105,7 +105,7 @@ AT_3 = "(read|written) where stage 3 holds only"
 @on_ranks()
 def test_a_parameter_that_changes_after_build_is_refused_by_name(ranks, stage, which):
     change, message = REFUSED[which]
-    if stage == 3 and which != "swapped":  # the parameter's class detects every other change
+    if stage == 3 and which != "swapped":  # the parameter's class detects all moves but a swap
         message = message.replace(MOVED, f"was {AT_3}").split(" .*")[0]
     for has_stepped in (False, True):
         engine = _build(ranks, stage)

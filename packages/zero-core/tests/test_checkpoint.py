@@ -285,7 +285,7 @@ def test_a_large_export_is_split_and_one_without_room_leaves_no_part(tmp_path, m
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / file)[name], full[name])
     monkeypatch.undo()
-    (tmp_path / "model_best.safetensors").touch()  # not of an export, so it stays
+    (tmp_path / "model_best.safetensors").touch()  # does not belong to an export, so it stays
     engine.export_safetensors(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"model.safetensors", "model_best.safetensors"}
 
@@ -488,7 +488,7 @@ def test_a_schedule_that_only_the_checkpoint_or_the_engine_has_is_logged(tmp_pat
         engines[number].save_checkpoint(place)
         for loading in engines:
             loading.load_checkpoint(place)
-        (line,) = caplog.messages  # only the engine whose schedule is not the checkpoint's warns
+        (line,) = caplog.messages  # only the engine that differs from the saved one warns
         assert told in line
         assert line.endswith("load without the schedule"), "front ends name arguments otherwise"
         caplog.clear()

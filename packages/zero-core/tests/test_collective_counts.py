@@ -149,7 +149,7 @@ def test_the_collectives_are_those_counted_on_paper(ranks, stage, name):
 
 
 SKIPPED = [{3}, {0, 2}, {1, 2}, {0, 1, 2, 3}]
-"""Blocks that the last rank calls without using their outputs, by step."""
+"""Blocks whose parameters the last rank does not use, by step."""
 
 
 class _Optional(nn.Module):

@@ -90,7 +90,7 @@ def _check_on_the_wire(rank, world_size, per_node):
         expected = Counter({"sent within": within, "sent between": between})
         expected.update({"received within": within, "received between": between})
         assert postman.bytes == expected, stage
-        # Gathers have a thread only with several nodes of several ranks each.
+        # A thread runs the gathers only with several nodes of several ranks each.
         has_thread = "zero_core gathers" in [t.name for t in threading.enumerate()]
         assert has_thread == (1 < per_node < world_size)
         engine.close()

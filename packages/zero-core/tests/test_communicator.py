@@ -1,4 +1,4 @@
-"""Failed collectives: the error names the collective, its unit and the rank."""
+"""Failed and hanging collectives: errors and logs name the collective, its unit and the rank."""
 
 import gc
 import json

@@ -54,7 +54,7 @@ SLOW = pytest.mark.slow
 @on_processes()
 def test_compiled_blocks_follow_ddp_without_a_graph_break(ranks, choices):
     expected = _reference(ranks)
-    # Inputs are copied to the host outside the compiled graph, which requires "wrapped" blocks.
+    # Copies of inputs to the host must stay outside the graph, so `ON_HOST` needs "wrapped" blocks.
     ways = ("before", "after", "wrapped")
     for again, how in ((a, way) for a in choices for way in (ways[2:] if a == ON_HOST else ways)):
         # Stage 0 runs once, because all ways of compiling give the same graphs.

@@ -401,7 +401,7 @@ REQUIRED = {
 LOOSER = {
     "zero_optimization.offload_optimizer.parameters",  # a list must not be empty
     "name_waits_within_s",  # 0, or at least 0.5
-    "torch_autocast.dtype",  # several names of two dtypes
+    "torch_autocast.dtype",  # only names of fp16 and bf16
 }
 
 

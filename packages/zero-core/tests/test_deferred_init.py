@@ -142,7 +142,7 @@ def _build_both(ranks, case, models):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_shards_masters_and_training_are_those_of_an_ordinary_model(world_size, dtype, stage):
-    # Make the models before the simulated ranks start, because deferred_init() records all threads.
+    # Make the models before the simulated ranks start, because deferred_init() sets global hooks.
     models = [
         (_seeded(Buffered, 4, is_deferred=False), _seeded(Buffered, 4 + rank, is_deferred=True))
         for rank in range(world_size)
@@ -174,7 +174,7 @@ def test_a_plain_meta_model_is_refused_with_both_cures():
 
 
 def _change(model):
-    nn.init.ones_(model.bias.data)  # a change of .data, which deferred_init() cannot record
+    nn.init.ones_(model.bias.data)  # a change through .data, which deferred_init() cannot record
     nn.init.uniform_(model.weight)
     return model
 

@@ -153,7 +153,7 @@ def _fills_pipes(rank, world_size):
     peers = [peer for peer in range(world_size) if peer != rank]
     letters = [(n, p, mailbox.expect(p, 3)) for n in range(10_000) for p in peers]
     with ThreadPoolExecutor(1) as pool:
-        last = pool.submit(mailbox.wait, mailbox.expect(peers[0], 4))  # receives all letters
+        last = pool.submit(mailbox.wait, mailbox.expect(peers[0], 4))  # receives all other letters
         for number, peer, _ in letters:  # posts more than a pipe holds
             mailbox.post(peer, 3, number, rank)
         for number, peer, letter in letters:

@@ -71,7 +71,7 @@ def _wide(param):
 
 
 def _train_masters(model, masters, optimizer, ranks, batches, accumulation=1):
-    """Train ``model`` without an engine. ``masters``: fp32 or fp64, by name. Return losses."""
+    """Train without an engine, with fp32 or fp64 copies ``masters`` by name. Return the losses."""
     control, params, losses = ranks.connect(), dict(model.named_parameters()), []
     for number, inputs in enumerate(batches, start=1):
         for buffer in model.buffers():
@@ -128,7 +128,7 @@ def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(rank
     planned = zero_core.plan(model, config, ranks.size, device_type="cpu")
     assert planned.memory.device["model buffers"] == sum(b.nbytes for b in own.values())
     assert planned.memory.device["gradient shards"] == shards
-    # If gradients are reduced, one more buffer receives a unit's second micro-step.
+    # With several ranks, one more buffer may receive a unit's second micro-step.
     largest = max(s.shard_numel for s in engine.layout.segments)
     assert 0 <= shards - 4 * trained <= 4 * largest * (ranks.size > 1)
 

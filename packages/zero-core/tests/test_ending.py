@@ -1,4 +1,4 @@
-"""Engines that end: close() on a single rank, and unwrap() on all ranks."""
+"""Engines that end by close(), by unwrap(), or because they are dropped."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _close_early(rank: int, world_size: int, folder: Path) -> None:
     with torch.no_grad():
         loss = float(engine(**batch(0, 0, 0))["loss"])
     if rank:
-        time.sleep(1.5)  # evaluates for longer than rank 0
+        time.sleep(1.5)  # as if it evaluated for longer than rank 0
         (folder / f"{rank} {loss}").touch()
     engine.close()
     # close() waits for slower ranks: an abort would drop what NCCL still sends in the background.
@@ -205,7 +205,7 @@ def test_a_model_can_be_built_again_after_its_engine(ranks, stage, end):
             model.state_dict()
         with pytest.raises(ConfigError, match=r"closed or dropped\. Have the values read from a f"):
             zero_core.build(model, Case(stage).config(), process_group=ranks)
-        # The error message recommends these calls.
+        # The error message recommends load_state_dict(), which needs memory to copy into.
         for param in model.parameters():
             param.data = torch.empty(param.shape)
         model.load_state_dict(expected)
@@ -274,7 +274,7 @@ def test_every_verb_of_an_ended_engine_says_that_it_has_ended(end):
     }
 
     def use(owner: Any, verb: str) -> None:
-        with getattr(owner, verb)(**arguments.get(verb, {})):  # some raise on entry
+        with getattr(owner, verb)(**arguments.get(verb, {})):  # contexts may raise on entry only
             pass
 
     named = {verb for verb in verbs if not verb.startswith("_")} - READERS

@@ -103,7 +103,7 @@ def _count_in_a_block(ranks, stage):
     x, counts = torch.ones(2, 20, device=device, dtype=dtype), []
 
     def count():
-        torch.accelerator.synchronize(device)  # counts only collectives that have begun
+        torch.accelerator.synchronize(device)
         return Counter(fake_cuda.counters(device.index).by_name)
 
     for depth, has_engine in itertools.product((2, 3), (False, True)):

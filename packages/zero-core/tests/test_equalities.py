@@ -1,6 +1,6 @@
 """Stages, recomputation and records do not change any bit of a training run.
 
-The reference is the engine at stage 0, which test_equivalence.py compares with DDP.
+Stages are compared with stage 0, which test_equivalence.py compares with DDP.
 """
 
 import pytest

@@ -53,9 +53,9 @@ ON_PROCESSES = {
     ],
 }
 
-# fp32: with clipping or three ranks, DDP sums in another order, which differs by a few ulps that
-# grow over ten steps. bf16: DDP sums gradients in bf16, the engine in fp32. Rounding to 8 bits then
-# changes Adam's steps of 1e-2. fp16: the same with 11 bits. Bounds are twice the largest known gap.
+# fp32: with clipping or three ranks, DDP sums in another order. Gaps of a few ulps grow over ten
+# steps. bf16: DDP sums gradients in bf16, the engine in fp32. Rounding to 8 bits changes Adam's
+# steps of 1e-2. fp16: the same with 11 bits. Bounds are twice the largest known gap.
 LOSS = {"fp32": 4e-6, "bf16": 0.07, "fp16": 0.0045}
 VALUE = {"fp32": 1e-6, "bf16": 0.04, "fp16": 4.5e-4}
 

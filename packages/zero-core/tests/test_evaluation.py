@@ -59,7 +59,7 @@ def test_what_trains_is_refused():
         with pytest.raises(EvaluationOnlyError, match=name):
             getattr(engine, name)
     with pytest.raises(RuntimeError, match="requires a gradient now"):
-        engine.module(**batch(0, 0, 0))  # the call bypasses the engine and enables gradients
+        engine.module(**batch(0, 0, 0))  # bypasses the engine, which disables gradients
 
 
 def test_a_missing_attribute_of_an_engine_that_trains_is_a_plain_attribute_error():

@@ -119,7 +119,7 @@ def _in_phase(phase, optimizer):
 
 
 def _staged_in_torch(ranks, name):
-    """Train in torch. Each phase has a new optimizer, with the previous phase's states."""
+    """Train in torch. Each phase has a new optimizer, with the last states of its parameters."""
     values, states = _tower().state_dict(), {}
     for phase in range(4):
         model, optimizer = _in_phase(phase, name)

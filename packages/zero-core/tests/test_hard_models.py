@@ -73,7 +73,7 @@ def test_a_part_called_by_itself_works_without_gradients_and_is_refused_with(ran
 
 
 def _late(ranks, stage):
-    """Run a backward under no_sync after a reduced one, below stage 3 on rank 0 only."""
+    """Run a reduced backward, then one under no_sync (below stage 3 on rank 0 only)."""
     engine = _build(ranks, stage)
     engine.backward(engine(rows(0, ranks.rank)))
     with engine.no_sync():

@@ -14,7 +14,7 @@ from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import adamw, assert_same, check_like_ddp, train
 
-# micro-batches of each of the three ranks, by step
+# number of micro-batches of each rank, by step
 NUM_MICRO = [(2, 2, 2), (2, 1, 0), (2, 0, 1), (1, 2, 0), (0, 0, 2)]
 
 

@@ -1,4 +1,4 @@
-"""Retention of checkpoints, and removal of the files of killed saves."""
+"""Retention of checkpoints, removal of what killed saves left, and reads of stored files."""
 
 import os
 import stat
@@ -40,7 +40,7 @@ def test_last_ones_multiples_and_other_names_stay(tmp_path):
     assert tried == ["step-3", "step-5"]
     assert zero_core.prune_checkpoints(tmp_path, keep_last=1) == tried
     tmp_path.joinpath("step-6", "manifest.json").write_text("{")
-    engine.save_checkpoint(tmp_path, "step-99", keep_last=1)  # the tag is not the step's number
+    engine.save_checkpoint(tmp_path, "step-99", keep_last=1)  # tag and step number differ
     assert zero_core.prune_checkpoints(tmp_path, keep_last=1, prefixes=["best-"]) == best[:5]
     assert _names(tmp_path) == ["best", "best-6", "latest", "run1-6", "step-6", "step-99"]
     with pytest.raises(CheckpointError, match="keep_last = 0: expected 1 or more"):
@@ -53,7 +53,7 @@ def test_steps_decide_what_stays_and_only_manifests_of_others_are_read(tmp_path)
         train_small(engine)
         if step > 7:
             engine.save_checkpoint(tmp_path)
-    for age, step in enumerate((9, 8, 11, 10)):  # modification times of a copied folder
+    for age, step in enumerate((9, 8, 11, 10)):  # as in a copied folder, times are out of order
         os.utime(tmp_path / f"step-{step}" / "manifest.json", (age, age))
     opened, is_on = set(), [True]
 
@@ -67,7 +67,7 @@ def test_steps_decide_what_stays_and_only_manifests_of_others_are_read(tmp_path)
     finally:
         is_on.clear()
     assert opened == {"step-8", "step-9"}
-    # Resume from step 10, which makes the checkpoint of step 11 count as older.
+    # As if resumed from step 10: the checkpoint of step 11 then counts as older.
     (tmp_path / "latest").write_text("step-10\n")
     assert zero_core.prune_checkpoints(tmp_path, keep_last=1) == ["step-11"]
 

@@ -103,7 +103,7 @@ def test_the_values_of_the_files_are_in_masters_parameters_and_buffers(
 ):
     source = _source().to(torch.bfloat16) if stored == "bf16" else _source()
     folder = _write_folder(tmp_path / "weights", _weights(source))
-    # Make the models before the simulated ranks start, because the ranks share torch's hooks.
+    # Make the models before the simulated ranks start, because deferred_init() sets global hooks.
     models = [_fresh(how) for _ in range(world_size)]
 
     def load(ranks):

@@ -1,4 +1,4 @@
-"""bf16 master weights, rounded master weights, and autocast over fp32 weights, against torch."""
+"""bf16 master weights, rounded master weights, and autocast over fp32 weights, as in torch."""
 
 import copy
 import gc

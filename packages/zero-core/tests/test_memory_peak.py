@@ -1,4 +1,4 @@
-"""Resident host memory: peaks of construction and of steps, growth, and arenas."""
+"""Memory peaks of construction and steps, resident on the host and allocated on devices."""
 
 import ctypes
 import sys

@@ -123,8 +123,8 @@ class _AtRoot(Mixture):
 
 
 WIDTH, DEPTH, TWICE = 33, 7, 4  # block number TWICE is called twice in a row
-# By step: blocks whose branch rank 1 leaves out, and blocks that rank 1 leaves out. The other ranks
-# must start the gathers that rank 1 waits for before rank 1's backward ends.
+# By step: blocks whose branch rank 1 leaves out, and blocks whose first call it leaves out. The
+# other ranks must start the gathers that rank 1 waits for before rank 1's backward ends.
 LEFT_OUT = [set(), {6}, {5}, {3}, {0}, {5, 6}, set(range(DEPTH))]
 SKIPPED = [set(), {6}, {2}, {0}, {0, 1}, {1, 2, 3, 4, 5}, set(range(DEPTH))]
 

@@ -101,7 +101,7 @@ def test_states_of_an_optimizer_that_declares_otherwise_are_refused(ranks, tmp_p
 
 
 class Branches(nn.Module):
-    """A model so small that one rank's shard is within the second block."""
+    """A model so small that rank 0's shards are its matrices, and rank 1's its biases."""
 
     def __init__(self):
         super().__init__()

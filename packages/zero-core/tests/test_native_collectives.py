@@ -1,4 +1,4 @@
-"""The engine's collectives among nodes: gathers, all-to-alls, subgroups and queued jobs."""
+"""The engine's collectives among nodes: gathers, sums, all-to-alls, subgroups and queued jobs."""
 
 import itertools
 import time

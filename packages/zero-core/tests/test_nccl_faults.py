@@ -19,7 +19,7 @@ from zero_core.testing import Case, make_tower, run_alone, train
 
 TIMEOUT_S = 6.0
 LIMIT_S = 12.0
-"""Longest time in seconds from the fault to the end of the other ranks."""
+"""Longest permitted time in seconds from the fault to the end of the other ranks."""
 FAULTS = {
     "is stopped": lambda control: os.kill(os.getpid(), signal.SIGSTOP),
     "is killed": lambda control: os.kill(os.getpid(), signal.SIGKILL),

@@ -49,7 +49,7 @@ def test_training_goes_on_with_the_same_bits(device, world_size):
         run = simulate_on_devices
         fake_cuda.set_delays(seed=1, kernel_s=5e-5, copy_s=5e-4)
     choices = itertools.cycle([ALL, *(frozenset([part]) for part in zero_core.StatePart), ALL])
-    # torch's empty_cache waits for the devices of all ranks, which must be idle meanwhile.
+    # torch's empty_cache waits for the devices of all ranks. No rank may use its device meanwhile.
     done = Barrier(world_size)
     for number, case in enumerate(CASES):
         expected = run(train, world_size, case, None, False, done)

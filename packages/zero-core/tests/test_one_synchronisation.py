@@ -82,7 +82,7 @@ def train(ranks, case):
         # The last block is updated on each rank even if only one rank uses it.
         used = blocks_of(step + ranks.rank, is_twice=case.is_twice)
         before = count_waits(ranks) if is_late else 0
-        if step == 2 and case.optimizer == "SGD":  # begins after a skipped step
+        if step == 2 and case.optimizer == "SGD":  # skipped, so momentum begins in the next step
             engine.optimizer.param_groups[0]["momentum"] = 0.9
         for x in inputs:
             engine.backward(engine(x, used))
@@ -164,7 +164,7 @@ def test_an_optimizer_without_a_choice_of_kernels_is_advised_to_be_fused():
 
 
 class BrokenOff(MadeTier):
-    """A tier whose second early update raises KeyboardInterrupt."""
+    """A tier that raises KeyboardInterrupt after its second `step_ahead`."""
 
     num_updates = 0
 

@@ -148,7 +148,7 @@ def _step_with_late_ranks(ranks, steps, case, edits):
 def test_changes_do_not_reach_peers_that_read_later(ranks):
     _step_with_late_ranks(ranks, 30, Case(), list(EDITS.values()))
     edits = (_clip_norm, _zero_and_assign)
-    # a narrower communication dtype, and gradients of two dtypes
+    # a narrower communication dtype, and 16-bit parameters
     _step_with_late_ranks(ranks, 4, Case(top={"communication_data_type": "bf16"}), edits)
     _step_with_late_ranks(ranks, 4, Case(dtype="bf16"), edits)
 

@@ -151,7 +151,7 @@ def _construct(ranks, folder, models):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_deferred_and_pretrained_models_never_lie_on_the_device(world_size, tmp_path):
-    # Make the models before the simulated ranks start, because the ranks share torch's hooks.
+    # Make the models before the simulated ranks start, because deferred_init() sets global hooks.
     models = [_deferred() for _ in range(world_size)]
     simulate(_construct, world_size, str(tmp_path), models)
 

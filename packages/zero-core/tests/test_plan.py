@@ -187,7 +187,7 @@ class _Casts(TorchDispatchMode):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_traffic_is_that_of_the_paper(stage):
-    # A rank sends about two model sizes, or three at stage 3, where one unit is gathered once.
+    # A rank sends about two model sizes, or three at stage 3: all units but one are gathered twice.
     depth, width, ranks = 40, 1024, 64
     size = 2 * 12 * width * width * depth
     config = make_config(stage, "bf16", data_types={"grad_accum_dtype": "bf16"})

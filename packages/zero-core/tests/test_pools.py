@@ -13,7 +13,7 @@ from zero_core.testing import Case, RootAndBlocks, on_ranks, seeded, train
 
 CPU = torch.device("cpu")
 WIDTH = 16
-ROOT, BLOCK = 512, 160  # elements of each unit's shard on two ranks, padding included
+ROOT, BLOCK = 512, 160  # elements of the shard that each of two ranks has, with padding
 
 
 def net(num_blocks):

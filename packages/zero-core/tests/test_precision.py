@@ -88,7 +88,7 @@ def test_the_declared_dtype_is_communicated_after_no_sync(ranks, name, dtype):
 
 
 class _Scaled(nn.Module):
-    """Two blocks whose outputs are summed, so that only one gradient can become non-finite."""
+    """Two blocks whose outputs are summed, so that a bad input spoils only one block's gradient."""
 
     def __init__(self):
         super().__init__()
@@ -285,7 +285,7 @@ def test_a_gradient_that_is_not_whole_is_not_clipped():
 
 
 class _Twice(nn.Module):
-    """Applies a layer twice, recomputed. In backward, each call adds to the layer's gradient."""
+    """Applies a checkpointed layer twice. In backward, each call adds to the layer's gradient."""
 
     def __init__(self):
         super().__init__()

@@ -105,7 +105,7 @@ def _groups_are_shared_and_end_with_the_last_engine(rank: int, world_size: int) 
     for _ in range(2):
         first, second = _connect(None), _connect(None)
         assert count_groups() == num_groups + 2
-        for _ in range(2):  # two plug-ins may split the ranks equally
+        for _ in range(2):  # two plug-ins may split the ranks in the same way
             _check(first.subgroup([0, 1] if rank < 2 else [2]))
         assert count_groups() == num_groups + 4
         descriptions = {g.group_desc for g in dist.distributed_c10d._world.pg_names}
@@ -115,7 +115,7 @@ def _groups_are_shared_and_end_with_the_last_engine(rank: int, world_size: int) 
         assert count_groups() == num_groups + 2
         second.close()
         assert count_groups() == num_groups
-    # Rank 1 closes its collectives and rank 0 does not. New collectives still work on all ranks.
+    # Only rank 1 closes its collectives. New collectives still work on all ranks.
     kept = _connect(None)
     if rank == 1:
         kept.close()

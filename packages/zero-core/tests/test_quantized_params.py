@@ -72,7 +72,7 @@ def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(ranks, stage, top):
     model = Adapted(WIDTH)
     engine = _build(ranks, stage, top=top)
     engine.eval()
-    with torch.no_grad():  # each forward repacks the weights and then restores them
+    with torch.no_grad():  # each forward repacks weights, which the engine restores
         assert {engine(batches[0]).item() for _ in range(2)} == {model(batches[0]).item()}
     engine.train()
     expected = train_ddp(model, ranks, batches)
@@ -247,7 +247,7 @@ def _deferred():
 def _loaded(ranks, folder, models):
     model = models[ranks.rank]
     zero_core.quantize_blocks(model, _quantize, pretrained=folder, process_group=ranks)
-    # The weights are sharded, so they read as NaN.
+    # The weights are sharded, so a read of their scales gives NaN.
     assert bool(model.blocks[1][3].weight.state.absmax.isnan().all())
     model.adapter = nn.Linear(WIDTH, WIDTH)
     engine = _build(ranks, 3, model)
@@ -271,7 +271,7 @@ def test_blocks_quantized_one_at_a_time_have_the_values_of_a_whole_model(tmp_pat
     for block in model.blocks:
         _quantize(block)
     for world_size in (1, 3):
-        # Make the models before the simulated ranks start, because the ranks share torch's hooks.
+        # Make the models before the ranks start, because deferred_init() sets global hooks.
         models = [_deferred() for _ in range(world_size)]
         found = simulate(_loaded, world_size, str(tmp_path) if has_file else None, models)
         assert set(found) == {model(_x(0, 0)).item()}

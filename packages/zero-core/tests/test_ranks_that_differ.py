@@ -1,4 +1,4 @@
-"""Ranks that differ: one rank's blocks need no gradient, or one rank's forward fails."""
+"""Ranks that differ in needed gradients, failures, settings or replicated values."""
 
 import os
 import re

@@ -105,7 +105,7 @@ def test_schedule_goes_on_from_a_given_iteration():
     optimizer = optimizer_of(8.0)
     params = {"warmup_num_steps": 4, "last_batch_iteration": 1, **LINEAR}
     schedule = make_scheduler(optimizer, "WarmupLR", params)
-    # loading a checkpoint sets the rate
+    # keeps the rate, because loading a checkpoint sets it
     assert optimizer.param_groups[0]["lr"] == 8.0
     with pytest.raises(AssertionError, match=r"need to call step\(\) first"):
         schedule.get_last_lr()

@@ -67,7 +67,7 @@ def test_a_missing_wait_or_record_stream_shows():
             del value
             for _ in range(3):  # reuse the freed memory
                 _ = source * 3
-            (main if late == "copies" else side).synchronize()  # the stream without a delay
+            (main if late == "copies" else side).synchronize()  # the stream that is not held
         torch.accelerator.synchronize(DEVICE)
         return torch.equal(out.cpu(), torch.arange(1000.0) * 2)
 

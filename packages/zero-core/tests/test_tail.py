@@ -185,7 +185,7 @@ def _is_awaited(log, what):
 @pytest.mark.parametrize(
     ("stage", "accumulation", "num_late"),
     # Backward waits only before it uses memory again: never for gathers of reduced gradients (stage
-    # 0) and reductions at stage 1. At stages 2 and 3 two buffers alternate, so it waits for all
+    # 0) or for reductions at stage 1. At stages 2 and 3 two buffers alternate, so it waits for all
     # reductions but the last two.
     [(0, 1, 4), (0, 2, 4), (1, 1, 4), (2, 1, 2), (3, 1, 2)],
 )

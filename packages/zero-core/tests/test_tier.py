@@ -117,7 +117,7 @@ def test_a_piece_that_lost_its_state_steps_beside_pieces_that_have_one():
     params = [nn.Parameter(part.clone()) for part in _parts(_drawn(1))]
     plain = fused[0](params, **fused[1])
     for step in range(5):
-        if step == 3:  # as if a checkpoint without this parameter's state was loaded
+        if step == 3:  # as if a checkpoint without this parameter's state had been loaded
             tier.write_scalars(4, {"num_steps": 0.0})
             del plain.state[params[4]]
         _offer(tier, step)

@@ -1,4 +1,4 @@
-"""The ``tiled_compute`` block: results like untiled modules, in the memory of one tile."""
+"""The ``tiled_compute`` block: results like those of untiled modules, in the memory of one tile."""
 
 import copy
 

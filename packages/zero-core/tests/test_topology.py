@@ -134,8 +134,8 @@ def test_a_rank_takes_the_bound_device_then_the_current_one_then_its_local_rank(
         dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=0, world_size=1)
     assert _found() == "cuda:0"
     assert _found(LOCAL_RANK="2") == "cuda:2"
-    assert _found(LOCAL_RANK="3") == "cuda:2"  # the device that the program selected wins
-    # A launcher in `LOCAL_RANKS` may run within those behind it, so its variable wins.
+    assert _found(LOCAL_RANK="3") == "cuda:2"  # the device that is already current wins
+    # A launcher may run within those listed after it in `LOCAL_RANKS`, so its variable wins.
     given = {}
     for variable, number in zip(reversed(LOCAL_RANKS), "14567", strict=True):
         torch.accelerator.set_device_index(0)

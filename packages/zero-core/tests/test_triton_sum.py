@@ -49,7 +49,7 @@ def _spoil(slices):
 
 @alone
 def test_interpreted_kernels_give_sum_norm_and_ranks_of_plain_torch():
-    # Triton reads TRITON_INTERPRET on import. Import again everything except compiled modules.
+    # Triton reads TRITON_INTERPRET on import. So forget all of its modules except compiled ones.
     os.environ["TRITON_INTERPRET"] = "1"
     for name in [n for n in sys.modules if n.partition(".")[0] == "triton" and "._C" not in n]:
         del sys.modules[name]

@@ -1,4 +1,4 @@
-"""Forged or damaged checkpoints: no load accepts a checkpoint that `verify` refuses."""
+"""Forged or damaged checkpoints: no load accepts one that `verify_checkpoint` refuses."""
 
 import contextlib
 import json

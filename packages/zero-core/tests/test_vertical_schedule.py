@@ -164,7 +164,7 @@ def _in_inference_mode(net, x):
 def _casts_apart(net, x):
     with torch.autocast("cpu", torch.bfloat16):
         x = net.first(x)
-        with torch.autocast("cpu", enabled=False):  # the cast of net.first stays shared
+        with torch.autocast("cpu", enabled=False):  # keeps the cached cast of net.first
             for block in net.blocks:
                 x = block(x.float())
         return net.out(net.first(x))
@@ -604,7 +604,7 @@ def test_step_needs_all_of_its_micro_batches_and_none_before(schedule):
     ("kind", "further", "said"),
     [
         ("plain", {}, "auto chose vertical: gathers are saved"),
-        # The reason is found within or after the first forward.
+        # The engine finds the reason within the first forward or after it.
         ("called again", {}, "auto chose horizontal: rank 0: accumulation_schedule = 'vertical'"),
         ("a weight with a hook", {}, "auto chose horizontal: rank 0: accumulation_schedule ="),
         *(

@@ -92,7 +92,7 @@ def healthy(num_steps, size):
             compiled = 50.0 if step == 0 else 0.0  # seconds of compilation on rank 1
             wait = f"all_gather of unit {number + 1}"
             yield [(doing, wait, compiled * (r == 1) + chance.random() / 9) for r in range(size)]
-            # The other ranks wait 6 s for rank 1 in each of four units.
+            # Four times in each unit, the other ranks wait 6 s for rank 1.
             for _ in range(4 if step % 1000 == 7 else 0):
                 wait = f"all_gather of unit {number}"
                 yield [(doing, wait, 6.0 if rank == 1 else 0.1) for rank in range(size)]

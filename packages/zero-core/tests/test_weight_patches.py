@@ -232,7 +232,7 @@ def _to_folder(ranks, folder, num_files):
         version = patch.version
         if ranks.rank == 0:
             there = set(folder.iterdir())
-            given = None if number else 0  # for later patches the folder holds its version
+            given = None if number else 0  # later patches find the version in the folder
             zero_core.apply_patch(folder, folder.parent / "patch.safetensors", version=given)
             if num_files > 1 and number:
                 assert len(set(folder.iterdir()) - there) == num_files

@@ -76,7 +76,7 @@ def plain_torch(_):
     return {name: param.detach().view(torch.int32) for name, param in params.items()}
 
 
-# One case for each path of gradients. integration/faults runs all combinations on processes.
+# One case for each path of gradients. integration/faults runs others on processes.
 KINDS = {
     "fp32": {},
     "clipped": {"gradient_clipping": 0.5},

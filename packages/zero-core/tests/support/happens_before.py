@@ -47,7 +47,7 @@ class HappensBefore:
     """Checks the trace records of one device in call order."""
 
     def __init__(self, ranges: Iterable[Range]) -> None:
-        self.races: list[Race] = []  # one per pair of operations with equal descriptions
+        self.races: list[Race] = []  # one per pair of descriptions, however often it occurs
         self._bounds = sorted({bound for a, numel in ranges for bound in (a, a + numel)})
         self._handler = EventHandler()
         self._numbers: dict[tuple[str, int], int] = {}
@@ -58,7 +58,7 @@ class HappensBefore:
         self._readers: dict[Range, set[int]] = {}  # streams passed to `record_stream`, by block
 
     def feed(self, record: TraceRecord, thread: int, streams: Iterable[int]) -> None:
-        """Check the next record, a call of ``thread``. ``streams`` are the device's streams."""
+        """Check the next record, a call by ``thread``. ``streams`` are the device's streams."""
         reads, writes = _sized(record.reads), _sized(record.writes)
         host, stream = self._number("thread", thread), self._number("stream", record.stream)
         # each recording of an event gets a separate clock
@@ -93,7 +93,7 @@ class HappensBefore:
                 handler._handle_event_wait(handover, host)
 
     def _free(self, host: int, stream: int, memory: Range) -> None:
-        """Order the reuse of freed memory after its stream and those given to `record_stream`."""
+        """Record the block's reuse as a write, after its stream and users by `record_stream`."""
         readers = self._readers.pop(memory, set())
         reuse = self._number("stream", stream)
         if readers:
@@ -170,7 +170,7 @@ _WAITS = {
 
 
 def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
-    """Return the innermost frame under ``roots`` of a wait, query or `record_stream`, else ""."""
+    """Return the innermost frame in ``roots`` of an explicit wait or `record_stream`, else ""."""
     if record.kind not in _WAITS or record.name:
         return ""
     return next(

@@ -62,7 +62,7 @@ class Objects(DirFileSystem):  # type: ignore[misc]
         raise NotImplementedError("a store has no renames")
 
     def _count(self) -> None:
-        """Count a write. Kill the process if the count exceeds the limit in variable `LAST`."""
+        """Count a write. Kill the process if the count exceeds environment variable `LAST`."""
         Objects.num_written += 1
         if Objects.num_written > int(os.environ.get(LAST, "1000000")):
             os.kill(os.getpid(), signal.SIGKILL)

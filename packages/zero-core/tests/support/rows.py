@@ -24,8 +24,8 @@ TWO_KERNELS = re.compile(
 )
 """Variants that update some elements with another kernel than their base.
 
-On the device torch's kernel updates, on the host cpu-adam's (for NAdam: torch's loop). Their
-results are only close to the base's. They must not depend on delays, unless the border moves.
+Devices use torch's kernel, the host cpu-adam's (for NAdam: torch's loop). So the variant's results
+are only close to the base's. They must not depend on delays, unless the border moves.
 """
 
 
@@ -61,7 +61,7 @@ def _run_on_devices(
     torch.accelerator.set_device_index(rank)  # all simulated nodes are on one host
     ranks = find_ranks(None, None)
     assert ranks.device == torch.device("cuda", rank)
-    if os.environ.get("TRITON_INTERPRET") == "1":  # otherwise, operators replace Triton
+    if os.environ.get("TRITON_INTERPRET") == "1":  # otherwise, torch's operators replace Triton
         triton_jobs.install()
 
     def run(side: Variant, name: str) -> equal.Trace:

@@ -6,7 +6,7 @@ from zero_core.optim.device_tier import DeviceTier
 
 
 class MadeTier(DeviceTier):
-    """A `DeviceTier`. Use: ``build(state_tier=MadeTier.made)``."""
+    """A `DeviceTier` made from build()'s arguments: ``build(state_tier=MadeTier.made)``."""
 
     @classmethod
     def made(cls, **given: Any) -> DeviceTier:

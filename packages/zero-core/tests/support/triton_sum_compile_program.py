@@ -1,4 +1,4 @@
-"""Compile a reduction's Triton kernels for absent GPUs, and print the assembly as JSON."""
+"""Compiles a reduction's Triton kernels for absent GPUs and prints their assembly as JSON."""
 
 import json
 from typing import Any

@@ -1,6 +1,6 @@
 """A fake CUDA runtime, with which torch's CUDA build runs on a machine without a GPU.
 
-`support.fake_cuda.build` installs its libraries into torch's folder. Every program that imports
+`support.fake_cuda.build` installs the libraries into torch's folder. Every program that imports
 this torch then sees 8 fake H100 devices. torch's allocator, streams, autograd threads and
 ``ProcessGroupNCCL`` are the real ones. Many mistakes fail as on a GPU:
 
@@ -105,7 +105,7 @@ class Counters:
     # memory. "staged copy": a non-blocking copy from pageable memory, for which the host does not
     # wait.
     syncs: dict[str, int]
-    stacks: list[tuple[str, str]]  # kind, and Python stack, innermost frame first
+    stacks: list[tuple[str, str]]  # of each wait: kind, and Python stack, innermost frame first
 
 
 def reset_counters(*, with_stacks: bool = False) -> None:
@@ -127,8 +127,8 @@ class TraceRecord(NamedTuple):
 
             - ``"stream"``: a stream was created. ``name`` is its priority
             - ``"launch"``: a job was launched. ``name`` is its operator
-            - ``"event_record"``, ``"event_wait"``: of ``version`` of ``event`` on ``stream``. A
-              wait for version 0 has no effect, because the event was not recorded yet
+            - ``"event_record"``, ``"event_wait"``: ``stream`` records or awaits ``version`` of
+              ``event``. Waiting for version 0 has no effect: the event was not recorded yet
             - ``"event_synchronize"``, and ``"event_query"`` if the event had completed
             - ``"stream_synchronize"``, ``"device_synchronize"``, and ``"stream_query"`` if the
               stream was idle. ``name`` is ``"copy"`` or ``"item"`` if an operator synchronized
@@ -184,12 +184,12 @@ def stop_trace() -> list[TraceRecord]:
 def note_host_access(
     name: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
 ) -> None:
-    """Record that this thread reads and writes the host memory of tensors without torch."""
+    """Record that this thread accesses the host memory of tensors without using torch."""
     _note_host("host_access", name, 0, reads, writes)
 
 
 def note_handover(kind: Literal["send", "receive"], what: int) -> None:
-    """Record that this thread sends object number ``what`` to another thread, or received it."""
+    """Record that this thread sends object number ``what`` to another thread, or receives it."""
     _note_host(kind, "", what, (), ())
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 _FLAGS = ("g++", "-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-shared", "-w")
-_PREFIXES = {  # prefixes of function names, for functions whose symbol has no version
+_PREFIXES = {  # libraries by prefix of a function's name, for symbols without a version
     "nccl": "libnccl",
     "cusparseLt": "libcusparseLt",
     "cuFile": "libcufile",
@@ -107,7 +107,7 @@ def build(headers: Path, expected: str) -> None:
 
     Args:
         headers: folder that contains NVIDIA's packages of headers.
-        expected: the CUDA version of torch's wheel, as in ``cu130``.
+        expected: the CUDA version of torch's wheel, such as ``cu130``.
     """
     torch = torch_folder()
     if f"+{expected}'" not in (torch / "version.py").read_text():
@@ -124,7 +124,7 @@ def build(headers: Path, expected: str) -> None:
     includes = [f"-I{path}" for path in sorted(headers.glob("nvidia/*/include"))]
     includes += [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
     with tempfile.TemporaryDirectory() as folder:
-        for soname, names in sorted(functions.items()):  # libnccl links libcudart
+        for soname, names in sorted(functions.items()):  # libcudart before libnccl, which links it
             _compile_library(Path(folder), soname, names, includes)
         _run(
             *_FLAGS,

@@ -33,7 +33,7 @@ int device_of_stream(cudaStream_t stream);
 int device_of(const void* front);
 // Returns the first error of a job of ``device``. As in CUDA, every later call reports it.
 cudaError_t error_of(int device);
-// Makes the host wait for a stream. Counters and trace call the wait ``why``, or as `Waiting` says.
+// Makes the host wait for a stream. Counters and trace name the wait by `Waiting`, else by ``why``.
 cudaError_t synchronize(cudaStream_t stream, const char* why);
 void* shadow_of(const void* front);
 bool is_front(const void* address);
@@ -43,8 +43,8 @@ void note(const char* kind, cudaStream_t stream, const std::string& name, std::v
           std::vector<Range> writes);
 // Overwrites freed memory with NaN in a job of the stream that owns it.
 void poison(cudaStream_t stream, void* front, size_t size);
-// Marks the calling thread, for its lifetime, as in a torch operator that itself waits for the
-// stream. That wait is counted as ``kind``.
+// While it exists, the calling thread is in a torch operator that itself waits for the stream. That
+// wait is counted as ``kind``.
 struct Waiting {
   explicit Waiting(const char* kind);
   ~Waiting();

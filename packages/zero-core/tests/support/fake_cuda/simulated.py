@@ -1,7 +1,7 @@
 """Ranks as threads of one process, each with a fake device, and the fake NCCL's collectives.
 
-Each rank runs a communicator's collectives on a separate stream, which waits for the stream that is
-current at the launch. ``wait`` makes the current stream wait for the collective, not the host.
+Each rank runs each communicator's collectives on a separate stream, which first waits for the
+launching stream. ``Work.wait`` makes the current stream wait, and does not block the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zero_core.watch.watch import Watch
 
 _T = TypeVar("_T")
 _UINT8 = 1
-"""NCCL's number of the type uint8. Gathers and exchanges send all dtypes as uint8."""
+"""NCCL's number for uint8. All collectives except all_reduce send their data as uint8."""
 _TYPES = {torch.float64: 8, torch.float32: 7, torch.int64: 4, torch.int32: 2, torch.uint8: _UINT8}
 
 
@@ -90,7 +90,7 @@ class CommunicatorLibrary:
         rank: int,
         device: torch.device,
     ) -> None:
-        """``members``: the group's ranks in the simulation. ``rank``: an index into ``members``."""
+        """``members``: the group's ranks in the simulation. ``rank``: this rank's index there."""
         self.rank = rank
         self.world_size = len(members)
         self._network = network

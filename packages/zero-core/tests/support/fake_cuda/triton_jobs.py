@@ -1,7 +1,7 @@
 """Triton's kernels on the fake CUDA, run by Triton's interpreter as jobs of the current stream.
 
 Without `install`, the interpreter copies each argument's whole storage to the host and back. Writes
-of other streams to the same storage in the meantime are lost. Needs ``TRITON_INTERPRET=1``.
+by other streams to that storage in the meantime are lost. `install` needs ``TRITON_INTERPRET=1``.
 """
 
 from __future__ import annotations
