@@ -112,8 +112,8 @@ def resolve() -> int:
 def record(
     torch: str, build: str, python: str, arguments: Sequence[str] = (), *, is_passed: bool
 ) -> None:
-    """Record a run of a cell's tests, except one with ``arguments``, which may be partial."""
-    if torch == "nightly" or arguments:  # the nightly build changes every day
+    """Record a run of a cell's tests. Nightly runs and runs with ``arguments`` are left out."""
+    if torch == "nightly" or arguments:  # nightly builds change daily, arguments may omit tests
         return
     table = read_table()
     run = {"date": TODAY, "passed": is_passed}

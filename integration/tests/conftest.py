@@ -35,7 +35,7 @@ from zero_engine.launch.torchrun import local_address_only
 from zero_engine.presets import EXAMPLES, default_config_text
 from zero_engine.train.settings import RunFolder
 
-# Ranks fork from a server process that imports these modules once, because that takes seconds.
+# Ranks fork from a server process that imports these modules once, which takes seconds.
 preload(
     "benchmarks.harness.rank",
     "benchmarks.harness.train",
