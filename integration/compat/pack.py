@@ -30,7 +30,7 @@ class Case:
             replaced.
         ddp: arguments for the same training with DDP, where DeepSpeed cannot run on the CPU.
         tolerance: largest relative difference of a loss.
-        compared: entry of a Trainer's log to compare, where the loss is always 0.
+        compared: entry of a Trainer's log to compare; not "loss" where the loss is always 0.
         needs: required modules that may be missing.
     """
 

@@ -407,7 +407,7 @@ def _inputs_on_the_host() -> None:
 
 
 def _accumulated_with_late_copies() -> None:
-    """Overwrite gradients after late copies. A query that finds a copy done orders accesses too."""
+    """Accumulate while copies are slow. A query that finds a copy done orders accesses too."""
     fake_cuda.set_delays(seed=1, copy_s=0.02)
     _train(CASES["accumulated"])
     fake_cuda.set_delays()

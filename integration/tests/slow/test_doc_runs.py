@@ -1,4 +1,4 @@
-"""Every command of the documentation runs, except `NOT_RUN` and with the options of `SMALLER`."""
+"""Every documented command runs, with the options of `SMALLER`, unless it matches `NOT_RUN`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from cpu_adam import reference
 
 class TestSplitMaster:
     def masters(self):
-        """Return all upper halves, each with 8 lower halves. Rounding changes at some of these."""
+        """Return masters with every upper half and 8 lower halves, of which 0x8000 is a tie."""
         upper = np.arange(2**16, dtype=np.uint32) << 16
         lower = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xCDEF]
         return np.concatenate([upper + np.uint32(half) for half in lower]).view(np.float32)

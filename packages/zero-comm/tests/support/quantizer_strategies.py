@@ -24,7 +24,7 @@ seeds = st.one_of(st.none(), st.integers(0, 2**32 - 1))
 
 @st.composite
 def extreme_values(draw: st.DrawFn) -> Tensor:
-    """Draw at most 40 elements from the dtype's whole range, at most fp32's."""
+    """Draw at most 40 elements from the whole range of the dtype, or of fp32 if it is smaller."""
     dtype = draw(dtypes)
     top = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     value = st.floats(-top, top, width=16 if dtype == torch.float16 else 32)
