@@ -1,4 +1,4 @@
-"""TRL and Axolotl train with `zero_engine.hf`, without the import hook.
+"""TRL and Axolotl train with the engine, without the import hook.
 
 TRL logs what plain TRL logs, on one process and with DDP on two. vLLM does not install on a CPU, so
 TRL's class that sends weights to vLLM runs without it.
