@@ -1,6 +1,6 @@
 """Runs public scripts with DeepSpeed and with this engine in its place, and compares the losses.
 
-Started by ``nox -s compat``. Each side has two CPU ranks with one thread each. ``zero-engine run``
+``nox -s compat`` starts it. Each side has two CPU ranks with one thread each. ``zero-engine run``
 starts the scripts that have their own launcher. All others run on ranks with its import hook. DDP
 replaces DeepSpeed where DeepSpeed cannot run a script on the CPU. Limits that libraries impose on
 CPUs are lifted on both sides.

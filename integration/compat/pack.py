@@ -30,7 +30,7 @@ class Case:
             replaced.
         ddp: arguments for the same training with DDP, where DeepSpeed cannot run on the CPU.
         tolerance: largest relative difference of a loss.
-        compared: entry of a Trainer's log to compare, where the loss is always 0.
+        compared: entry of a Trainer's log to compare; not "loss" where the loss is always 0.
         needs: required modules that may be missing.
     """
 
@@ -277,10 +277,10 @@ AXOLOTL: dict[str, tuple[Config, Config]] = {
 
 
 def axolotl(name: str, zero: Config, further: Config) -> Case:
-    """Return training on packed rows with one of axolotl's files.
+    """Return a case that trains on packed rows with one of axolotl's files.
 
-    Files named "torch_compile" compile the model, by aot_eager, because inductor's compiler takes
-    minutes on a CPU.
+    Files named "torch_compile" compile the model. aot_eager replaces inductor, which takes minutes
+    on a CPU.
     """
     compiled = "torch_compile" in name
     return trained(

@@ -4,11 +4,11 @@
     python integration/compat/releases.py cells [RELEASE]
 
 A **cell** is a release of torch, a build of it (``cpu`` or a CUDA version) and a Python. `TABLE`
-has the builds of releases and the results of cells, and `PAGE` shows it. The first command resolves
+has the builds of releases and the results of cells, which `PAGE` shows. The first command resolves
 the requirements of all packages in cells. The second prints the cells that CI tests.
 
 The package index has one build of a release, its default. torch's own index, ``TORCH_INDEX``, has
-all builds. Where that is out of reach, a cell is resolved with the default, and the result says so.
+all builds. If it cannot be reached, a cell is resolved with the default, and the result says so.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def is_reachable(index: str) -> bool:
 
 @functools.cache
 def is_resolved(python: str, torch: str, build: str) -> bool:
-    """Return whether uv resolves all packages' requirements in a cell. uv prints a conflict."""
+    """Return whether uv can resolve all packages' requirements in a cell. uv prints conflicts."""
     required, options = requirements(torch, build)
     own = [f"{name} @ {(ROOT / path).as_uri()}" for name, path in PACKAGES.items()]
     target = (f"--python-version={python}", "--python-platform=x86_64-manylinux_2_28")
@@ -112,8 +112,8 @@ def resolve() -> int:
 def record(
     torch: str, build: str, python: str, arguments: Sequence[str] = (), *, is_passed: bool
 ) -> None:
-    """Record a run of a cell's tests, except one with ``arguments``, which may be partial."""
-    if torch == "nightly" or arguments:  # the nightly build changes every day
+    """Record a run of a cell's tests. Nightly runs and runs with ``arguments`` are left out."""
+    if torch == "nightly" or arguments:  # nightly builds change daily, arguments may omit tests
         return
     table = read_table()
     run = {"date": TODAY, "passed": is_passed}

@@ -99,7 +99,7 @@ def prove_instances(
     local_store: LocalStore,
     partitioned: Partitioned,
 ) -> None:
-    """Check by mypy that instances of each part match the protocol that the engine requires."""
+    """Let mypy check that instances of each part match the protocols that the engine requires."""
     transports: list[TransportCollectives] = [host, device]
     collectives: list[Collectives] = [*transports, quantized]
     stateful: StatefulCollectives = quantized
@@ -131,7 +131,7 @@ def prove_what_is_handed_over(
     watched: SnapshotTier,
     codec: UploadCodec,
 ) -> None:
-    """Check by mypy that the engine's objects match the protocols of the receiving parts."""
+    """Let mypy check that the engine's objects match the protocols of the receiving parts."""
     comm: CommTransport = transport
     coding: CodingCollectives = transport
     offload: OffloadStateTier = tier

@@ -106,10 +106,10 @@ def run_rank(number: int, results: Path) -> None:
     deepspeed = importlib.import_module("deepspeed")
     accelerator = deepspeed.accelerator.get_accelerator()
     accelerator.communication_backend_name = lambda: "gloo"
-    # DeepSpeed's check requires fp16 instructions. Without them torch computes slowly.
+    # DeepSpeed's check requires fp16 instructions, but torch needs none and is only slower.
     accelerator.is_fp16_supported = lambda: True
     accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
-    # Prevents a compilation of minutes, for collectives that only inference uses.
+    # Prevents a compilation that takes minutes, of collectives that only inference uses.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     deepspeed.init_distributed("gloo")
     rank = dist.get_rank()

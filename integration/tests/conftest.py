@@ -35,7 +35,7 @@ from zero_engine.launch.torchrun import local_address_only
 from zero_engine.presets import EXAMPLES, default_config_text
 from zero_engine.train.settings import RunFolder
 
-# Ranks fork from a server process that imports these modules once, because that takes seconds.
+# Ranks fork from a server process that imports these modules once, which takes seconds.
 preload(
     "benchmarks.harness.rank",
     "benchmarks.harness.train",
@@ -143,7 +143,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_options(text_file: Path) -> tuple[str, ...]:
-    """Return options of a tiny run with the schedule of the default: stage 3, Twin-Flow, qwZ."""
+    """Return options of a tiny run: the default config with stage 3, Twin-Flow and qwZ."""
     zero = {"zero_optimization": EXAMPLES["tour"]["zero_optimization"]}
     config = text_file.with_name("zero.json")
     config.write_text(json.dumps(json.loads(default_config_text()) | zero), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The smaller zero-engine commands, and the exit code of every command."""
+"""The smaller zero-engine commands, exit codes of errors, and the findings of `doctor`."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ CHECKED_ONLY = {"data_types.param_dtype": "fp16"}
 
 
 def _example(row: Row) -> Any:
-    """Return a value other than the default: another choice, the negated bool, or a near number."""
+    """Return a value other than the default, from `EXAMPLES` or derived from the key's type."""
     if row.key in EXAMPLES:
         return EXAMPLES[row.key]
     default = None if row.default == "-" else json.loads(row.default)

@@ -151,7 +151,7 @@ def test_the_configurations_optimizer_is_of_deepspeeds_class(named, offload, kin
     optimizer = {"type": named, "params": {"lr": 1e-2, "torch_adam": False}, "unknown": 3}
     engine = make(config=config(optimizer=optimizer, zero_optimization=zero))
     assert isinstance(engine.basic_optimizer, kind)
-    assert not isinstance(engine.optimizer, FusedAdam)  # only at stage 0
+    assert not isinstance(engine.optimizer, FusedAdam)  # it is one at stage 0 only
     assert not isinstance(torch.optim.Adam([nn.Parameter(torch.zeros(1))]), FusedAdam)
     assert isinstance(make(config=config(optimizer=optimizer)).optimizer, FusedAdam)
     torchs = {"type": named, "params": {"torch_adam": True}}

@@ -119,7 +119,7 @@ def test_what_is_not_served_is_refused_with_a_reason() -> None:
         FusedLamb(params)
     with pytest.raises(NotServedError, match="FusedLambBuilder"):
         FusedLambBuilder().load()
-    group = {"params": params, "eps": (1e-30, 1e-3)}  # accelerate's form
+    group = {"params": params, "eps": (1e-30, 1e-3)}  # of Adafactor, as accelerate passes it
     with pytest.raises(ValueError, match='"zero_force_ds_cpu_optimizer": false'):
         DeepSpeedCPUAdam([group])
     assert CPUAdamBuilder().load().adam_step is not None

@@ -1,4 +1,4 @@
-"""zero.GatheredParameters with and without an engine, and the attributes of its parameters."""
+"""zero.GatheredParameters with and without an engine, and the ``ds_`` attributes of parameters."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def _take_hooks(engine: Any) -> Any:
 
 
 def _generates_without_hooks(rank: int, world_size: int) -> None:
-    """Generate with the model's hooks removed, register them again, and train on like torch."""
+    """Run the model without its hooks, register them again, and train as torch does."""
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     engine, plain = make(_model(), config=config(3, **sgd)), _model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

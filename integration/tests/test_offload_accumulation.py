@@ -1,4 +1,4 @@
-"""Gradients with an offloaded optimizer: accumulation in the tier, and `param.grad` at stage 0.
+"""Gradients with an offloaded optimizer: accumulation in the tier, reads, clipping and dropping.
 
 The reference rounds each micro-step's reduced gradient to ``rounded`` and sums in fp32.
 """

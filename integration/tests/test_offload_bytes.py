@@ -77,7 +77,7 @@ def _closed_form(engine: zero_core.Engine, passes: int) -> list[tuple[int, int]]
 
 
 def _updated(segment: Segment, rank: int) -> int:
-    """Return the elements of a shard in blocks of states that have more than padding."""
+    """Return how many elements of a shard are in blocks of states that are not all padding."""
     low, high = segment.shard_range(rank)
     blocks = ((a, min(a + BLOCK_NUMEL, high)) for a in range(low, high, BLOCK_NUMEL))
     used = [(a, b) for a, b in blocks if any(s.start < b and s.stop > a for s in segment.slots)]

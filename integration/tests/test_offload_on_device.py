@@ -87,7 +87,7 @@ UPLOADS = [
 
 
 def train_waiting_once(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int], int]:
-    """Train with at most one host wait a step. Return values, host elements and uploaded bytes."""
+    """Check that a step has at most one host wait. Return values, host shares, uploaded bytes."""
     engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
     tier: Any = engine.sharded_state.tier
 
@@ -203,7 +203,7 @@ def _record(folder: Path) -> None:
 
 @pytest.mark.cuda
 def test_report_has_a_lane_of_copies(tmp_path: Path) -> None:
-    """Recorded steps have a lane of copies in each direction, timed by stream events."""
+    """Recorded steps have one lane with the copies in both directions, timed by stream events."""
     run_alone(_record, tmp_path)
     found = measure(read_run(tmp_path))
     (rank,) = found.run.ranks

@@ -1,4 +1,4 @@
-"""Host updates in backward or in the next forward, undone ones, and ones split with the device."""
+"""Host updates that overlap with backward or the next forward, and updates that are undone."""
 
 from __future__ import annotations
 

@@ -252,8 +252,8 @@ def test_page_locked_buffers_of_a_plan_and_host_memory_of_a_node() -> None:
     config = config_of(3, "bf16", offload_optimizer={**HOST})
     host = zero_core.plan(wide_blocks(1, 160), config, 2).memory.host
     numel = 12 * 160 * 160 // 2
-    assert host["gradient copies"] == 2 * numel  # pinned sizes are powers of two
-    assert host["parameter copies"] == 2 * 2**19 > 2 * 2 * numel > 2 * 2**18
+    assert host["gradient copies"] == 2 * numel
+    assert host["parameter copies"] == 2 * 2**19 > 2 * 2 * numel > 2 * 2**18  # each a power of 2
     # The bf16 half of a split master weight is uploaded without a staging copy.
     config["zero_optimization"]["offload_optimizer"]["state_dtype"] = "int8"
     host = zero_core.plan(wide_blocks(1, 160), config, 2).memory.host

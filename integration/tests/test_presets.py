@@ -38,7 +38,7 @@ def _train_all(rank: int, world_size: int, examples: dict[str, Any], folder: str
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Return two losses of each example, on two nodes of one rank."""
+    """Return two losses of each example, on two nodes of one rank each."""
     folder = tmp_path_factory.mktemp("losses")
     printed = {name: run_here("config", "--example", name) for name in EXAMPLES}
     examples = {

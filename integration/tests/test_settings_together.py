@@ -150,7 +150,7 @@ def covering(refused: Collection[Choice]) -> Iterator[Choice]:
                 yield choice
                 if choice not in refused:
                     missing -= pairs
-    for pair, stage in itertools.product(missing, values[0]):  # beside the defaults
+    for pair, stage in itertools.product(missing, values[0]):  # other values are defaults
         fixed = {0: stage, **dict(pair)}
         choice = tuple(fixed.get(n, of[0]) for n, of in enumerate(values))
         assert choice in refused or not is_accepted(choice), f"{pair} never ran"

@@ -45,7 +45,7 @@ def _serve_deepspeed() -> None:
 
     sys.path.insert(0, str(ON_PATH))
     install()
-    # The ranks' server imported transformers without deepspeed, and checks for it only at import.
+    # The ranks' server imported transformers, which looks for deepspeed only at import.
     module = sys.modules.get("transformers.integrations.deepspeed")
     if module is not None:
         importlib.reload(module)

@@ -33,7 +33,7 @@ SLURM = {
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
 }
-# SLURM's pmi2 plugin, the default at some sites, also sets MPI's variables.
+# SLURM's pmi2 plugin, the default at some sites, also sets PMI variables, as MPICH does.
 PMI2 = {**SLURM, "PMI_FD": "7", "PMI_JOBID": "40007.0", "PMI_RANK": "5", "PMI_SIZE": "8"}
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}RANK": "3" for name in ("", "LOCAL_")}
 OPEN_MPI |= {f"OMPI_COMM_WORLD_{name}SIZE": "4" for name in ("", "LOCAL_")}
@@ -258,7 +258,7 @@ def test_of_an_installed_module_its_own_package_alone_counts(tmp_path, monkeypat
     assert declares(source, OPTION)
 
 
-# The script counts threads at exit, after the hook destroyed the group. Neither a new optimizer,
+# The script lists threads at exit, after the hook destroyed the group. Neither a new optimizer,
 # for which torch imports its compiler, nor a reference cycle may keep the group alive.
 LEAVES_A_CYCLE = """
 import atexit, pathlib, torch, torch.distributed as dist

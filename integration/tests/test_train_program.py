@@ -107,7 +107,7 @@ def test_all_ranks_refuse_a_text_that_one_of_them_has_not(tmp_path, monkeypatch)
 
 def test_transformers_loads_the_model_and_a_report_reads_the_run(finished_run):
     folder, output = finished_run
-    for words in ("verify", "inspect"):  # of the run's folder
+    for words in ("verify", "inspect"):  # both accept the run's folder
         assert "step-" in run_here(words, str(folder.root))
     run = read_run(folder.root)
     printed = re.findall(r"step (\d+)/\d+  held-out loss ([\d.]+)", output)

@@ -187,7 +187,7 @@ def _train_between(engine: zero_core.Engine, first: int, last: int) -> None:
 def _restart(
     ranks: SimulatedRanks, folder: Path, config: dict[str, Any]
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """Train like a program that restarts after step 6, if it finds checkpoints in memory."""
+    """Run a program that resumes at step 6 if it finds copies in memory."""
     gated = GatedRanks(**vars(ranks))
     engine = zero_core.build(make_model(), config, process_group=gated)
     first = (engine.resume(folder / "beside") or {"step": 0})["step"]

@@ -1,4 +1,4 @@
-"""A wrong command ends with an exit code and one line that names the option, and writes no file."""
+"""A wrong command ends with exit code 2 and an error about the mistake, and writes no file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Hosts train with the engine by its own names, without an import hook.
+"""TRL and Axolotl train with the engine, without the import hook.
 
-TRL logs what plain TRL logs on one process, and under DDP on two. vLLM does not install on a CPU:
-the class of TRL's that sends it the weights runs without it.
+TRL logs what plain TRL logs, on one process and with DDP on two. vLLM does not install on a CPU, so
+TRL's class that sends weights to vLLM runs without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zero_engine.hf import zero_trainer
 
 preload("trl.trainer.sft_trainer", "transformers.models.llama.modeling_llama")
 
-# With a limit of 0 each forward of a generation gathers, so that ranks must run equally many.
+# With a limit of 0 each forward of a generation gathers, so ranks must run equally many forwards.
 ZERO = ({"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, "stage3_max_live_parameters": 0})
 LORA = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 ROWS: dict[str, dict[str, Any]] = {

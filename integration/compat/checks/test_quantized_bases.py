@@ -148,7 +148,7 @@ def test_adapters_on_a_librarys_weights_follow_ddp(kind: str, place: Any) -> Non
 
 
 def _evaluate(ranks: SimulatedRanks) -> None:
-    """Evaluate between steps, because bitsandbytes then repacks 4-bit weights on some CPUs."""
+    """Alternate evaluation and training. bitsandbytes repacks weights to evaluate on some CPUs."""
     expected = _Adapted("nf4").eval()
     engine, x = Case(3).build(ranks, _Adapted("nf4")), rows(0, 0, WIDTH)
     for _ in range(2):

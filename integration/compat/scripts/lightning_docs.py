@@ -53,7 +53,7 @@ class Steps(pl.Callback):
 
 
 def main() -> None:
-    args = texts.parser("strategy").parse_args()  # its name in Lightning, or in_code
+    args = texts.parser("strategy").parse_args()  # Lightning's name, or in_code
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = [torch.tensor(tokenizer(row["text"])["input_ids"]) for row in texts.read(args.dataset)]
     strategy = args.strategy

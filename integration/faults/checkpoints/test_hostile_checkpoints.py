@@ -45,7 +45,7 @@ ALLOWED = {
     ("whole_states", "{}"),
     ("loss_scaler", "{}"),
     ("lr_scheduler", "null"),
-    ("param_groups", "[]"),  # the engine keeps its own groups if the checkpoint has another number
+    ("param_groups", "[]"),  # with another number of groups the engine keeps its own
 }
 """Last key of a path and value of `BAD`, as JSON, that a manifest may hold."""
 
@@ -65,7 +65,7 @@ def manifests(content: dict[str, Any]) -> Iterator[tuple[str, Change]]:
 
 
 def _places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of all entries, but only of the first one in each list and in ``files``."""
+    """Yield paths of entries: in lists and ``files`` only of the first, inside `OF_OTHERS` none."""
     entries = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
     is_table = isinstance(node, list) or path[-1:] == ("files",)
     for key, value in entries[:1] if is_table else entries:

@@ -1,4 +1,4 @@
-"""Malformed and random input is refused with a message that names the key."""
+"""Malformed input is refused with a message that names the key. Random input has no other error."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The grid combines stages 0 to 3 with optimizer states on the device, half or all on the host, and on
 NVMe. Each combination uses one of the variants (``ZERO_INVARIANT_GRID=full``: all). A run has 50
-steps of a model with dropout. The reference is a run on one rank, which is compared with plain
-torch.
+steps of a model with dropout. The reference is a run on one rank. Without dropout, a run on one
+rank is compared with plain torch.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def _dcp_at_once(job: Job) -> tuple[Loop, Save]:
 
 
 def _dcp(**options: Any) -> Callable[[Job], tuple[Loop, Save]]:
-    """Return a contender that saves by ``async_save``. Functions ``options`` make its arguments."""
+    """Return a contender that saves by ``async_save``. Functions in ``options`` make arguments."""
 
     def make(job: Job) -> tuple[Loop, Save]:
         step, state = _torch_loop(job)

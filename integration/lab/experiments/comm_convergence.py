@@ -259,7 +259,7 @@ def _report(about: Row, runs: Runs, asked: Sequence[Training]) -> Row:
 
 
 def bar_percent(contender: str) -> float:
-    """Return the largest difference of the held-out loss from the unquantized run's, in percent.
+    """Return the largest accepted difference from the unquantized run's held-out loss, in percent.
 
     The bar is twice as large for 4-bit gradients without error feedback.
     """

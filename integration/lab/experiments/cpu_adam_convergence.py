@@ -46,7 +46,7 @@ MODEL = RunSettings(layers=4, width=160, heads=5, context=128, vocab=1024)
 MICRO_BATCH = 8
 HELD_OUT_WINDOWS = 256
 BAR_PERCENT = 0.5
-"""Largest difference of a narrow side's loss from the wide side's."""
+"""Largest accepted difference of a narrow side's loss from the wide side's."""
 NUM_LINES = 10
 """Lines of progress per trial."""
 WIDE, NARROW, ORACLE = "float32", ("int8", "bfloat16"), "torch"

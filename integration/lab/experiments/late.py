@@ -208,7 +208,7 @@ class Run:
 
 
 class Bits:
-    """Compares runs on late devices with the CPU's results. Needs its own process.
+    """Compares runs on delayed devices with the CPU's results. Needs its own process.
 
     The CPU's results are cached by case and number of ranks.
     """
@@ -246,7 +246,7 @@ class Bits:
 
 
 def _run_all(runs: Sequence[Run], file: str) -> None:
-    """Run all runs. Each row is written immediately, because a run may kill this process."""
+    """Take the runs in order. Each row is written at once, because a run may kill this process."""
     bits = Bits()
     with Path(file).open("a") as rows:
         for run in runs:
@@ -258,7 +258,7 @@ def _run_all(runs: Sequence[Run], file: str) -> None:
 
 
 def run_rows(runs: Sequence[Run]) -> Iterator[Row]:
-    """Run in processes of `RUNS_PER_PROCESS` runs.
+    """Run in new processes, each of which takes `RUNS_PER_PROCESS` runs.
 
     Yield a row per run, with its ``failure`` or "".
     """

@@ -84,7 +84,7 @@ POST: Rows = {
     "deepspeed": {"batch": 40, "train_s": 10.4007, "eval_s": 34.9289},
     "deepspeed, cpu offload": {"batch": 50, "train_s": 20.9706, "eval_s": 32.1409},
 }
-"""The post's figures. Only ratios to a baseline are compared with it."""
+"""The post's figures. Only their ratios to the baseline can be compared with this experiment's."""
 Attempt = Callable[[int], Row]
 """Function that tries a micro-batch and returns its row."""
 
@@ -325,7 +325,7 @@ def measure(place: Place, job: Mapping[str, Any], cap: int, samples: Mapping[str
     what = Job.of(job)
     torch.set_num_threads(what.threads)
     place.join()
-    # A first, tiny run allocates what does not depend on the model, such as imports and buffers.
+    # A first, tiny run imports modules and allocates what does not depend on the model.
     tiny = what.dry()
     _train_and_evaluate(tiny, place, Cap(CARD_BYTES), {"train": 2 * tiny.ranks, "evaluate": 2})
     row = _train_and_evaluate(what, place, Cap(cap), samples)

@@ -256,7 +256,7 @@ def _train(config: dict[str, Any], ranks: SimulatedRanks | None = None) -> None:
 
 def _train_on_ranks(config: dict[str, Any], per_node: int) -> None:
     def program(ranks: SimulatedRanks) -> None:
-        with _PinnedAccesses():  # a mode of one thread, and each rank has its own
+        with _PinnedAccesses():  # a mode applies to one thread
             _train(config, ranks)
 
     simulate_on_devices(program, 2, ranks_per_node=per_node)
@@ -407,7 +407,7 @@ def _inputs_on_the_host() -> None:
 
 
 def _accumulated_with_late_copies() -> None:
-    """Overwrite gradients during their copies. A query that finds a copy done is an order, too."""
+    """Accumulate while copies are slow. A query that finds a copy done orders accesses too."""
     fake_cuda.set_delays(seed=1, copy_s=0.02)
     _train(CASES["accumulated"])
     fake_cuda.set_delays()

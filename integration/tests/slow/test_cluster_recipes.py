@@ -1,4 +1,4 @@
-"""The cluster recipes for SLURM, Ray and Kubernetes, run on this machine."""
+"""Runs of the SLURM script and the Ray example, and checks of the Kubernetes recipe."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Programs under ``zero-engine run``: their ranks and their imported deepspeed.
 
-``integration/compat/checks/test_config_and_launcher.py`` compares host files with DeepSpeed's.
+``compat/checks/test_config_and_launcher.py`` compares the reading of host files with DeepSpeed's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every command of the documentation runs, except `NOT_RUN` and with the options of `SMALLER`."""
+"""Every documented command runs, with the options of `SMALLER`, unless it matches `NOT_RUN`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ NOT_RUN = re.compile(
     r"|torchrun --nproc-per-node gpu"
     r"|zero-engine plan .* --fit fit.json$"
 )
-"""Commands that need other machines or a device, or that other tests run."""
+"""Commands that need other machines, a device or a network, or that other tests run."""
 BYTES = re.compile(r"^(.*?) {2,}[\d.]+ -> [\d.]+ +(\d+) +(\d+) +(\d+) +(\d+)$", re.M)
 """A line that `lesson.show` prints. The losses are not captured: they differ between machines."""
 
@@ -103,9 +103,9 @@ def _block(stem: str, language: str) -> str:
 
 
 def _interpreter() -> str:
-    """Return the interpreter for programs and their ranks, forked if DeepSpeed is installed.
+    """Return the interpreter for programs and their ranks: a forked one if DeepSpeed is installed.
 
-    Forked interpreters have imported transformers already, which finds DeepSpeed only at import.
+    Otherwise transformers, which forked interpreters imported earlier, would not find the stand-in.
     """
     return forked_python() if find_spec("deepspeed") else sys.executable
 

@@ -274,7 +274,7 @@ def _resumes(rank: int, world_size: int, folder: Path) -> None:
 
 
 def _resumes_on(rank: int, world_size: int, folder: Path) -> None:
-    """Resume at stage 1 on one rank from two ranks at stage 3, and evaluate with DDP."""
+    """Resume at stage 1 on one rank from two ranks at stage 3, and test with other strategies."""
     module, values, trainer = _fit(
         "zero_stage_1", 1, folder, ckpt_path=folder / "epoch=1.ckpt", max_epochs=3
     )

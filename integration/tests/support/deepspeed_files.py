@@ -80,7 +80,7 @@ def model_states(**more: Any) -> dict[str, Any]:
 
 
 def write_stage_2(folder: Path, classes: dict[str, type], num_ranks: int) -> None:
-    """Write a stage 2 checkpoint, see [Note: DeepSpeed's partitions] in zero_engine."""
+    """Write a stage 2 checkpoint. See [Note: DeepSpeed's partitions] in zero_engine."""
     folder.mkdir(parents=True)
     torch.save(model_states(), folder / "mp_rank_00_model_states.pt")
     folder.parent.joinpath("latest").write_text(folder.name)

@@ -25,7 +25,7 @@ def deepspeeds_folder() -> Path | None:
 
 
 def public_names(root: Path) -> dict[str, list[str]]:
-    """Map each module that DeepSpeed and the stand-in have to its public names in DeepSpeed."""
+    """Map each module that DeepSpeed and the stand-in share to its public names in DeepSpeed."""
     found = {name: _file(root, name) for name in served_modules()}
     return {
         name: sorted(n for n in _names(root, file) if not _is_module(root, name, n))

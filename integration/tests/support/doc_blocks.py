@@ -27,7 +27,7 @@ FURTHER = ("bitsandbytes", "torchao")
 
 
 class Block(NamedTuple):
-    """A code block. Indented ones are bash. Python without imports includes the block before it."""
+    """A code block. Indented ones are bash. Python without imports includes the code before it."""
 
     name: str
     page: Path

@@ -61,7 +61,7 @@ def test_an_argument_that_is_no_array_of_its_types_is_refused(update):
         if name not in OPTIONAL:
             refuse_update(update, TypeError, f"^{name}: expected", **{name: None})
         others = [np.zeros(array.shape, dtype) for dtype in WRONG_DTYPES]
-        if name not in ("grad", "out", "param"):  # other arguments do not accept 16-bit floats
+        if name not in ("grad", "out", "param"):  # no other argument accepts fp16
             others.append(np.zeros(array.shape, np.float16))
             if array.dtype != np.uint16:
                 others.append(Bfloat16(np.zeros(array.shape, np.uint16)))

@@ -20,7 +20,7 @@ from cpu_adam import reference
 
 class TestSplitMaster:
     def masters(self):
-        """Return every upper half, with lower halves at which rounding changes."""
+        """Return masters with every upper half and 8 lower halves, of which 0x8000 is a tie."""
         upper = np.arange(2**16, dtype=np.uint32) << 16
         lower = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xCDEF]
         return np.concatenate([upper + np.uint32(half) for half in lower]).view(np.float32)
@@ -56,7 +56,7 @@ class TestSplitMaster:
 
     @pytest.mark.parametrize("is_zero_lr", [True, False])
     def test_the_kernel_stores_every_master_like_the_reference(self, isa, is_zero_lr, hyper):
-        # A step changes the masters, so every seventh one is enough.
+        # Test all masters where the step keeps them, and every seventh where it changes them.
         masters = self.masters()[:: 1 if is_zero_lr else 7]
         param, remainder = reference.split_master(masters)
         arrays = {**make_bf16(param.size, is_split=True), "param": param, "remainder": remainder}
@@ -67,7 +67,7 @@ class TestSplitMaster:
                 arrays[name] = np.zeros(param.size, np.uint16)
         after = assert_rule_is_reference("adam_step_bf16", arrays, **hyper)
         if is_zero_lr:
-            # An infinite weight times zero weight decay is NaN, and NaNs may differ. A zero
+            # An infinite weight times ``lr * weight_decay`` (0) is NaN, and NaNs may differ. A zero
             # parameter gives a zero weight. All other weights must stay the same.
             is_kept = np.isfinite(masters) & ((param & 0x7FFF) > 0)
             assert_same(

@@ -41,7 +41,7 @@ def master_of(param, state):
 
 
 def is_tie(master):
-    """Find masters midway between two bf16 numbers that round to the smaller magnitude."""
+    """Find masters midway between two bf16 numbers, of which the smaller magnitude is even."""
     return (master.view(torch.int32) & 0x1FFFF) == 0x8000
 
 

@@ -91,7 +91,7 @@ def test_a_forked_child_gets_threads_of_its_own(big, expected, hyper, depth):
 
     def fork_and_wait(levels):
         with warnings.catch_warnings():
-            # The test forks with threads on purpose.
+            # The test forks a process with threads on purpose.
             warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
         if process == 0:

@@ -96,7 +96,7 @@ def ddp_gradients(rank: int, world_size: int) -> Outcomes:
 
 
 def bucket_of(values: Tensor, parameters: Sequence[Tensor] = ()) -> Any:
-    """Stand in for DDP's bucket of one flat gradient."""
+    """Return a stand-in for a DDP bucket with one flat gradient."""
     return SimpleNamespace(index=lambda: 0, buffer=lambda: values, parameters=lambda: parameters)
 
 

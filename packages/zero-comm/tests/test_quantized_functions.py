@@ -43,7 +43,7 @@ def reduce_with_the_function(rank: int, world_size: int) -> Outcomes:
 
 
 def take_nodes_from_a_mesh(rank: int, world_size: int) -> Outcomes:
-    """Reduce with two nodes given in three ways, one rank per node, and invalid meshes."""
+    """Reduce with two nodes given in three ways, with one rank per node, with invalid meshes."""
     mesh = init_device_mesh("cpu", (2, 2))
     full = values_of(rank, 4 * 1001)
     reduce = quantized_reduce_scatter

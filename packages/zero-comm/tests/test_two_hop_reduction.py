@@ -97,9 +97,9 @@ def test_damaged_messages_are_refused_by_the_senders_name(target: str) -> None:
         if source == 2 and target == "header":
             row[0] = 0
         elif source == 2 and target == "scale":
-            row[32 + 5 * 64 : 32 + 5 * 64 + 2] = 0  # the scale is a block's maximum
+            row[32 + 5 * 64 : 32 + 5 * 64 + 2] = 0  # a scale must be positive
         elif source == 2:
-            row[8] += 1  # the header has a wrong length
+            row[8] += 1  # the length in the header is wrong
 
     network = Network(3, 1)
     network.tamper = damage

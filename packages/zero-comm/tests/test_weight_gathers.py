@@ -155,7 +155,7 @@ def test_forgetting_starts_from_the_weights_themselves(config: Any) -> None:
             shard = shard_of(transport.rank, numel, torch.float32, version)
             gather(collectives, shard, 4, version=version)
         collectives.forget_values()
-        # Other weights with the same version number. The gather must not use the kept weights.
+        # The version is unchanged, but the weights are not: the gather must not use the kept ones.
         shard = shard_of(transport.rank, numel, torch.float32, 7)
         outs.append(gather(collectives, shard, 4, version=1))
         return outs

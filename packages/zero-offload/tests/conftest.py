@@ -29,5 +29,5 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=["reference", "cpu_adam"])
 def kernel(request: pytest.FixtureRequest) -> Any:
-    """Provide the reference kernel, and cpu-adam's kernel if that package is installed."""
+    """Run a test with the reference kernel, and with cpu-adam if that package is installed."""
     return ReferenceKernel() if request.param == "reference" else cpu_adam()

@@ -299,7 +299,7 @@ def test_gradients_are_added_only_where_that_was_announced() -> None:
 
 
 def test_waits_do_not_count_as_updates() -> None:
-    """Waits in the seconds of `drain` would lower the host's speed that `AutoTier` computes."""
+    """`AutoTier` would underestimate the host's speed if `drain` counted waits."""
     clock = VirtualTime()
 
     class Timed(TorchStepper):

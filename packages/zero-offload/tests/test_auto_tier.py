@@ -63,7 +63,7 @@ class LateThread(VirtualThread):
     """Thread whose jobs run only when the caller waits for them."""
 
     def catch_up(self) -> None:
-        """Do nothing."""
+        """Leave the jobs queued."""
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_room_is_what_this_process_may_take_of_the_device(
 def test_room_is_what_the_peak_without_the_state_leaves(
     reserved: int, steps: list[tuple[int, float]], total: int
 ) -> None:
-    """Each step needs ``taken`` bytes, and 14 bytes per element of state on the device."""
+    """Each step needs ``taken`` bytes, and 14 bytes for each element with state on the device."""
     numel, element_bytes = 10**7, 14
     peak = others = 0
     room = DeviceRoom(numel, element_bytes)

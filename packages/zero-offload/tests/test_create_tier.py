@@ -139,7 +139,7 @@ def test_kernels_are_found_by_name_object_or_auto(monkeypatch: pytest.MonkeyPatc
     assert resolve_kernel(None, optim.Adam) is None
     expected: object = ReferenceAdam
     assert resolve_kernel("tested", optim.AdamW) is expected
-    assert resolve_kernel("auto", optim.AdamW) is expected  # does not load the other kernel
+    assert resolve_kernel("auto", optim.AdamW) is expected  # does not load the broken one
     assert resolve_kernel("auto", optim.SGD) is expected
     assert resolve_kernel("auto", optim.RMSprop) is None
     with pytest.raises(ValueError, match="'other' is installed"):

@@ -191,7 +191,7 @@ def test_an_optimizer_takes_names_or_parameters(name: str, host_numel: int) -> N
     loop(net, optimizer)
     assert torch.equal(weights(net), weights(plain))
     assert optimizer.tier.host_numel == host_numel
-    if name == "pattern":  # The state_dict also loads at a ratio.
+    if name == "pattern":  # The state_dict also loads into an optimizer with a ratio.
         saved = optimizer.state_dict()
         second = OffloadedOptimizer(optim.NAdam, _net().parameters(), ratio=0.3, lr=1e-1)
         second.load_state_dict(saved)

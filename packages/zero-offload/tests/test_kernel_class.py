@@ -26,7 +26,7 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 def test_cpu_adam_class_offloaded_equals_itself_bit_for_bit(
     dtype: torch.dtype, settings: dict[str, Any], ratio: float
 ) -> None:
-    """A second offloaded optimizer loads the state of the class itself after two steps."""
+    """A second offloaded optimizer loads the plain optimizer's state after two steps."""
     cls, plain, ours, late = cpu_adam().CPUAdam, *(make_model(dtype) for _ in range(3))
     source = cls(_groups(plain), lr=1e-2, **settings)
     optimizer = OffloadedOptimizer(cls, _groups(ours), lr=1e-2, ratio=ratio, **settings)

@@ -1,4 +1,4 @@
-"""State in a file: bits equal to host memory, bounded memory, and failing disks."""
+"""State in a file: the same bits as in host memory, the bytes moved, and failing disks."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_state_crosses_between_file_and_memory_by_any_ranges(tmp_path: Path, to_
     for space, tier in ((source, old), (target, new)):
         train(tier, space, GROUPS, range(3, 5))
     assert_same(snapshot(new, target, padding=False), snapshot(old, source, padding=False))
-    values = torch.arange(40.0) / 7  # values that the parameters' dtype would round
+    values = torch.arange(40.0) / 7
     new.write_state("master_weight", 240, values)
     assert torch.equal(new.read_state("master_weight", 240, 280), values)
     assert torch.equal(target.flat_params()[240:280], values.to(target.dtype))

@@ -136,7 +136,7 @@ def test_loaded_weights_are_taken_with_sync_from_params() -> None:
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_weights_that_others_write_are_followed(ratio: float) -> None:
-    """Weights are clamped after each step, and torch's optimizers update the clamped weights."""
+    """Weights are clamped after each step. The next step must start from the clamped weights."""
 
     def train(model: nn.Module, optimizer: optim.Optimizer) -> Tensor:
         for step in range(4):

@@ -288,7 +288,7 @@ def test_a_disk_that_fails_stops_the_update_or_the_fetch(
     tier.write(8, 0, _values(8, 1))
     with pytest.raises(StorageError, match="No space left"):
         [tier.write(segment, 0, _values(segment, 1)) for segment in (9, 10, 3)]
-    for _ in range(8):  # The lost shard keeps raising, and others stay valid.
+    for _ in range(8):  # The lost shard keeps raising.
         with pytest.raises(StorageError, match="No space left"):
             _fetch(tier, 3)
 

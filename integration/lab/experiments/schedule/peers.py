@@ -195,7 +195,7 @@ def run(peer: Peer, times: Times, clipped_every: int = 0) -> tuple[float, list[S
         peer.add_step(program, number, is_clipped=is_clipped)
     program.schedule.run()
     ends = [work.stop for work in program.ends]
-    # The step after the end of one of ZenFlow's intervals, so that the host's update is in it.
+    # Show the step after one of ZenFlow's intervals, because it contains the host's update.
     start, stop = ends[-1 - ZENFLOW_STEPS], ends[-ZENFLOW_STEPS]
     spans = [
         Span(w.lane, w.what, w.start - start, w.stop - start)

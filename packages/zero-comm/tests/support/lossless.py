@@ -86,7 +86,7 @@ class Lossless:
 
     @property
     def pairs(self) -> st.SearchStrategy[Pair]:
-        """Tensors of any length and spread, some of whose elements have arbitrary bits."""
+        """Strategy for pairs of at most 1,200 elements, some of which have arbitrary bits."""
 
         @st.composite
         def draw_pair(draw: st.DrawFn) -> Pair:

@@ -150,7 +150,7 @@ def _asymmetric(
     k = _rounded(place, noise).clip(0, top).astype(np.int64)
 
     def value(index: NDArray[np.int64]) -> Array:
-        with np.errstate(over="ignore"):  # only the value at ``top`` overflows, which is not used
+        with np.errstate(over="ignore"):  # only ``grid`` at ``top`` overflows: not used
             grid = np.float32(2) * (lo * HALF + index.astype(np.float32) * (step * HALF))
         return np.where(index == 0, lo, np.where(index == top, hi, grid)).astype(np.float32)
 

@@ -24,7 +24,7 @@ seeds = st.one_of(st.none(), st.integers(0, 2**32 - 1))
 
 @st.composite
 def extreme_values(draw: st.DrawFn) -> Tensor:
-    """Draw a few elements from the dtype's whole range, with subnormals, zeros and the largest."""
+    """Draw at most 40 elements from the whole range of the dtype, or of fp32 if it is smaller."""
     dtype = draw(dtypes)
     top = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     value = st.floats(-top, top, width=16 if dtype == torch.float16 else 32)
@@ -35,7 +35,7 @@ def extreme_values(draw: st.DrawFn) -> Tensor:
 
 @st.composite
 def typical_values(draw: st.DrawFn) -> Tensor:
-    """Draw a tensor of any length, with one magnitude per 8 elements and some zeros."""
+    """Draw a tensor of at most 900 elements: a magnitude per 8 elements, and a share of zeros."""
     numel = draw(st.one_of(st.sampled_from([0, 1, 2, 3, 7, 255, 256, 257]), st.integers(0, 900)))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     dtype = draw(dtypes)

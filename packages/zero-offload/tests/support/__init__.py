@@ -1,1 +1,1 @@
-"""Test support: reference kernels, flat spaces and their tiers, late streams, gloo ranks."""
+"""Test support: kernels, models, flat spaces and tiers, streams with late copies, gloo ranks."""

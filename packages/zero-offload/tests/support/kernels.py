@@ -160,7 +160,7 @@ class GatedAdam(ReferenceAdam):
 
 
 def cpu_adam() -> Any:
-    """Return the module cpu-adam, or skip the test if it is not installed."""
+    """Return the module `cpu_adam`, or skip the test if it is not installed."""
     if importlib.util.find_spec("cpu_adam") is None:
         pytest.skip("the optional cpu-adam is not installed")
     return importlib.import_module("cpu_adam")

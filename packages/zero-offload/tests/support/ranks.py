@@ -27,7 +27,7 @@ PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
     "zero_offload",
 ]
-"""Modules that the server imports once for all ranks."""
+"""Modules that the fork server imports once for all ranks."""
 
 
 class _Rank:

@@ -90,7 +90,10 @@ def make_tier(
     micro_steps: int = 0,
     **options: Any,
 ) -> TwinTier:
-    """Create a tier with the space's values. Options are arguments or configuration keys."""
+    """Create a tier with the space's initial values as master weights.
+
+    ``options`` are arguments of `create_tier` named in `_PASSED`, or keys of ``offload_optimizer``.
+    """
     passed = {name: options.pop(name) for name in _PASSED if name in options}
     tier = create_tier(
         numel=space.numel,
