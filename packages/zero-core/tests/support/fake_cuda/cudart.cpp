@@ -84,7 +84,7 @@ std::array<std::atomic<bool>, kMaxDevices>& has_context =
 
 // Returns the devices in CUDA_VISIBLE_DEVICES. As in CUDA, an invalid entry ends the list.
 std::vector<int> find_devices() {
-  auto most = static_cast<int>(environment("FAKE_CUDA_DEVICES", 8));
+  int most = std::min(kMaxDevices, static_cast<int>(environment("FAKE_CUDA_DEVICES", 8)));
   std::vector<int> found;
   const char* visible = getenv("CUDA_VISIBLE_DEVICES");
   if (!visible) {
