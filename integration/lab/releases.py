@@ -120,7 +120,7 @@ def run_rank(number: int, results: Path) -> None:
 
 
 def main() -> None:
-    """Run releases or, as a rank process, one scar in one release."""
+    """Run trainings of `scars.py` with releases of DeepSpeed, or with ``--results`` one rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--release", action="append", help="of DeepSpeed; repeatable")
     parser.add_argument("--number", type=int, action="append", help="of a scar; repeatable")

@@ -148,7 +148,7 @@ def malformed_configurations() -> Iterator[Malformed]:
                 continue
             yield Malformed(key, config, (type(value), value) not in served)
     for block in {path[:-1] for path in PATHS}:
-        # DeepSpeed only warns of unknown keys at the top level and in some blocks.
+        # These blocks refuse unknown keys. Elsewhere the reader may only note them.
         is_checked = block[:1] == ("zero_optimization",) or block == ("fp16",)
         path = (*block, "no_such_key")
         yield Malformed(".".join(path), _at(path, 1), is_checked)

@@ -184,11 +184,11 @@ def search(job: Job, cap: int, most: int, runner: Runner) -> Row:
 
 
 def largest_batch(attempt: Attempt, cap: int, most: int) -> Row:
-    """Return the largest fitting ``batch`` up to ``most`` (0: none fits) and all ``tries``.
+    """Return the largest ``batch`` up to ``most`` that fits, and all ``tries``.
 
-    The next batch to try is where interpolated memory meets the cap. The interpolation is linear,
-    between the largest batch that fits and the smallest that does not, or otherwise through the two
-    largest. If an attempt fails, its row is returned.
+    If none fits, the row has ``failure`` instead. If an attempt fails, its row is returned. After
+    `FIRST_TRIES`, the next batch is where memory, interpolated linearly, meets the cap: between the
+    largest batch that fits and the smallest that does not, if both exist.
     """
     tries: dict[int, Row] = {}
     fits, over = 0, most + 1

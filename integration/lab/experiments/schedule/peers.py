@@ -119,7 +119,7 @@ def _stale(program: Program, number: int, *, is_clipped: bool) -> None:
     if (number + 1) % ZENFLOW_STEPS:
         program.published = []
         return
-    # Forward waits for the update of the previous interval from here on.
+    # The next forward waits for the update of the previous interval.
     program.published, program.pending = program.pending, []
     for share in program.shares:
         updated = program.update("update", rest * share * program.times.host_s, added, need=1)

@@ -280,7 +280,7 @@ def _rename(block: dict[str, Any], old: str, name: str, tell: Tell, where: str =
 
 
 def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Return zero-core's keys ``given``, with DeepSpeed's defaults, in zero-core's form."""
+    """Return ``given``, the keys for zero-core, in its form and with DeepSpeed's defaults."""
     core = {"gradient_clipping": 1.0, "broadcast_buffers": False, **given}
     clipping = core["gradient_clipping"]
     if isinstance(clipping, bool):

@@ -4,10 +4,10 @@
 how each tensor is sent. `weight_gathers` and `two_hop` send it.
 
 [Note: what is sent exactly]
-Values with a negative version are never compressed. Engines use negative versions for values that
-are not weights, such as reduced gradients. Only `QUANTIZABLE_DTYPES` are quantized. Shards too
-small for a shorter message are sent exactly. Whether a shard is quantized depends only on arguments
-that are equal on all ranks.
+Values with a negative version are never compressed. Engines use negative versions for reduced
+gradients and for weights that are gathered to be read exactly. Only `QUANTIZABLE_DTYPES` are
+quantized. Shards too small for a shorter message are sent exactly. Whether a shard is quantized
+depends only on arguments that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class QuantizedCollectives:
                 the result returns.
             shard: 1-D, contiguous. Its values do not change.
             unit: key of the kept memory.
-            version: must grow whenever any rank's shard may have changed. Negative for values that
-                are not weights. Ignored for frozen weights, which change only at `forget_values`.
+            version: must grow whenever any rank's shard may have changed. Negative for values
+                sent exactly. Ignored for frozen weights, which change only at `forget_values`.
             backward: passed on to the transport.
         """
         _check(out, shard, self._transport.world_size)

@@ -258,7 +258,10 @@ class HostCollectives(Transport):
     def _exchange(
         self, given: Tensor, offset: int | None, into: Tensor, peer: int, kind: Kind, unit: int
     ) -> _Parcel:
-        """Start to exchange ``given`` for ``into``. ``offset``: `_locate` of ``given``, or None."""
+        """Start to send ``given`` to ``peer`` and to receive ``into`` from it.
+
+        A near peer reads ``given`` at ``offset`` of this rank's shared memory. None: by messages.
+        """
         if offset is None or peer not in self._near:
             works = [self._receive(into, peer, kind, unit), self._send(given, peer, kind, unit)]
             return _Parcel(into, works)

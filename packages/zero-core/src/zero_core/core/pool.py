@@ -45,7 +45,7 @@ class CopyStream:
             self._stream.__exit__(*error)
 
     def after_readers(self) -> Wait | None:
-        """Return a wait by this stream for work now queued on the current one. None on a CPU."""
+        """Return a function that makes this stream wait for the current one, or None on a CPU."""
         if self._stream is None:
             return None
         event = torch.accelerator.current_stream(self._device).record_event()

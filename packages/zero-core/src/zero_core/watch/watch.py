@@ -102,8 +102,8 @@ class Beat(NamedTuple):
 class Verdict(NamedTuple):
     """Explanation of why a rank waits."""
 
-    text: str  # names ranks or the store
-    level: int  # of `logging`: INFO if the text names no cause
+    text: str  # names ranks or the store, or says that the cause is unknown
+    level: int  # of `logging`: INFO if other ranks only gave up before this one
     is_final: bool  # whether waiting longer would not change it
 
 

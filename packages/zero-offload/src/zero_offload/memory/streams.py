@@ -85,7 +85,7 @@ class HostStreams:
         return []
 
     def to_host(self, target: Tensor, source: Tensor) -> torch.Event | None:
-        """Copy ``source`` to ``target``. Return the event of its end if this is asynchronous."""
+        """Copy ``source`` to ``target``. Return the end's event if it is asynchronous, or None."""
         target.copy_(source)
         return None
 

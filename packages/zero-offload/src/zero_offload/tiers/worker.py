@@ -279,7 +279,7 @@ class Worker:
                 *_, index, job = self._pop()
                 self._update(job, index)
         except BaseException as error:
-            self.fail(error)  # Later calls of the tier raise the error.
+            self.fail(error)  # Later calls to the tier raise OffloadError from it.
             raise
         if not job.num_left:
             self._progress.finish()
