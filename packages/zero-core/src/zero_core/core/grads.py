@@ -158,8 +158,9 @@ class FullGrad:
         full = self.memory
         assert full is not None, "it is open"
         self.flush()
-        for position in {*range(len(self._slots))} - self._added:
-            self._slots[position].fill_(self._missing)
+        if len(self._added) < len(self._slots):
+            for position in {*range(len(self._slots))} - self._added:
+                self._slots[position].fill_(self._missing)
         if self._gaps:
             torch._foreach_zero_(self._gaps)
         if self._segment.world_size == 1:  # later gradients are added to the memory
@@ -585,7 +586,8 @@ class FlatGrads:
             self._norm = norm = self._arithmetic.measure(reduced)
             # A finite norm means finite contributions, and reading a CPU norm is free. Reading a
             # device norm would synchronize, so check the contributions on the device.
-            if not (norm.is_cpu and math.isfinite(norm.sum().item())):
+            total = norm.sum() if norm.dim() else norm
+            if not (norm.is_cpu and math.isfinite(total.item())):
                 parts = work.contributions()
                 if parts:
                     nonfinite = torch.stack([~torch.isfinite(part).all() for part in parts])
@@ -697,12 +699,11 @@ class Arithmetic:
     def check(self, config: Config, communicator: Communicator, ranks: Ranks) -> None:
         """Raise ConfigError for collectives or settings that would change result bits."""
 
-    def measure(self, values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the ``p``-norm of a shard, 0-dim, or of each of its chunks, in fp32 or wider.
+    measure = staticmethod(norm_of)
+    """Return the ``p``-norm of a shard, 0-dim, or of each of its chunks, in fp32 or wider.
 
-        ``dtype``: the dtype in which powers are summed.
-        """
-        return norm_of(values, p, dtype)
+    ``dtype``: the dtype in which powers are summed.
+    """
 
     def of_reduction(self, norm: Tensor) -> Tensor | None:
         """Return ``norm``, computed during a reduction, if it equals the result of `measure`."""
