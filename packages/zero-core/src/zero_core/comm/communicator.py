@@ -99,9 +99,6 @@ class Communicator:
         self.announcing = cast(AnnouncingCollectives, transport) if is_announcing else None
         self.checks = transport.checks if isinstance(transport, CheckedCollectives) else None
         self._names = names
-        # By segment: name, and label of the profiler's range.
-        self._gathers = {index: self._label("all_gather", index) for index in names}
-        self._reductions = {index: self._label("reduce_scatter", index) for index in names}
         # Protocols of reduction works, cached by class because isinstance() on protocols is slow.
         self._protocols: dict[type, frozenset[type]] = {}
         optional = {"forget_values", "forget_errors", "private_nbytes"}
@@ -116,9 +113,9 @@ class Communicator:
     def all_gather(
         self, out: Tensor, shard: Tensor, segment: int, *, version: int, backward: bool
     ) -> NamedWork:
-        name, label = self._gathers[segment]
+        name = self.name_of("all_gather", segment)
         try:
-            with profiled_range(label):
+            with profiled_range(f"rank {self.rank}: {name}"):
                 work = self.transport.all_gather(
                     out, shard, unit=segment, version=version, backward=backward
                 )
@@ -135,11 +132,11 @@ class Communicator:
         self, out: Tensor, full: Tensor, segment: int, *, is_added: bool = False
     ) -> NamedWork:
         """Start a segment's reduce-scatter. ``is_added``: add to ``out`` instead of overwriting."""
-        name, label = self._reductions[segment]
+        name = self.name_of("reduce_scatter", segment)
         if self.place.clock is not None:
             self.place.clock.launch(name)
         try:
-            with profiled_range(label):
+            with profiled_range(f"rank {self.rank}: {name}"):
                 if is_added:  # `build` has checked that the collectives support reduce_add
                     adding = cast(AddingCollectives, self.transport)
                     work = adding.reduce_add(out, full, unit=segment)
@@ -170,10 +167,6 @@ class Communicator:
     def name_of(self, verb: str, segment: int) -> str:
         """Return a collective's name, equal on all ranks: "all_gather of unit 3 (blocks.2)"."""
         return f"{verb} of {self._names[segment]}"
-
-    def _label(self, verb: str, segment: int) -> tuple[str, str]:
-        name = self.name_of(verb, segment)
-        return name, f"rank {self.rank}: {name}"
 
     def sum_statistics(self, values: Tensor) -> None:
         name = "sum of the step's statistics"
