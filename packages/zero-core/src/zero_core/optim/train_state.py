@@ -99,10 +99,7 @@ class TrainState:
         self.micro_steps = 0  # finished micro-steps of the whole training
         self.num_accumulated = 0  # finished micro-steps of the current step; 0 between two steps
         self.declared_boundary: bool | None = None  # `is_boundary` if the program sets it
-        self._num_parts = 1  # divisor of losses, in addition to the number of micro-steps
-        if config.world_size_invariant:
-            step_size = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
-            self._num_parts = config.train_batch_size // step_size
+        self.is_boundary = self.accumulation_steps == 1  # whether this micro-step ends its step
         self.scaler = LossScaler(config.loss_scaling)
         self.lr_scheduler = lr_scheduler  # advanced at each optimizer step that is not skipped
         self.grad_norm: float | None = None  # of the last step, without loss scale, before clipping
@@ -110,11 +107,15 @@ class TrainState:
         self._steps_per_print = config.steps_per_print
         self._rank = rank
 
-    def is_boundary(self) -> bool:
-        """Whether the current micro-step is the last one of its step."""
-        if self.declared_boundary is not None:
-            return self.declared_boundary
-        return self.num_accumulated + 1 >= self.accumulation_steps
+    def declare_boundary(self, is_boundary: bool | None) -> None:
+        """Set `is_boundary` of this and later micro-steps. None: their count decides."""
+        self.declared_boundary = is_boundary
+        self._find_boundary()
+
+    def _find_boundary(self) -> None:
+        is_last = self.num_accumulated + 1 >= self.accumulation_steps
+        declared = self.declared_boundary
+        self.is_boundary = is_last if declared is None else declared
 
     def set_accumulation_steps(self, steps: int) -> None:
         if steps < 1:
@@ -124,6 +125,7 @@ class TrainState:
                 f"{self.num_accumulated} micro-steps of a step are done: set it after step()"
             )
         self.accumulation_steps = steps
+        self._find_boundary()
 
     def check_ended(self, *, or_dropped: bool = False) -> None:
         """Raise CheckpointError within an accumulation, unless its gradients will be dropped."""
@@ -137,17 +139,7 @@ class TrainState:
         """Continue with micro-step ``number`` (from 0) of the current step."""
         self.micro_steps += number - self.num_accumulated
         self.num_accumulated = number
-
-    def scale(self, loss: Tensor, over: int | None) -> Tensor:
-        """Return ``loss`` times the loss scale, divided by ``over`` or by the micro-steps."""
-        steps = self.accumulation_steps if over is None else over
-        if steps < 1:
-            raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
-        steps *= self._num_parts
-        self.scaler.is_applied = True
-        if self.scaler.scale != 1.0:
-            loss = loss * self.scaler.scale
-        return loss / steps if steps > 1 else loss
+        self._find_boundary()
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in g.items() if k != "params"} for g in self._param_groups]
@@ -179,8 +171,9 @@ class TrainState:
             _log.info(text, *counts, self.scaler.scale, self.grad_norm)
 
     def end_micro_step(self) -> None:
-        self.num_accumulated = 0 if self.is_boundary() else self.num_accumulated + 1
+        self.num_accumulated = 0 if self.is_boundary else self.num_accumulated + 1
         self.micro_steps += 1
+        self._find_boundary()
         self.scaler.is_applied = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -249,6 +242,7 @@ class TrainState:
             # The number of micro-steps per step may have changed since the save.
             self.micro_steps = self.global_steps * self.accumulation_steps
             self.num_accumulated = 0
+            self._find_boundary()
             self.skipped_steps = saved["skipped_steps"]
             self.scaler.load_state_dict(saved["loss_scaler"])
         groups = saved["param_groups"]

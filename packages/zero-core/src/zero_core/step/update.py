@@ -293,11 +293,24 @@ class StepGradient:
 
     @property
     def is_boundary(self) -> bool:
-        return self._train.is_boundary()
+        return self._train.is_boundary
 
     @property
     def is_reduced(self) -> bool:
         return len(self._norms) == len(self._state.starts)
+
+    def scale(self, loss: Tensor, over: int | None) -> Tensor:
+        """Return ``loss`` times the loss scale, divided by ``over`` or by the micro-steps."""
+        train = self._train
+        steps = train.accumulation_steps if over is None else over
+        if steps < 1:
+            raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
+        if self._config.world_size_invariant:
+            steps *= self._communicator.world_size
+        train.scaler.is_applied = True
+        if train.scaler.scale != 1.0:
+            loss = loss * train.scaler.scale
+        return loss / steps if steps > 1 else loss
 
     @property
     def scale_factor(self) -> float:
@@ -538,7 +551,7 @@ class StepGradient:
             if not self._facts.is_hash_agreed:
                 self.reopen()  # ranks may correct the settings and call step() again
                 self.param_grads.forget_last_changes()
-                self._refuse_step()
+                _refuse_step(self._state, self._train, self._hashed[0][-1])
         if self._communicator.checks is not None:
             self._communicator.checks.clear()
         if self._state.common_buffers.is_changed:
@@ -563,24 +576,6 @@ class StepGradient:
         self._train.grad_norm = norm
         return "" if is_taken else why_skipped
 
-    def _refuse_step(self) -> NoReturn:
-        """Raise RankMismatchError that names differing settings. All ranks must call it."""
-        state, train, control = self._state, self._train, self._state.control
-        facts = describe_groups(train.hyperparameters())
-        for param in state.trained_params:
-            name = state.param_names[id(param)]
-            facts[f"parameter {name}"] = "trainable" if param.requires_grad else "frozen"
-        facts |= state.common_buffers.described
-        facts["gradient_accumulation_steps"] = str(train.accumulation_steps)
-        facts["loss scale"] = str(train.scaler.scale)
-        facts["changes"] = ", ".join(self._hashed[0][-1]) or "none"
-        raise RankMismatchError(
-            f"rank {control.rank}, step {train.global_steps + 1}: not updated, as ranks differ in "
-            f"{control.differences(facts)}. "
-            "Every rank must set the same: a schedule that follows the loss needs the mean over "
-            "all ranks"
-        )
-
     @property
     def _square_sum(self) -> float:
         if self._changed_square_sum is not None:
@@ -596,6 +591,24 @@ class StepGradient:
             used = self._facts.counts("used")
             updated = [param for number, param in self._whole_params if used[number]]
             torch.autograd.graph.increment_version(updated)
+
+
+def _refuse_step(state: ShardedState, train: TrainState, changes: Sequence[str]) -> NoReturn:
+    """Raise RankMismatchError that names differing settings. All ranks must call it."""
+    control, facts = state.control, describe_groups(train.hyperparameters())
+    for param in state.trained_params:
+        name = state.param_names[id(param)]
+        facts[f"parameter {name}"] = "trainable" if param.requires_grad else "frozen"
+    facts |= state.common_buffers.described
+    facts["gradient_accumulation_steps"] = str(train.accumulation_steps)
+    facts["loss scale"] = str(train.scaler.scale)
+    facts["changes"] = ", ".join(changes) or "none"
+    raise RankMismatchError(
+        f"rank {control.rank}, step {train.global_steps + 1}: not updated, as ranks differ in "
+        f"{control.differences(facts)}. "
+        "Every rank must set the same: a schedule that follows the loss needs the mean over "
+        "all ranks"
+    )
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
