@@ -20,6 +20,7 @@ are frozen permanently: they have only values, and unfreezing one is an error.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections import Counter, deque
 from itertools import chain
@@ -247,57 +248,50 @@ class UnusedParameters(Extension):
 
 
 class RepeatedRounds(Extension):
-    """Extension that warns once if a gradient probably contains two runs of the same code.
+    """Extension that warns once if a step's gradient probably contains two runs of the same code.
 
     A round is a backward, outside of ``no_sync``, of a forward that began after the previous
     backward. Several rounds in a micro-step are legal: two losses, each with a separate forward.
     But they also occur if the user interrupts a notebook between backward and ``step`` and runs the
-    same lines again. This class warns if a micro-step has more rounds than the last `_NUM_COMPARED`
-    ones, if the first had more than the next two, or if an interactive interpreter reports an error
-    (``sys.last_value``) between two rounds of a micro-step.
+    same lines again. This class warns if a step has more rounds per micro-step than the last
+    `_NUM_COMPARED` steps, if the first step had more than the next two, or if an interactive
+    interpreter reported an error (``sys.last_value``) before a first step with several rounds.
     """
 
     def __init__(self, train: TrainState, *, rank: int) -> None:
         self._train = train
         self._rank = rank
-        self._num_rounds = 0
-        self._before: deque[int] = deque(maxlen=_NUM_COMPARED)  # rounds of ended micro-steps
+        self._before: deque[float] = deque(maxlen=_NUM_COMPARED)  # rounds per micro-step, by step
         self._is_first_known = False
-        self._place = 0, 0  # micro-step, and how often gradients were dropped
-        self._reported = 0  # id of the last reported error
+        self._reported = id(vars(sys).get("last_value"))  # the last reported error
         self._is_told = False
 
-    def begin_backward(self, *, is_new: bool) -> None:
-        if not is_new:
+    def before_update(self, number: int) -> None:
+        num_rounds, micro_steps = self._train.num_rounds, self._train.num_accumulated + 1
+        if not num_rounds:
             return
-        train = self._train
-        place = train.micro_steps, train.num_drops
-        if place[0] > self._place[0] and self._num_rounds:
-            self._before.append(self._num_rounds)
-            if not self._is_first_known and len(self._before) == _NUM_COMPARED:
-                self._is_first_known = True
-                first, *others = self._before
-                if first > max(others):
-                    self._warn(
-                        "the first micro-step added up %d backwards, those after it fewer: if the "
-                        "program was interrupted and began again there, its step was too long. "
-                        "Build the engine again from the first weights. engine.zero_grad() drops a "
-                        "gradient",
-                        first,
-                    )
-        if place != self._place:
-            self._num_rounds = 0
-        self._place = place
+        rounds = max(1.0, num_rounds / micro_steps)
         reported, self._reported = self._reported, id(vars(sys).get("last_value"))
-        self._num_rounds += 1
-        is_after_error = self._num_rounds > 1 and reported != self._reported
-        if is_after_error or 0 < max(self._before, default=0) < self._num_rounds:
+        known = max(self._before, default=rounds if reported == self._reported else 1.0)
+        if rounds > known:
             self._warn(
-                "backward adds to the gradient of %d that no step() has taken: if the program was "
-                "interrupted and began again, call engine.zero_grad() and run forward and backward "
-                "again, or the step is too long",
-                self._num_rounds - 1,
+                "it adds up the gradient of %d more backwards than the steps before: if the "
+                "program was interrupted between backward and step() and began again, the step is "
+                "too long. Call engine.zero_grad() before such a repetition",
+                round((rounds - known) * micro_steps),
             )
+        self._before.append(rounds)
+        if not self._is_first_known and len(self._before) == _NUM_COMPARED:
+            self._is_first_known = True
+            first, *others = self._before
+            if first > max(others):
+                self._warn(
+                    "the first step added up %d backwards a micro-step, those after it fewer: if "
+                    "the program was interrupted and began again there, its step was too long. "
+                    "Build the engine again from the first weights. engine.zero_grad() drops a "
+                    "gradient",
+                    math.ceil(first),
+                )
 
     def _warn(self, text: str, number: int) -> None:
         if not self._is_told:

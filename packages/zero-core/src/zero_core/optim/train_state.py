@@ -95,6 +95,8 @@ class TrainState:
         self.global_steps = 0  # optimizer steps so far, including skipped ones
         self.skipped_steps = 0  # steps skipped because a gradient was not finite
         self.num_drops = 0  # number of times that gradients were dropped, with or without a step
+        # Backwards of the current step outside of ``no_sync``, each after a forward of its own.
+        self.num_rounds = 0
         self.accumulation_steps = config.gradient_accumulation_steps  # micro-steps per step
         self.micro_steps = 0  # finished micro-steps of the whole training
         self.num_accumulated = 0  # finished micro-steps of the current step; 0 between two steps

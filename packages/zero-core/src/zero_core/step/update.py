@@ -341,6 +341,7 @@ class StepGradient:
                 "Loss scaling is required in fp16: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
+        self._train.num_rounds += is_new_round
         for follow in self._extensions.begin_backward:
             follow(is_new=is_new_round)
 
@@ -482,6 +483,7 @@ class StepGradient:
         self.params_with_grad.clear()
         self._state.tier.discard_grads()
         self._train.num_drops += 1
+        self._train.num_rounds = 0
         self._norms.clear()
         self.policy.clear()
         self._clipped = 1.0
