@@ -208,6 +208,7 @@ def test_backward_waits_only_for_memory_that_it_uses_again(ranks, stage, accumul
 
 
 class _LoggingTier(MadeTier):
+    owns_grads = True
     log, starts = [], [0]
 
     def _unit(self, start):
@@ -222,7 +223,7 @@ class _LoggingTier(MadeTier):
 
     def offer_grad(self, start, grad):
         self.log.append(f"offered unit {self._unit(start)}")
-        return super().offer_grad(start, grad)
+        return super().offer_grad(start, grad.clone())
 
 
 def test_one_rank_waits_for_an_update_and_passes_a_gradient_on_unit_by_unit():

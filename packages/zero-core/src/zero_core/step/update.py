@@ -368,7 +368,8 @@ class StepGradient:
             self._norms[index] = reduced.norm
             if self.policy.is_final:
                 grads.wait()
-            grads.shard.release(tier.offer_grad(start, reduced.shard))
+            if tier.owns_grads or self.policy.begins_early:
+                grads.shard.release(tier.offer_grad(start, reduced.shard))
         else:  # one micro-step's gradient: `plan_gradient` plans it only for an AccumulatingTier
             accumulating = cast(AccumulatingTier, tier)
             grads.shard.release(accumulating.add_grad(start, reduced.shard, is_last=is_last))
@@ -400,8 +401,12 @@ class StepGradient:
         if not self._is_agreed:
             # Wait for gathers of gradients before exchanging facts: afterwards, ranks may overwrite
             # gradients that others have read.
-            for grads in self.grads.values():
+            tier = self._state.tier
+            is_read_in_place = not (tier.owns_grads or self.policy.begins_early)
+            for index, grads in self.grads.items():
                 grads.wait()
+                if is_read_in_place:
+                    tier.offer_grad(self._state.starts[index], grads.covered())
             square_sums = self._square_sums()
             self._facts.begin()
             self.fill(self._facts)
