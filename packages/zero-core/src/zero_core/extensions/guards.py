@@ -1,4 +1,4 @@
-"""Checks during training: changed models, differing replicas, unused parameters, repeated rounds.
+"""Checks during training: changed models, differing replicas, unused parameters.
 
 [Note: what a model may not do after build()]
 The engine keeps the values of parameters in its own memory, and gradient hooks on the parameter
@@ -19,10 +19,7 @@ are frozen permanently: they have only values, and unfreezing one is an error.
 
 from __future__ import annotations
 
-import logging
-import math
-import sys
-from collections import Counter, deque
+from collections import Counter
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -42,11 +39,8 @@ from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.update import updates_in_backward
 from zero_core.watch.watch import count_ranks
 
-_log = logging.getLogger(__name__)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_NAMED = 4
-_NUM_COMPARED = 3
-"""Number of previous micro-steps with which a micro-step is compared."""
 _ADVICE = (
     "Write values within engine.gathered(modifier_rank=...); to change the model itself, end the "
     "engine by engine.unwrap() and build another one"
@@ -245,59 +239,6 @@ class UnusedParameters(Extension):
                 "zero_optimization.ignore_unused_parameters is false: set it to true to leave them "
                 "alone in such a step, or use every one in the loss"
             )
-
-
-class RepeatedRounds(Extension):
-    """Extension that warns once if a step's gradient probably contains two runs of the same code.
-
-    A round is a backward, outside of ``no_sync``, of a forward that began after the previous
-    backward. Several rounds in a micro-step are legal: two losses, each with a separate forward.
-    But they also occur if the user interrupts a notebook between backward and ``step`` and runs the
-    same lines again. This class warns if a step has more rounds per micro-step than the last
-    `_NUM_COMPARED` steps, if the first step had more than the next two, or if an interactive
-    interpreter reported an error (``sys.last_value``) before a first step with several rounds.
-    """
-
-    def __init__(self, train: TrainState, *, rank: int) -> None:
-        self._train = train
-        self._rank = rank
-        self._before: deque[float] = deque(maxlen=_NUM_COMPARED)  # rounds per micro-step, by step
-        self._is_first_known = False
-        self._reported = id(vars(sys).get("last_value"))  # the last reported error
-        self._is_told = False
-
-    def before_update(self, number: int) -> None:
-        num_rounds, micro_steps = self._train.num_rounds, self._train.num_accumulated + 1
-        if not num_rounds:
-            return
-        rounds = max(1.0, num_rounds / micro_steps)
-        reported, self._reported = self._reported, id(vars(sys).get("last_value"))
-        known = max(self._before, default=rounds if reported == self._reported else 1.0)
-        if rounds > known:
-            self._warn(
-                "it adds up the gradient of %d more backwards than the steps before: if the "
-                "program was interrupted between backward and step() and began again, the step is "
-                "too long. Call engine.zero_grad() before such a repetition",
-                round((rounds - known) * micro_steps),
-            )
-        self._before.append(rounds)
-        if not self._is_first_known and len(self._before) == _NUM_COMPARED:
-            self._is_first_known = True
-            first, *others = self._before
-            if first > max(others):
-                self._warn(
-                    "the first step added up %d backwards a micro-step, those after it fewer: if "
-                    "the program was interrupted and began again there, its step was too long. "
-                    "Build the engine again from the first weights. engine.zero_grad() drops a "
-                    "gradient",
-                    math.ceil(first),
-                )
-
-    def _warn(self, text: str, number: int) -> None:
-        if not self._is_told:
-            self._is_told = True
-            place = (self._rank, self._train.global_steps + 1)
-            _log.warning("rank %d, step %d: " + text + ". This is said once", *place, number)
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from zero_core.schedules import Schedule, check_state, resume_rates
 _log = logging.getLogger(__name__)
 
 _NUMBER = int | float
+_NUM_COMPARED = 3  # previous steps with which a step's rounds are compared
 
 
 class LossScaler:
@@ -95,8 +98,10 @@ class TrainState:
         self.global_steps = 0  # optimizer steps so far, including skipped ones
         self.skipped_steps = 0  # steps skipped because a gradient was not finite
         self.num_drops = 0  # number of times that gradients were dropped, with or without a step
-        # Backwards of the current step outside of ``no_sync``, each after a forward of its own.
-        self.num_rounds = 0
+        self.num_rounds = 0  # rounds of the current step: see `_compare_rounds`
+        # Rounds per micro-step of the newest steps. None after a warning.
+        self._rounds: list[float] | None = []
+        self._reported = id(vars(sys).get("last_value"))  # error last reported by an interpreter
         self.accumulation_steps = config.gradient_accumulation_steps  # micro-steps per step
         self.micro_steps = 0  # finished micro-steps of the whole training
         self.num_accumulated = 0  # finished micro-steps of the current step; 0 between two steps
@@ -152,6 +157,45 @@ class TrainState:
             self.scaler.update(is_overflow=False)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+        if self.num_rounds and self._rounds is not None:
+            self._compare_rounds(self._rounds)
+
+    def _compare_rounds(self, before: list[float]) -> None:
+        """Warn once if the step's gradient probably contains two runs of the same code.
+
+        A round is a backward, outside of ``no_sync``, of a forward that began after the previous
+        backward. Several in a micro-step are legal: two losses, each with its own forward. But they
+        also occur if a notebook is interrupted between backward and ``step`` and its lines run
+        again. This method warns if a step has more rounds per micro-step than those ``before``, if
+        the first step had more than the next ones, or if an interactive interpreter reported an
+        error (``sys.last_value``) before a first step with several rounds.
+        """
+        micro_steps = self.num_accumulated + 1
+        rounds = max(1.0, self.num_rounds / micro_steps)
+        reported, self._reported = self._reported, id(vars(sys).get("last_value"))
+        unknown = rounds if reported == self._reported else 1.0
+        known = max(before[-_NUM_COMPARED:], default=unknown)
+        before.append(rounds)
+        del before[: -_NUM_COMPARED - 1]
+        if rounds > known:
+            text = (
+                "it adds up the gradient of %d more backwards than the steps before: if the "
+                "program was interrupted between backward and step() and began again, the step was "
+                "too long. Call engine.zero_grad() before such a repetition"
+            )
+            number = round((rounds - known) * micro_steps)
+        elif len(before) == _NUM_COMPARED and before[0] > max(before[1:]):
+            text = (
+                "the first step added up %d backwards a micro-step, those after it fewer: if the "
+                "program was interrupted and began again there, its step was too long. Build the "
+                "engine again from the first weights. engine.zero_grad() drops a gradient"
+            )
+            number = math.ceil(before[0])
+        else:
+            return
+        self._rounds = None
+        where = self._rank, self.global_steps + 1
+        _log.warning("rank %d, step %d: " + text + ". This is said once", *where, number)
 
     def step_skipped(self, where: str) -> None:
         """Count a skipped step, update the loss scale and warn. ``where`` names faulty ranks."""
