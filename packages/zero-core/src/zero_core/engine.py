@@ -428,7 +428,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
         None restores the default: the count decides. Every rank must call it, before the backward.
         """
         self._device_states.check("set_gradient_accumulation_boundary()", NO_PARTS)
-        self._train.declare_boundary(is_boundary)
+        self._train.declared_boundary = is_boundary
+        self._train.find_boundary()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Call `set_gradient_accumulation_boundary`. This is FSDP2's name for that method."""

@@ -68,9 +68,8 @@ class FullGrad:
         self.until_read: NamedWork | None = None
         self._segment = segment
         self._plan = plan = buffers.plan
-        # If true, nothing is reduced, and gradients accumulate directly in ``grad_shard``.
-        self._is_shard = plan.case is GradientCase.ALONE
-        self._kept = buffers.shard if self._is_shard else buffers.full
+        # With one rank nothing is reduced, and gradients accumulate directly in ``grad_shard``.
+        self._kept = buffers.shard if plan.case is GradientCase.ALONE else buffers.full
         self._pools = buffers.full_pools
         self._views = views
         self._predivide = plan.predivide
@@ -78,6 +77,7 @@ class FullGrad:
         self._factor = torch.tensor(plan.predivide, dtype=torch.float64, device="cpu")
         self._missing = missing
         self._is_small = plan.small_slots(segment, is_cpu=views.placeholders.slots[0].is_cpu)
+        self._max_held = plan.held_numel(segment)
         self.held: dict[int, Tensor] = {}  # gradients to add, by position
         self._held_numel = 0
         self._undivided: list[Tensor] = []  # slots with gradients that were copied but not divided
@@ -88,7 +88,7 @@ class FullGrad:
     def open(self, dtype: torch.dtype | None = None) -> Tensor:
         """Acquire memory. ``dtype`` defaults to the dtype in which gradients are added."""
         if dtype is None:
-            is_accumulated = self.is_wide or self._is_shard
+            is_accumulated = self.is_wide or self._plan.case is GradientCase.ALONE
             dtype = self._plan.accumulated if is_accumulated else self._plan.communicated
         if self._kept is not None and self._kept.dtype == dtype:
             self.wait_until_read()
@@ -110,8 +110,7 @@ class FullGrad:
         if is_held:
             self.held[position] = grad
             self._held_numel += view.numel()
-            # Add once the held gradients have half of the segment's elements, to limit memory.
-            if not is_small or 2 * self._held_numel >= self._segment.padded_numel:
+            if not is_small or self._held_numel >= self._max_held:
                 self._add_held()
         elif position in self._added:
             self._sum([view], [grad], wide)

@@ -44,8 +44,8 @@ def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:
                 handles.append(_hook_gradient(passes, unit.index, number, position, param))
     # A module inside a unit may be called directly: by a model that calls ``block.attention``, or
     # by activation checkpointing of a part of a block. Such modules get a hook that gathers the
-    # unit. `UnitSet.part_hooks` holds the hooks inside blocks. Below stage 3 every rank keeps the
-    # values, and reads of deferred parameters wait by themselves, except in compiled code.
+    # unit. `UnitSet.part_hooks` holds the hooks inside blocks. Below stage 3 a read of a parameter
+    # waits by itself, except in compiled code.
     is_sharded = passes.units.has_sharded_params
     for module in modules[0].modules():
         if isinstance(module, ParametrizationList):

@@ -114,12 +114,8 @@ class TrainState:
         self._steps_per_print = config.steps_per_print
         self._rank = rank
 
-    def declare_boundary(self, is_boundary: bool | None) -> None:
-        """Set `is_boundary` of this and later micro-steps. None: their count decides."""
-        self.declared_boundary = is_boundary
-        self._find_boundary()
-
-    def _find_boundary(self) -> None:
+    def find_boundary(self) -> None:
+        """Set `is_boundary`. Call it when anything that it depends on has changed."""
         is_last = self.num_accumulated + 1 >= self.accumulation_steps
         declared = self.declared_boundary
         self.is_boundary = is_last if declared is None else declared
@@ -132,7 +128,7 @@ class TrainState:
                 f"{self.num_accumulated} micro-steps of a step are done: set it after step()"
             )
         self.accumulation_steps = steps
-        self._find_boundary()
+        self.find_boundary()
 
     def check_ended(self, *, or_dropped: bool = False) -> None:
         """Raise CheckpointError within an accumulation, unless its gradients will be dropped."""
@@ -146,7 +142,7 @@ class TrainState:
         """Continue with micro-step ``number`` (from 0) of the current step."""
         self.micro_steps += number - self.num_accumulated
         self.num_accumulated = number
-        self._find_boundary()
+        self.find_boundary()
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in g.items() if k != "params"} for g in self._param_groups]
@@ -219,7 +215,7 @@ class TrainState:
     def end_micro_step(self) -> None:
         self.num_accumulated = 0 if self.is_boundary else self.num_accumulated + 1
         self.micro_steps += 1
-        self._find_boundary()
+        self.find_boundary()
         self.scaler.is_applied = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,7 +284,7 @@ class TrainState:
             # The number of micro-steps per step may have changed since the save.
             self.micro_steps = self.global_steps * self.accumulation_steps
             self.num_accumulated = 0
-            self._find_boundary()
+            self.find_boundary()
             self.skipped_steps = saved["skipped_steps"]
             self.scaler.load_state_dict(saved["loss_scaler"])
         groups = saved["param_groups"]
