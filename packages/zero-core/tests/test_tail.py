@@ -208,8 +208,7 @@ def test_backward_waits_only_for_memory_that_it_uses_again(ranks, stage, accumul
 
 
 class _LoggingTier(MadeTier):
-    owns_grads = True
-    log, starts = [], [0]
+    owns_grads, log, starts = True, [], [0]
 
     def _unit(self, start):
         return max(i for i, first in enumerate(self.starts) if first <= start)

@@ -67,7 +67,7 @@ def _walks(rank, world_size):
     assert num_files <= 15, sorted(walk.files)
     assert num_classes <= 19, sorted(walk.classes)
     assert num_calls <= 660, num_calls
-    assert walk.num_calls <= 905, walk.num_calls
+    assert walk.num_calls <= 910, walk.num_calls
     assert len(walk.files) <= 18, sorted(walk.files)
     assert len(walk.classes) <= 26, sorted(walk.classes)
     engine.close()
