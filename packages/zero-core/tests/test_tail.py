@@ -208,7 +208,7 @@ def test_backward_waits_only_for_memory_that_it_uses_again(ranks, stage, accumul
 
 
 class _LoggingTier(MadeTier):
-    log, starts = [], [0]
+    owns_grads, log, starts = True, [], [0]
 
     def _unit(self, start):
         return max(i for i, first in enumerate(self.starts) if first <= start)
@@ -222,7 +222,7 @@ class _LoggingTier(MadeTier):
 
     def offer_grad(self, start, grad):
         self.log.append(f"offered unit {self._unit(start)}")
-        return super().offer_grad(start, grad)
+        return super().offer_grad(start, grad.clone())
 
 
 def test_one_rank_waits_for_an_update_and_passes_a_gradient_on_unit_by_unit():

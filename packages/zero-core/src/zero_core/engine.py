@@ -193,7 +193,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
             self._device_states.check("backward()", BACKWARD_PARTS)
         for follow in self._extensions.scaled:
             follow(loss)
-        return self._train.scale(loss, over)
+        return self._gradient.scale(loss, over)
 
     def backward(self, loss: Tensor, *, over: int | None = None, **kwargs: Any) -> None:
         """Run backward of ``loss``, scaled and averaged over the micro-steps as by `scale`.
@@ -248,7 +248,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         train, backward, place = self._train, self._passes.backward, self.place
         if self._device_states.refuses or place.unfinished:
             self._device_states.check("step()")
-        if not train.is_boundary():
+        if not train.is_boundary:
             train.end_micro_step()
             return
         if not backward.should_sync:
@@ -417,7 +417,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         nothing = torch.zeros((), device=self.device, requires_grad=True)
         nothing.register_hook(self._passes.idle_backward)  # type: ignore[no-untyped-call]
         self._device_states.check("idle_backward()", BACKWARD_PARTS)
-        self._train.scale(nothing, over).backward()  # type: ignore[no-untyped-call]
+        self._gradient.scale(nothing, over).backward()  # type: ignore[no-untyped-call]
 
     def idle_step(self, *, over: int | None = None) -> None:
         """Take part in the other ranks' micro-step without data: `idle_backward` and `step`."""
@@ -432,6 +432,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """
         self._device_states.check("set_gradient_accumulation_boundary()", NO_PARTS)
         self._train.declared_boundary = is_boundary
+        self._train.find_boundary()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Call `set_gradient_accumulation_boundary`. This is FSDP2's name for that method."""

@@ -354,12 +354,14 @@ class StateTier(Protocol):
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
         """Accept the final gradient of ``[start, start + grad.numel())`` for the next step.
 
-        Called when a segment's gradient is reduced, or changed by the program. ``grad`` belongs to
-        the engine: 1-D, contiguous, floating point, on the engine's device. Without ``owns_grads``,
-        the tier keeps ``grad``, which ``step`` may overwrite. ``grad`` then stays valid until a
-        ``step`` that uses it or ``discard_grads`` has returned. With ``owns_grads``, the engine
-        calls the returned function before it overwrites ``grad``, to wait for the tier's copy. If
-        the tier returns None, it has read ``grad``. The last offer of a range counts.
+        Called when a segment's gradient is reduced, or changed by the program. Without
+        ``owns_grads`` and updates in backward, all segments are offered when the step's gradient is
+        complete. ``grad`` belongs to the engine: 1-D, contiguous, floating point, on the engine's
+        device. Without ``owns_grads``, the tier keeps ``grad``, which ``step`` may overwrite.
+        ``grad`` then stays valid until a ``step`` that uses it or ``discard_grads`` has returned.
+        With ``owns_grads``, the engine calls the returned function before it overwrites ``grad``,
+        to wait for the tier's copy. If the tier returns None, it has read ``grad``. The last offer
+        of a range counts.
         """
 
     def read_grad(self, start: int, stop: int) -> Tensor:

@@ -231,7 +231,7 @@ class _Progress:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the current micro-step is the last one of its step."""
-        return self._train.is_boundary()
+        return self._train.is_boundary
 
     def get_global_grad_norm(self) -> float | None:
         """Return the last step's unscaled gradient 2-norm before clipping. None before a step."""

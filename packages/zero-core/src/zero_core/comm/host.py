@@ -61,6 +61,7 @@ _ALIGNMENT = 64
 """Alignment of encoded messages in bytes, and size of the length field in front of each."""
 _SLACK = 128
 """A message's expected length exceeds that of the unit's last one by ``1 / _SLACK``, rounded up."""
+_Rows = Sequence[Tensor]  # a buffer's slices, by rank
 _NUM_SIZES = 32_749
 """Modulus of message sizes in tags: the largest prime below 2**15, as tags have 31 bits."""
 
@@ -149,6 +150,10 @@ class HostCollectives(Transport):
         self._peers = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
         near = frozenset[int]() if shared is None else shared.peers
         self._near = frozenset(peer for peer in self._peers if self._members[peer] in near)
+        per_node = self._links.ranks_per_node
+        self._is_once_per_node = 1 < per_node < self.world_size
+        node = self.rank // per_node if self._is_once_per_node else None
+        self._within = [p for p in self._peers if node is None or p // per_node == node]
         self._channel = messages.next_channel()
         self._buffers = _Buffers()
         # Expected bytes of a unit's next encoded messages, by (unit, peer): (sent, received).
@@ -173,18 +178,16 @@ class HostCollectives(Transport):
     ) -> Work:
         content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
         self._meter.add("all_gather", content, self._links.gather(shard.nbytes))
-        slices = out.view(self.world_size, -1)
+        slices = out.view(self.world_size, -1).unbind()
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
+        within, offset = self._within, self._locate(shard)
+        parcels = [self._exchange(shard, offset, slices[p], p, Kind.GATHER, unit) for p in within]
+        if not self._is_once_per_node:
+            return _Several(parcels)
         per_node = self._links.ranks_per_node
         node, place = divmod(self.rank, per_node)
-        is_once_per_node = 1 < per_node < self.world_size
-        within = [p for p in self._peers if p // per_node == node or not is_once_per_node]
-        offset = self._locate(shard)
-        parcels = [self._exchange(shard, offset, slices[p], p, Kind.GATHER, unit) for p in within]
-        if not is_once_per_node:
-            return _Several(parcels)
         rows = out.view(-1, per_node, shard.numel())
         others = [(node + k) % len(rows) for k in range(1, len(rows))]
         remote = [
@@ -211,7 +214,8 @@ class HostCollectives(Transport):
         return found
 
     def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
-        slices = full.view(self.world_size, -1)
+        rows = full.view(self.world_size, -1)
+        slices = rows.unbind()
         codec, coded = self._codec, list[int]()  # ``coded``: peers that receive encoded slices
         if codec is not None and codec.serves(full.dtype, out.numel()):
             per_node = self._links.ranks_per_node
@@ -220,12 +224,12 @@ class HostCollectives(Transport):
         received = None
         if not is_near or len(self._near) < len(self._peers):
             received = self._buffers.take(full.numel(), full.dtype)
-        parts = slices if received is None else received.view(self.world_size, -1)
+        parts = slices if received is None else received.view(self.world_size, -1).unbind()
         exact = [peer for peer in self._peers if peer not in coded]
         parcels = self._exchange_slices(slices, parts, Kind.REDUCE, unit, exact)
         arrival: Work = _DONE
         if codec is not None and coded:
-            arrival = self._exchange_coded(codec, slices, parts, coded, unit)
+            arrival = self._exchange_coded(codec, rows, parts, coded, unit)
         else:
             self._meter.add("reduce_scatter", GRADIENTS, self._links.direct(slices[0].nbytes))
         sources = list(slices)
@@ -237,7 +241,7 @@ class HostCollectives(Transport):
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)
-        given, slices = parts.view(self.world_size, -1), out.view(self.world_size, -1)
+        given, slices = (t.view(self.world_size, -1).unbind() for t in (parts, out))
         self._meter.add("all_to_all", GRADIENTS, self._links.direct(given[0].nbytes))
         parcels = self._exchange_slices(given, slices, Kind.SWAP, unit, self._peers)
         slices[self.rank].copy_(given[self.rank])
@@ -245,7 +249,7 @@ class HostCollectives(Transport):
         return _Several(list(parcels.values()), self if is_near else None, unit)
 
     def _exchange_slices(
-        self, given: Tensor, into: Tensor, kind: Kind, unit: int, peers: Sequence[int]
+        self, given: _Rows, into: _Rows, kind: Kind, unit: int, peers: Sequence[int]
     ) -> dict[int, _Parcel]:
         return {
             p: self._exchange(given[p], self._locate(given[p]), into[p], p, kind, unit)
@@ -288,7 +292,7 @@ class HostCollectives(Transport):
         return Pending(lambda: [mailbox.wait(report) for report in reports])
 
     def _exchange_coded(
-        self, codec: SliceCodec, slices: Tensor, parts: Tensor, peers: Sequence[int], unit: int
+        self, codec: SliceCodec, slices: Tensor, parts: _Rows, peers: Sequence[int], unit: int
     ) -> Work:
         """Exchange encoded slices with ``peers`` and decode the received ones into ``parts``.
 

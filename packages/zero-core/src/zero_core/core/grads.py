@@ -68,9 +68,8 @@ class FullGrad:
         self.until_read: NamedWork | None = None
         self._segment = segment
         self._plan = plan = buffers.plan
-        # If true, nothing is reduced, and gradients accumulate directly in ``grad_shard``.
-        self._is_shard = plan.case is GradientCase.ALONE
-        self._kept = buffers.shard if self._is_shard else buffers.full
+        # With one rank nothing is reduced, and gradients accumulate directly in ``grad_shard``.
+        self._kept = buffers.shard if plan.case is GradientCase.ALONE else buffers.full
         self._pools = buffers.full_pools
         self._views = views
         self._predivide = plan.predivide
@@ -78,6 +77,7 @@ class FullGrad:
         self._factor = torch.tensor(plan.predivide, dtype=torch.float64, device="cpu")
         self._missing = missing
         self._is_small = plan.small_slots(segment, is_cpu=views.placeholders.slots[0].is_cpu)
+        self._max_held = plan.held_numel(segment)
         self.held: dict[int, Tensor] = {}  # gradients to add, by position
         self._held_numel = 0
         self._undivided: list[Tensor] = []  # slots with gradients that were copied but not divided
@@ -88,7 +88,7 @@ class FullGrad:
     def open(self, dtype: torch.dtype | None = None) -> Tensor:
         """Acquire memory. ``dtype`` defaults to the dtype in which gradients are added."""
         if dtype is None:
-            is_accumulated = self.is_wide or self._is_shard
+            is_accumulated = self.is_wide or self._plan.case is GradientCase.ALONE
             dtype = self._plan.accumulated if is_accumulated else self._plan.communicated
         if self._kept is not None and self._kept.dtype == dtype:
             self.wait_until_read()
@@ -110,8 +110,7 @@ class FullGrad:
         if is_held:
             self.held[position] = grad
             self._held_numel += view.numel()
-            # Add once the held gradients have half of the segment's elements, to limit memory.
-            if not is_small or 2 * self._held_numel >= self._segment.padded_numel:
+            if not is_small or self._held_numel >= self._max_held:
                 self._add_held()
         elif position in self._added:
             self._sum([view], [grad], wide)
@@ -158,8 +157,9 @@ class FullGrad:
         full = self.memory
         assert full is not None, "it is open"
         self.flush()
-        for position in {*range(len(self._slots))} - self._added:
-            self._slots[position].fill_(self._missing)
+        if len(self._added) < len(self._slots):
+            for position in {*range(len(self._slots))} - self._added:
+                self._slots[position].fill_(self._missing)
         if self._gaps:
             torch._foreach_zero_(self._gaps)
         if self._segment.world_size == 1:  # later gradients are added to the memory
@@ -585,7 +585,8 @@ class FlatGrads:
             self._norm = norm = self._arithmetic.measure(reduced)
             # A finite norm means finite contributions, and reading a CPU norm is free. Reading a
             # device norm would synchronize, so check the contributions on the device.
-            if not (norm.is_cpu and math.isfinite(norm.sum().item())):
+            total = norm.sum() if norm.dim() else norm
+            if not (norm.is_cpu and math.isfinite(total.item())):
                 parts = work.contributions()
                 if parts:
                     nonfinite = torch.stack([~torch.isfinite(part).all() for part in parts])
@@ -697,12 +698,11 @@ class Arithmetic:
     def check(self, config: Config, communicator: Communicator, ranks: Ranks) -> None:
         """Raise ConfigError for collectives or settings that would change result bits."""
 
-    def measure(self, values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the ``p``-norm of a shard, 0-dim, or of each of its chunks, in fp32 or wider.
+    measure = staticmethod(norm_of)
+    """Return the ``p``-norm of a shard, 0-dim, or of each of its chunks, in fp32 or wider.
 
-        ``dtype``: the dtype in which powers are summed.
-        """
-        return norm_of(values, p, dtype)
+    ``dtype``: the dtype in which powers are summed.
+    """
 
     def of_reduction(self, norm: Tensor) -> Tensor | None:
         """Return ``norm``, computed during a reduction, if it equals the result of `measure`."""

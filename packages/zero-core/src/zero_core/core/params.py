@@ -48,10 +48,10 @@ class Shard:
         segment: Segment,
         values: Tensor | None,
         communicator: Communicator,
-        tier: StateTier,
+        tier: StateTier | None,
         span: tuple[int, int] | None,
     ) -> None:
-        """``values``: [shard_numel], or None if a subclass keeps them elsewhere."""
+        """``values``: None if a subclass has them. ``tier``: None if its ``step`` ends updates."""
         self.span = span
         self.is_on_device = values is not None
         self._segment = segment
@@ -61,14 +61,14 @@ class Shard:
 
     def is_updated(self) -> bool:
         """Return whether no update of the shard is under way or has failed."""
-        return self.span is None or self._tier.are_params_ready(*self.span)
+        return self._tier is None or not self.span or self._tier.are_params_ready(*self.span)
 
     def wait_update(self, *, is_beside: bool = False) -> None:
         """Wait until the shard holds its updated values.
 
         ``is_beside``: whether the caller is not the training thread.
         """
-        if self.span is not None:
+        if self._tier is not None and self.span is not None:
             is_at_once = is_beside or self._tier.are_params_ready(*self.span)
             with nullcontext() if is_at_once else self._communicator.place.during(UPDATE):
                 self._tier.wait_params(*self.span)  # even if ready: this orders streams and threads
@@ -80,7 +80,8 @@ class Shard:
 
         ``version``, ``backward``: see `zero_core.protocols.Collectives.all_gather`.
         """
-        self.wait_update(is_beside=is_beside)
+        if self._tier is not None:
+            self.wait_update(is_beside=is_beside)
         return self._communicator.all_gather(
             full, self.read(), self._segment.index, version=version, backward=backward
         )

@@ -6,11 +6,11 @@ Hooks on the model call this module: `zero_core.core.hooks`.
 1. A hook takes ``param.grad`` when autograd has computed it, and calls
    `BackwardPass.gradient_ready`.
 2. `FlatGrads.add` writes the gradient to the segment's ``full_grad``.
-3. When the unit and all units before it in the order of reductions are complete, `Reductions`
-   calls `FlatGrads.reduce`, and `FlatGrads.finish` one unit later.
-4. At an accumulation boundary (in every micro-step if the tier accumulates), `Reductions` passes
-   the reduced gradient to the sink, `StepGradient.add`, which offers it to the state tier. At stage
-   0 ``param.grad`` shows the gradient from then on: `zero_core.step.param_grads`.
+3. When the unit and all units before it in the order of reductions are complete,
+   `BackwardPass.reduce` calls `FlatGrads.reduce`, and `FlatGrads.finish` one unit later.
+4. At an accumulation boundary (in every micro-step if the tier accumulates), `BackwardPass.offer`
+   passes the reduced gradient to the sink, `StepGradient.add`, which offers it to the state tier.
+   At stage 0 ``param.grad`` shows it from then on: `zero_core.step.param_grads`.
 5. ``engine.step()`` calls `BackwardPass.complete_gradient`, then `StepGradient.decide` and
    ``apply``. The tier updates the shards. `UnitSet.values_changed` marks gathered values as stale.
    On a device the update is enqueued before the host reads the facts: see [Note: update ahead] in
@@ -37,6 +37,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -98,64 +99,6 @@ class GradientSink(Protocol):
         """Drop the gradient and start a new step."""
 
 
-class Reductions:
-    """Reductions of gradients, one unit at a time. Reduced gradients are passed to the sink.
-
-    With several ranks, a unit's reduction overlaps with the backward of the next unit.
-
-    Attributes:
-        in_flight: gradients being reduced, and whether each is of the step's last micro-step.
-        sequential: gradients that accept only one gradient per parameter in a backward.
-        is_due_per_backward: whether every backward reduces: with several ranks, or if the tier
-            accumulates micro-steps. Otherwise only the last backward of a step reduces.
-    """
-
-    def __init__(self, units: UnitSet, sink: GradientSink, *, has_peers: bool) -> None:
-        self._has_peers = has_peers
-        self._units = units
-        self.grads = [grads for unit in units.units for grads in unit.grads]
-        self.sequential = [grads for grads in self.grads if grads.plan.is_sequential]
-        self.is_due_per_backward = has_peers or any(g.plan.is_passed_on_each for g in self.grads)
-        self._sink = sink
-        self.in_flight: tuple[tuple[FlatGrads, bool], ...] = ()
-
-    def start(self, index: int) -> None:
-        """Finish the previous unit's reduction, and start to reduce unit ``index``."""
-        if self.in_flight:
-            self.finish()
-        for grads in self._units.units[index].grads:
-            grads.reduce()
-            self.in_flight += ((grads, self._sink.is_boundary),)
-        if not self._has_peers:
-            self.finish()
-
-    def finish(self) -> None:
-        """Finish the pending reductions, and offer the gradients that are due to the sink."""
-        for grads, is_last in self.in_flight:
-            grads.finish()
-            if is_last or grads.plan.is_passed_on_each:
-                self.offer(grads, is_last=is_last)
-        self.in_flight = ()
-
-    def offer(self, grads: FlatGrads, *, is_last: bool) -> None:
-        """Offer a reduced (possibly replaced) gradient to the sink, which may update the unit."""
-        if self._sink.add(grads, is_last=is_last):
-            self._units.updated_early(grads.segment)
-
-    def accumulate_locally(self) -> None:
-        """Make gradients of several backwards accumulate before they are reduced."""
-        for grads in self.grads:
-            grads.full.is_wide = True
-
-    def discard(self) -> None:
-        """Wait for the pending reductions, and drop all gradients."""
-        for grads, _ in self.in_flight:
-            grads.finish()
-        self.in_flight = ()
-        for grads in self.grads:
-            grads.clear()
-
-
 class _Running(NamedTuple):
     """A module whose forward is running, and the exception being handled when the forward began."""
 
@@ -167,8 +110,14 @@ class _Running(NamedTuple):
 class BackwardPass:
     """All backwards of a step, until its gradient is complete.
 
+    With several ranks, a unit's reduction overlaps with the backward of the next unit.
+
     Attributes:
         names: names of the units' backwards, as reported by `Communicator.place`.
+        grads: the gradients of all units.
+        in_flight: gradients being reduced, and whether each is of the step's last micro-step.
+        is_due_per_backward: whether every backward reduces: with several ranks, or if the tier
+            accumulates micro-steps. Otherwise only the last backward of a step reduces.
         is_open: whether a backward is running, or was aborted by an exception. After an abort, the
             next forward drops the step's gradient.
         should_sync: whether backwards reduce gradients. False within `no_sync`.
@@ -185,7 +134,10 @@ class BackwardPass:
         self._facts = facts
         self.params_with_grad = sink.params_with_grad
         has_peers = communicator.world_size > 1
-        self.reductions = Reductions(units, sink, has_peers=has_peers)
+        self.grads = [grads for unit in units.units for grads in unit.grads]
+        self.in_flight: tuple[tuple[FlatGrads, bool], ...] = ()
+        self.is_due_per_backward = has_peers or any(g.plan.is_passed_on_each for g in self.grads)
+        self._trained_params = [param for unit in units.units for param in unit.trained_params]
         self.order = BackwardOrder(
             [u.index for u in units.units if u.grads],
             None if units.tail is None else units.tail.index,
@@ -204,15 +156,18 @@ class BackwardPass:
         """Begin a backward when its first hook runs, unless one is open."""
         if self.is_open:
             return
-        units = self._units.units
-        num_missing = {u.index: sum(find_trainable(u.trained_params)) for u in units}
+        are_trained = iter(find_trainable(self._trained_params))
+        num_missing = {
+            unit.index: sum(islice(are_trained, len(unit.trained_params)))
+            for unit in self._units.units
+        }
         self.open(num_missing, is_new=self.order.is_awaited)
-        for grads in self.reductions.sequential:
+        for grads in self.grads:
             grads.begin_backward()
         self._place.enter("backward")
         self._is_reducing = self.will_reduce()
         if not self._is_reducing:
-            self.reductions.accumulate_locally()  # later backwards add to these gradients
+            self._accumulate_locally()  # later backwards add to these gradients
         call_at_end_of_backward(self.end)
 
     def open(self, num_missing: dict[int, int], *, is_new: bool) -> None:
@@ -291,7 +246,7 @@ class BackwardPass:
         # A late gradient: the unit's reduction has started. Finish it before adding to the buffer.
         # The late gradient is reduced in a second round.
         if num_missing < 0:
-            self.reductions.finish()
+            self.finish_reductions()
         grads.add(position, grad)
         self.params_with_grad.add(grads.param_numbers[position])
         if num_missing <= 0:
@@ -318,11 +273,38 @@ class BackwardPass:
 
     def will_reduce(self) -> bool:
         """Return whether a backward that ends now reduces gradients."""
-        return self.should_sync and (self.reductions.is_due_per_backward or self._sink.is_boundary)
+        return self.should_sync and (self.is_due_per_backward or self._sink.is_boundary)
 
     def _reduce_ready(self) -> None:
         for index in self.order.ready_units():
-            self.reductions.start(index)
+            self.reduce(self._units.units[index])
+
+    def reduce(self, unit: Unit) -> None:
+        """Finish the previous unit's reduction, and start that of ``unit``."""
+        self.finish_reductions()
+        for grads in unit.grads:
+            grads.reduce()
+            self.in_flight += ((grads, self._sink.is_boundary),)
+            if grads.segment.world_size == 1:
+                self.finish_reductions()
+
+    def finish_reductions(self) -> None:
+        """Finish the pending reductions, and offer the gradients that are due to the sink."""
+        for grads, is_last in self.in_flight:
+            grads.finish()
+            if is_last or grads.plan.is_passed_on_each:
+                self.offer(grads, is_last=is_last)
+        self.in_flight = ()
+
+    def offer(self, grads: FlatGrads, *, is_last: bool) -> None:
+        """Offer a reduced (possibly replaced) gradient to the sink, which may update the unit."""
+        if self._sink.add(grads, is_last=is_last):
+            self._units.updated_early(grads.segment)
+
+    def _accumulate_locally(self) -> None:
+        """Make gradients of several backwards accumulate before they are reduced."""
+        for grads in self.grads:
+            grads.full.is_wide = True
 
     def end(self) -> None:
         """Reduce the remaining units if `will_reduce`, and release every unit.
@@ -334,10 +316,10 @@ class BackwardPass:
                 self._gather_skipped(skipped)
         if self.will_reduce():
             for index in self.order.end_backward():
-                self.reductions.start(index)
-            self.reductions.finish()
+                self.reduce(self._units.units[index])
+            self.finish_reductions()
         else:
-            for grads in self.reductions.grads:  # incomplete units may hold gradients
+            for grads in self.grads:  # incomplete units may hold gradients
                 grads.full.flush()
         self._units.release_all()
         if self.is_open:
@@ -357,7 +339,11 @@ class BackwardPass:
         if self.is_open:
             self._sink.drop_untaken()
         self.is_open = True  # after Ctrl-C in this method, the next forward drops the rest
-        self.reductions.discard()
+        for grads, _ in self.in_flight:
+            grads.finish()
+        self.in_flight = ()
+        for grads in self.grads:
+            grads.clear()
         self.order.forget()
         self._sink.clear()
         self.is_open = False
@@ -377,7 +363,7 @@ class BackwardPass:
         self.should_sync = should_sync
         if not should_sync:
             self._sink.reopen()
-            self.reductions.accumulate_locally()
+            self._accumulate_locally()
 
     @property
     def is_last(self) -> bool:
@@ -421,7 +407,7 @@ class BackwardPass:
 
     def fill(self, facts: Facts) -> None:
         # gradients computed within no_sync, or late
-        unreduced = [grads for grads in self.reductions.grads if grads.full.memory is not None]
+        unreduced = [grads for grads in self.grads if grads.full.memory is not None]
         facts.put("unreduced", bool(unreduced))
         facts.mark("left out", self.order.unneeded)
 

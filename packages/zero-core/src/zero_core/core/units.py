@@ -65,9 +65,10 @@ class UnitSet:
         self.windows: tuple[dict[int, range], dict[int, range]] = ({}, {})
         # Blocks gathered ahead and not used yet: (index of the unit then in use, block's index).
         self._ahead: list[tuple[int, int]] = []
+        depth = 1 if has_sharded_params else 0  # otherwise `publish` launches all gathers
         for unit in units:
-            self.set_depth(unit.index, 1, backward=False)
-            self.set_depth(unit.index, 1, backward=True)
+            self.set_depth(unit.index, depth, backward=False)
+            self.set_depth(unit.index, depth, backward=True)
         self.stay_gathered: frozenset[int] = frozenset()
         self.part_hooks = SuspendableHooks()
         self._communicator = communicator

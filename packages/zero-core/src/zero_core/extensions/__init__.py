@@ -15,7 +15,7 @@ from zero_core.core.facts import Facts
 from zero_core.core.passes import Passes
 from zero_core.errors import ConfigError
 from zero_core.extensions.components import hook_components
-from zero_core.extensions.guards import RepeatedRounds, ReplicaCheck, UnusedParameters
+from zero_core.extensions.guards import ReplicaCheck, UnusedParameters
 from zero_core.extensions.heartbeat import HeartbeatFile
 from zero_core.extensions.invariance import Invariance
 from zero_core.lifecycle import Ownership, Removable
@@ -114,7 +114,6 @@ def make_extensions(site: Site, given: Sequence[Extension]) -> list[Extension]:
     return [
         *HeartbeatFile.wanted(rank),
         *(FIRST[key](site) for key in keys if key in FIRST),
-        RepeatedRounds(site.train, rank=rank),
         *given,
         *(LAST[key](site) for key in keys if key in LAST),
     ]

@@ -1,4 +1,4 @@
-"""Checks during training: changed models, differing replicas, unused parameters, repeated rounds.
+"""Checks during training: changed models, differing replicas, unused parameters.
 
 [Note: what a model may not do after build()]
 The engine keeps the values of parameters in its own memory, and gradient hooks on the parameter
@@ -19,9 +19,7 @@ are frozen permanently: they have only values, and unfreezing one is an error.
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections import Counter, deque
+from collections import Counter
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -41,11 +39,8 @@ from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.update import updates_in_backward
 from zero_core.watch.watch import count_ranks
 
-_log = logging.getLogger(__name__)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_NAMED = 4
-_NUM_COMPARED = 3
-"""Number of previous micro-steps with which a micro-step is compared."""
 _ADVICE = (
     "Write values within engine.gathered(modifier_rank=...); to change the model itself, end the "
     "engine by engine.unwrap() and build another one"
@@ -244,66 +239,6 @@ class UnusedParameters(Extension):
                 "zero_optimization.ignore_unused_parameters is false: set it to true to leave them "
                 "alone in such a step, or use every one in the loss"
             )
-
-
-class RepeatedRounds(Extension):
-    """Extension that warns once if a gradient probably contains two runs of the same code.
-
-    A round is a backward, outside of ``no_sync``, of a forward that began after the previous
-    backward. Several rounds in a micro-step are legal: two losses, each with a separate forward.
-    But they also occur if the user interrupts a notebook between backward and ``step`` and runs the
-    same lines again. This class warns if a micro-step has more rounds than each of the last
-    `_NUM_COMPARED`, if the first had more than the next two, or if an interactive interpreter
-    reports an error (``sys.last_value``) between two rounds of a micro-step.
-    """
-
-    def __init__(self, train: TrainState, *, rank: int) -> None:
-        self._train = train
-        self._rank = rank
-        self._num_rounds = 0
-        self._before: deque[int] = deque(maxlen=_NUM_COMPARED)  # rounds of ended micro-steps
-        self._is_first_known = False
-        self._place = 0, 0  # micro-step, and how often gradients were dropped
-        self._reported = 0  # id of the last reported error
-        self._is_told = False
-
-    def begin_backward(self, *, is_new: bool) -> None:
-        if not is_new:
-            return
-        train = self._train
-        place = train.micro_steps, train.num_drops
-        if place[0] > self._place[0] and self._num_rounds:
-            self._before.append(self._num_rounds)
-            if not self._is_first_known and len(self._before) == _NUM_COMPARED:
-                self._is_first_known = True
-                first, *others = self._before
-                if first > max(others):
-                    self._warn(
-                        "the first micro-step added up %d backwards, those after it fewer: if the "
-                        "program was interrupted and began again there, its step was too long. "
-                        "Build the engine again from the first weights. engine.zero_grad() drops a "
-                        "gradient",
-                        first,
-                    )
-        if place != self._place:
-            self._num_rounds = 0
-        self._place = place
-        reported, self._reported = self._reported, id(vars(sys).get("last_value"))
-        self._num_rounds += 1
-        is_after_error = self._num_rounds > 1 and reported != self._reported
-        if is_after_error or 0 < max(self._before, default=0) < self._num_rounds:
-            self._warn(
-                "backward adds to the gradient of %d that no step() has taken: if the program was "
-                "interrupted and began again, call engine.zero_grad() and run forward and backward "
-                "again, or the step is too long",
-                self._num_rounds - 1,
-            )
-
-    def _warn(self, text: str, number: int) -> None:
-        if not self._is_told:
-            self._is_told = True
-            place = (self._rank, self._train.global_steps + 1)
-            _log.warning("rank %d, step %d: " + text + ". This is said once", *place, number)
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

@@ -199,7 +199,8 @@ class Invariant(Arithmetic):
                 "name the host's parameters in offload_optimizer.parameters"
             )
 
-    def measure(self, values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
+    @staticmethod
+    def measure(values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
         return chunk_norms(values, p)
 
     def of_reduction(self, norm: Tensor) -> Tensor | None:

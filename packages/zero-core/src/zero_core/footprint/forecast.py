@@ -241,7 +241,7 @@ class Forecast:
             sizes = [slot.stop - slot.start for slot in s.slots]
             small = [*compress(sizes, plan.small_slots(s, is_cpu=not is_accelerated))]
             waiting = sum(small) - max(sizes) * (max(sizes) in small)
-            held[s.unit] += min(waiting, s.padded_numel // 2) * s.dtype.itemsize
+            held[s.unit] += min(waiting, plan.held_numel(s)) * s.dtype.itemsize
             largest[s.unit] = max(largest[s.unit], max(sizes) * s.dtype.itemsize)
         self._blocks = memory.expected_blocks()  # bytes of each allocation of some kinds, by kind
         self._fixed = {

@@ -83,6 +83,10 @@ class GradientPlan:
         small = [slot.stop - slot.start <= 1 << (13 if is_cpu else 20) for slot in segment.slots]
         return small if not is_cpu or self.predivide == 1.0 or all(small) else [False] * len(small)
 
+    def held_numel(self, segment: Segment) -> int:
+        """Return with how many elements small gradients that wait are added, to limit memory."""
+        return max(segment.padded_numel // 2, 1 << 16)
+
 
 def plan_gradient(
     segment: Segment, config: Config, *, stage: int, owns_grads: bool, adds_grads: bool

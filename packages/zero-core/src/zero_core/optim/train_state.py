@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from zero_core.schedules import Schedule, check_state, resume_rates
 _log = logging.getLogger(__name__)
 
 _NUMBER = int | float
+_NUM_COMPARED = 3  # previous steps with which a step's rounds are compared
 
 
 class LossScaler:
@@ -96,14 +99,15 @@ class TrainState:
         self.global_steps = 0  # optimizer steps so far, including skipped ones
         self.skipped_steps = 0  # steps skipped because a gradient was not finite
         self.num_drops = 0  # number of times that gradients were dropped, with or without a step
+        self.num_rounds = 0  # rounds of the current step: see `_compare_rounds`
+        # Rounds per micro-step of the newest steps. None after a warning.
+        self._rounds: list[float] | None = []
+        self._reported = id(vars(sys).get("last_value"))  # error last reported by an interpreter
         self.accumulation_steps = config.gradient_accumulation_steps  # micro-steps per step
         self.micro_steps = 0  # finished micro-steps of the whole training
         self.num_accumulated = 0  # finished micro-steps of the current step; 0 between two steps
-        self.declared_boundary: bool | None = None  # result of `is_boundary` if the program sets it
-        self._num_parts = 1  # divisor of losses, in addition to the number of micro-steps
-        if config.world_size_invariant:
-            step_size = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
-            self._num_parts = config.train_batch_size // step_size
+        self.declared_boundary: bool | None = None  # `is_boundary` if the program sets it
+        self.is_boundary = self.accumulation_steps == 1  # whether this micro-step ends its step
         self.scaler = LossScaler(config.loss_scaling)
         self.lr_scheduler = lr_scheduler  # advanced at each optimizer step that is not skipped
         self.grad_norm: float | None = None  # of the last step, without loss scale, before clipping
@@ -111,11 +115,11 @@ class TrainState:
         self._steps_per_print = config.steps_per_print
         self._rank = rank
 
-    def is_boundary(self) -> bool:
-        """Whether the current micro-step is the last one of its step."""
-        if self.declared_boundary is not None:
-            return self.declared_boundary
-        return self.num_accumulated + 1 >= self.accumulation_steps
+    def find_boundary(self) -> None:
+        """Set `is_boundary`. Call it when anything that it depends on has changed."""
+        is_last = self.num_accumulated + 1 >= self.accumulation_steps
+        declared = self.declared_boundary
+        self.is_boundary = is_last if declared is None else declared
 
     def set_accumulation_steps(self, steps: int) -> None:
         if steps < 1:
@@ -125,6 +129,7 @@ class TrainState:
                 f"{self.num_accumulated} micro-steps of a step are done: set it after step()"
             )
         self.accumulation_steps = steps
+        self.find_boundary()
 
     def check_ended(self, *, or_dropped: bool = False) -> None:
         """Raise CheckpointError within an accumulation, unless its gradients will be dropped."""
@@ -138,17 +143,7 @@ class TrainState:
         """Continue with micro-step ``number`` (from 0) of the current step."""
         self.micro_steps += number - self.num_accumulated
         self.num_accumulated = number
-
-    def scale(self, loss: Tensor, over: int | None) -> Tensor:
-        """Return ``loss`` scaled and divided as `zero_core.Engine.scale` describes."""
-        steps = self.accumulation_steps if over is None else over
-        if steps < 1:
-            raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
-        steps *= self._num_parts
-        self.scaler.is_applied = True
-        if self.scaler.scale != 1.0:
-            loss = loss * self.scaler.scale
-        return loss / steps if steps > 1 else loss
+        self.find_boundary()
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in g.items() if k != "params"} for g in self._param_groups]
@@ -159,6 +154,45 @@ class TrainState:
             self.scaler.update(is_overflow=False)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+        if self.num_rounds and self._rounds is not None:
+            self._compare_rounds(self._rounds)
+
+    def _compare_rounds(self, before: list[float]) -> None:
+        """Warn once if the step's gradient probably contains two runs of the same code.
+
+        A round is a backward, outside of ``no_sync``, of a forward that began after the previous
+        backward. Several in a micro-step are legal: two losses, each with its own forward. But they
+        also occur if a notebook is interrupted between backward and ``step`` and its lines run
+        again. This method warns if a step has more rounds per micro-step than those ``before``, if
+        the first step had more than the next ones, or if an interactive interpreter reported an
+        error (``sys.last_value``) before a first step with several rounds.
+        """
+        micro_steps = self.num_accumulated + 1
+        rounds = max(1.0, self.num_rounds / micro_steps)
+        reported, self._reported = self._reported, id(vars(sys).get("last_value"))
+        unknown = rounds if reported == self._reported else 1.0
+        known = max(before[-_NUM_COMPARED:], default=unknown)
+        before.append(rounds)
+        del before[: -_NUM_COMPARED - 1]
+        if rounds > known:
+            text = (
+                "it adds up the gradient of %d more backwards than the steps before: if the "
+                "program was interrupted between backward and step() and began again, the step was "
+                "too long. Call engine.zero_grad() before such a repetition"
+            )
+            number = round((rounds - known) * micro_steps)
+        elif len(before) == _NUM_COMPARED and before[0] > max(before[1:]):
+            text = (
+                "the first step added up %d backwards a micro-step, those after it fewer: if the "
+                "program was interrupted and began again there, its step was too long. Build the "
+                "engine again from the first weights. engine.zero_grad() drops a gradient"
+            )
+            number = math.ceil(before[0])
+        else:
+            return
+        self._rounds = None
+        where = self._rank, self.global_steps + 1
+        _log.warning("rank %d, step %d: " + text + ". This is said once", *where, number)
 
     def step_skipped(self, where: str) -> None:
         """Count a skipped step, update the loss scale and warn. ``where``: what is not finite."""
@@ -180,8 +214,9 @@ class TrainState:
             _log.info(text, *counts, self.scaler.scale, self.grad_norm)
 
     def end_micro_step(self) -> None:
-        self.num_accumulated = 0 if self.is_boundary() else self.num_accumulated + 1
+        self.num_accumulated = 0 if self.is_boundary else self.num_accumulated + 1
         self.micro_steps += 1
+        self.find_boundary()
         self.scaler.is_applied = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,6 +285,7 @@ class TrainState:
             # The number of micro-steps per step may have changed since the save.
             self.micro_steps = self.global_steps * self.accumulation_steps
             self.num_accumulated = 0
+            self.find_boundary()
             self.skipped_steps = saved["skipped_steps"]
             self.scaler.load_state_dict(saved["loss_scaler"])
         groups = saved["param_groups"]

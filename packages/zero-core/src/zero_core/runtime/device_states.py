@@ -170,7 +170,7 @@ class DeviceStates:
         if passes.backward.is_open:
             passes.backward.drop_unended()
         passes.units.release_all()
-        for grads in passes.backward.reductions.grads:
+        for grads in passes.backward.grads:
             grads.synchronize()
 
     @torch.no_grad()

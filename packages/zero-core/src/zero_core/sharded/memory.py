@@ -362,8 +362,10 @@ class Memory:
         """Allocate gradients, and build the units. ``has_own_tier``: the user passed ``tier``."""
         segments, zero = self._layout.segments, self._config.zero_optimization
         has_masters = has_own_tier or zero.offload_optimizer.device != "none"
+        # The engine's own tiers have updated a shard on the device when ``step`` returns.
+        awaited = tier if has_masters or self._offloaded.segments else None
         params = [
-            self._flat_params(s, tier, communicator, has_masters=has_masters) for s in segments
+            self._flat_params(s, communicator, awaited, has_masters=has_masters) for s in segments
         ]
         adds_grads = isinstance(tier, AccumulatingTier)
         buffers = self.allocate_gradients(owns_grads=tier.owns_grads, adds_grads=adds_grads)
@@ -404,7 +406,12 @@ class Memory:
         ]
 
     def _flat_params(
-        self, segment: Segment, tier: StateTier, communicator: Communicator, *, has_masters: bool
+        self,
+        segment: Segment,
+        communicator: Communicator,
+        tier: StateTier | None,
+        *,
+        has_masters: bool,
     ) -> FlatParams:
         index, span = segment.index, self.spans.get(segment.index)
         pool, staging = self._pools_of[index]

@@ -81,7 +81,7 @@ class OffloadedShard(Shard):
         stream: CopyStream,
         staging: BufferPool,
         communicator: Communicator,
-        tier: StateTier,
+        tier: StateTier | None,
         span: tuple[int, int] | None,
     ) -> None:
         """``stream`` copies the shard into a buffer of ``staging``, which is then gathered."""

@@ -315,7 +315,7 @@ class StateAccess:
             else:  # no element, but every rank must call ``offer``
                 grads.replace(0, part[:0])
             self._gradient.params_with_grad.add(slot.param)
-            self._passes.backward.reductions.offer(grads, is_last=True)
+            self._passes.backward.offer(grads, is_last=True)
             return
         if what == MASTER:
             state.quiesce()  # other ranks may still gather the old values

@@ -293,11 +293,24 @@ class StepGradient:
 
     @property
     def is_boundary(self) -> bool:
-        return self._train.is_boundary()
+        return self._train.is_boundary
 
     @property
     def is_reduced(self) -> bool:
         return len(self._norms) == len(self._state.starts)
+
+    def scale(self, loss: Tensor, over: int | None) -> Tensor:
+        """Return ``loss`` times the loss scale, divided by ``over`` or by the micro-steps."""
+        train = self._train
+        steps = train.accumulation_steps if over is None else over
+        if steps < 1:
+            raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
+        if self._config.world_size_invariant:
+            steps *= self._communicator.world_size
+        train.scaler.is_applied = True
+        if train.scaler.scale != 1.0:
+            loss = loss * train.scaler.scale
+        return loss / steps if steps > 1 else loss
 
     @property
     def scale_factor(self) -> float:
@@ -328,6 +341,7 @@ class StepGradient:
                 "Loss scaling is required in fp16: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
+        self._train.num_rounds += is_new_round
         for follow in self._extensions.begin_backward:
             follow(is_new=is_new_round)
 
@@ -354,7 +368,8 @@ class StepGradient:
             self._norms[index] = reduced.norm
             if self.policy.is_final:
                 grads.wait()
-            grads.shard.release(tier.offer_grad(start, reduced.shard))
+            if tier.owns_grads or self.policy.begins_early:
+                grads.shard.release(tier.offer_grad(start, reduced.shard))
         else:  # one micro-step's gradient: `plan_gradient` plans it only for an AccumulatingTier
             accumulating = cast(AccumulatingTier, tier)
             grads.shard.release(accumulating.add_grad(start, reduced.shard, is_last=is_last))
@@ -386,8 +401,12 @@ class StepGradient:
         if not self._is_agreed:
             # Wait for gathers of gradients before exchanging facts: afterwards, ranks may overwrite
             # gradients that others have read.
-            for grads in self.grads.values():
+            tier = self._state.tier
+            is_read_in_place = not (tier.owns_grads or self.policy.begins_early)
+            for index, grads in self.grads.items():
                 grads.wait()
+                if is_read_in_place:
+                    tier.offer_grad(self._state.starts[index], grads.covered())
             square_sums = self._square_sums()
             self._facts.begin()
             self.fill(self._facts)
@@ -469,6 +488,7 @@ class StepGradient:
         self.params_with_grad.clear()
         self._state.tier.discard_grads()
         self._train.num_drops += 1
+        self._train.num_rounds = 0
         self._norms.clear()
         self.policy.clear()
         self._clipped = 1.0
@@ -538,7 +558,7 @@ class StepGradient:
             if not self._facts.is_hash_agreed:
                 self.reopen()  # ranks may correct the settings and call step() again
                 self.param_grads.forget_last_changes()
-                self._refuse_step()
+                _refuse_step(self._state, self._train, self._hashed[0][-1])
         if self._communicator.checks is not None:
             self._communicator.checks.clear()
         if self._state.common_buffers.is_changed:
@@ -563,24 +583,6 @@ class StepGradient:
         self._train.grad_norm = norm
         return "" if is_taken else why_skipped
 
-    def _refuse_step(self) -> NoReturn:
-        """Raise RankMismatchError that names differing settings. All ranks must call it."""
-        state, train, control = self._state, self._train, self._state.control
-        facts = describe_groups(train.hyperparameters())
-        for param in state.trained_params:
-            name = state.param_names[id(param)]
-            facts[f"parameter {name}"] = "trainable" if param.requires_grad else "frozen"
-        facts |= state.common_buffers.described
-        facts["gradient_accumulation_steps"] = str(train.accumulation_steps)
-        facts["loss scale"] = str(train.scaler.scale)
-        facts["changes"] = ", ".join(self._hashed[0][-1]) or "none"
-        raise RankMismatchError(
-            f"rank {control.rank}, step {train.global_steps + 1}: not updated, as ranks differ in "
-            f"{control.differences(facts)}. "
-            "Every rank must set the same: a schedule that follows the loss needs the mean over "
-            "all ranks"
-        )
-
     @property
     def _square_sum(self) -> float:
         if self._changed_square_sum is not None:
@@ -596,6 +598,24 @@ class StepGradient:
             used = self._facts.counts("used")
             updated = [param for number, param in self._whole_params if used[number]]
             torch.autograd.graph.increment_version(updated)
+
+
+def _refuse_step(state: ShardedState, train: TrainState, changes: Sequence[str]) -> NoReturn:
+    """Raise RankMismatchError that names differing settings. All ranks must call it."""
+    control, facts = state.control, describe_groups(train.hyperparameters())
+    for param in state.trained_params:
+        name = state.param_names[id(param)]
+        facts[f"parameter {name}"] = "trainable" if param.requires_grad else "frozen"
+    facts |= state.common_buffers.described
+    facts["gradient_accumulation_steps"] = str(train.accumulation_steps)
+    facts["loss scale"] = str(train.scaler.scale)
+    facts["changes"] = ", ".join(changes) or "none"
+    raise RankMismatchError(
+        f"rank {control.rank}, step {train.global_steps + 1}: not updated, as ranks differ in "
+        f"{control.differences(facts)}. "
+        "Every rank must set the same: a schedule that follows the loss needs the mean over "
+        "all ranks"
+    )
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -353,7 +353,7 @@ class VerticalSchedule(MicroBatches):
                         self._units.go_to(unit, backward=True)
             other.segments.prefetch(following)
             self._go_backward(one, segment, unit)
-        self._backward.reductions.finish()
+        self._backward.finish_reductions()
         self._passes.drive_by_hooks()
         self._backward.order.end_backward()
         self._place.enter("backward")
@@ -375,14 +375,14 @@ class VerticalSchedule(MicroBatches):
         one.partial.end_turn(one.number)
         self._turn = None
         if unit is not None and unit.grads and self._backward.will_reduce():
-            self._backward.reductions.start(unit.index)
+            self._backward.reduce(unit)
         for grads in () if unit is None else unit.grads:
             grads.full.flush()  # no effect after a reduction
 
     def _add(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
-        reductions = self._backward.reductions
-        if any(reduced.segment.unit == unit.index for reduced, _ in reductions.in_flight):
-            reductions.finish()  # wait before adding to the same unit's gradient
+        in_flight = self._backward.in_flight
+        if any(reduced.segment.unit == unit.index for reduced, _ in in_flight):
+            self._backward.finish_reductions()  # wait before adding to the same unit's gradient
         grads.add(position, grad)
         self._backward.params_with_grad.add(grads.param_numbers[position])
 
