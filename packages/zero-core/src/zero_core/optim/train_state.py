@@ -99,10 +99,11 @@ class TrainState:
         self.global_steps = 0  # optimizer steps so far, including skipped ones
         self.skipped_steps = 0  # steps skipped because a gradient was not finite
         self.num_drops = 0  # number of times that gradients were dropped, with or without a step
-        self.num_rounds = 0  # rounds of the current step: see `_compare_rounds`
-        # Rounds per micro-step of the newest steps. None after a warning.
-        self._rounds: list[float] | None = []
-        self._reported = id(vars(sys).get("last_value"))  # error last reported by an interpreter
+        self.num_rounds = 0  # rounds of the current micro-step: see `check_rounds`
+        self.usual_rounds = 0.0  # most rounds of the newest micro-steps; 0: unknown, inf: warned
+        self._rounds: list[int] = []  # of the newest micro-steps
+        self._is_first_known = False
+        self._reported = 0  # id of the error that an interpreter last reported
         self.accumulation_steps = config.gradient_accumulation_steps  # micro-steps per step
         self.micro_steps = 0  # finished micro-steps of the whole training
         self.num_accumulated = 0  # finished micro-steps of the current step; 0 between two steps
@@ -154,45 +155,48 @@ class TrainState:
             self.scaler.update(is_overflow=False)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        if self.num_rounds and self._rounds is not None:
-            self._compare_rounds(self._rounds)
+        if self.num_rounds:
+            self._end_rounds()
 
-    def _compare_rounds(self, before: list[float]) -> None:
-        """Warn once if the step's gradient probably contains two runs of the same code.
+    def check_rounds(self) -> None:
+        """Warn once if the micro-step's gradient probably contains two runs of the same code.
 
         A round is a backward, outside of ``no_sync``, of a forward that began after the previous
-        backward. Several in a micro-step are legal: two losses, each with its own forward. But they
-        also occur if a notebook is interrupted between backward and ``step`` and its lines run
-        again. This method warns if a step has more rounds per micro-step than those ``before``, if
-        the first step had more than the next ones, or if an interactive interpreter reported an
-        error (``sys.last_value``) before a first step with several rounds.
+        backward. Several rounds in a micro-step are legal: two losses, each with a separate
+        forward. But they also occur if a notebook is interrupted between backward and ``step`` and
+        its lines run again. `StepGradient` calls this method at a round that exceeds
+        `usual_rounds`. In the first micro-step that number is unknown: only an error that an
+        interactive interpreter reported (``sys.last_value``) between two rounds is a reason.
         """
-        micro_steps = self.num_accumulated + 1
-        rounds = max(1.0, self.num_rounds / micro_steps)
         reported, self._reported = self._reported, id(vars(sys).get("last_value"))
-        unknown = rounds if reported == self._reported else 1.0
-        known = max(before[-_NUM_COMPARED:], default=unknown)
-        before.append(rounds)
-        del before[: -_NUM_COMPARED - 1]
-        if rounds > known:
-            text = (
-                "it adds up the gradient of %d more backwards than the steps before: if the "
-                "program was interrupted between backward and step() and began again, the step was "
-                "too long. Call engine.zero_grad() before such a repetition"
+        if self.usual_rounds or (self.num_rounds > 1 and reported != self._reported):
+            self._warn_of_rounds(
+                "backward adds to the gradient of %d that no step() has taken: if the program was "
+                "interrupted and began again, call engine.zero_grad() and run forward and backward "
+                "again, or the step is too long",
+                self.num_rounds - 1,
             )
-            number = round((rounds - known) * micro_steps)
-        elif len(before) == _NUM_COMPARED and before[0] > max(before[1:]):
-            text = (
-                "the first step added up %d backwards a micro-step, those after it fewer: if the "
-                "program was interrupted and began again there, its step was too long. Build the "
-                "engine again from the first weights. engine.zero_grad() drops a gradient"
-            )
-            number = math.ceil(before[0])
-        else:
-            return
-        self._rounds = None
-        where = self._rank, self.global_steps + 1
-        _log.warning("rank %d, step %d: " + text + ". This is said once", *where, number)
+
+    def _end_rounds(self) -> None:
+        before, self.num_rounds = [*self._rounds, self.num_rounds], 0
+        self._rounds = before[-_NUM_COMPARED:]
+        if self.usual_rounds < math.inf:
+            self.usual_rounds = max(self._rounds)
+            if not self._is_first_known and len(before) == _NUM_COMPARED:
+                self._is_first_known = True
+                if before[0] > max(before[1:]):
+                    self._warn_of_rounds(
+                        "the first micro-step added up %d backwards, those after it fewer: if the "
+                        "program was interrupted and began again there, its step was too long. "
+                        "Build the engine again from the first weights. engine.zero_grad() drops a "
+                        "gradient",
+                        before[0],
+                    )
+
+    def _warn_of_rounds(self, text: str, number: int) -> None:
+        self.usual_rounds = math.inf
+        place = (self._rank, self.global_steps + 1)
+        _log.warning("rank %d, step %d: " + text + ". This is said once", *place, number)
 
     def step_skipped(self, where: str) -> None:
         """Count a skipped step, update the loss scale and warn. ``where``: what is not finite."""
@@ -216,6 +220,8 @@ class TrainState:
     def end_micro_step(self) -> None:
         self.num_accumulated = 0 if self.is_boundary else self.num_accumulated + 1
         self.micro_steps += 1
+        if self.num_rounds:
+            self._end_rounds()
         self.find_boundary()
         self.scaler.is_applied = False
 

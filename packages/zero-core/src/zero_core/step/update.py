@@ -341,7 +341,10 @@ class StepGradient:
                 "Loss scaling is required in fp16: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        self._train.num_rounds += is_new_round
+        train = self._train
+        train.num_rounds += is_new_round
+        if is_new_round and train.num_rounds > train.usual_rounds:
+            train.check_rounds()
         for follow in self._extensions.begin_backward:
             follow(is_new=is_new_round)
 
