@@ -260,14 +260,11 @@ def test_without_a_mark_experts_are_a_unit_and_other_parts_are_units():
     assert _built_units(model) == ["", "action_expert_layers.0", "action_expert_layers.1"]
 
 
-def test_a_marked_module_is_one_unit():
+def test_a_module_that_is_marked_or_named_by_the_configuration_is_one_unit():
     assert _built_units(_marked("mixture")) == WHOLE
     assert _built_units(_marked("mixture", "below")) == ["", "below", *WHOLE[1:]]
     assert _built_units(_marked("")) == [""]
     assert _built_units(_marked("mixture.experts")) == ["", "mixture.experts", *BLOCKS]
-
-
-def test_the_configuration_names_leaves():
     for key, names in (
         *(("classes", ["Mixture"]), ("classes", f"{Mixture.__module__}.Mixture")),
         *(("names", ["mixture"]), ("name_suffixes", ["ixture"])),
