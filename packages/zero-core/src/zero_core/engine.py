@@ -314,7 +314,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
         `step`.
 
         Args:
-            batches: yields at least ``gradient_accumulation_steps`` micro-batches.
+            batches: an iterator, of which ``gradient_accumulation_steps`` micro-batches are taken,
+                or a collection of exactly as many.
             compute_loss: computes the loss of one micro-batch by one call of the engine. None: a
                 micro-batch is the model's keyword arguments (mapping) or positional ones (tuple,
                 list or one tensor), and the loss is the model's output or its entry "loss".
@@ -323,7 +324,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
             The mean of this rank's losses, 0-dim, fp32 or wider, without gradient.
 
         Raises:
-            ValueError: there are fewer micro-batches than a step has.
+            ValueError: there are fewer micro-batches than a step has, or a collection has more: it
+                would begin again at each call.
             RuntimeError: as `step` and `backward`, in the middle of a step, or within ``no_sync``.
                 After an exception in a forward or backward, the next call starts the step again.
             AccumulationScheduleError: the model cannot be computed with the vertical schedule.
@@ -336,9 +338,16 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 "train_batch() runs a whole step: call it after step(), outside of no_sync(), and "
                 "without set_gradient_accumulation_boundary()"
             )
-        found = list(islice(batches, steps))
+        remaining = iter(batches)
+        found = list(islice(remaining, steps))
         if len(found) < steps:
             raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
+        if remaining is not batches and next(remaining, None) is not None:
+            raise ValueError(
+                f"train_batch: a step has {steps} micro-batches, and {type(batches).__name__} has "
+                "more, of which each call would take the first ones: call iter() on it once, and "
+                "give that iterator to each call"
+            )
         compute = compute_loss or partial(_loss_of, self)
         seed = torch.initial_seed()  # read before micro-batches change the seed
         num_steps = self.global_steps
