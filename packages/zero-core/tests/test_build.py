@@ -130,7 +130,7 @@ def _grouped(model):
 
 
 @pytest.mark.parametrize("is_made", [False, True])
-def test_a_given_optimizer_is_driven_with_its_groups_and_schedulers(is_made):
+def test_a_given_optimizer_is_driven_with_its_groups_and_schedulers(is_made, caplog):
     model, twin = make_model(), make_model()
     optimizer, plain = _grouped(model), _grouped(twin)
     scheduler = partial(StepLR, step_size=1, gamma=0.5)
@@ -147,6 +147,11 @@ def test_a_given_optimizer_is_driven_with_its_groups_and_schedulers(is_made):
     full = engine.full_state_dict()
     assert all(torch.equal(full[k], v) for k, v in twin.state_dict().items())
     assert [g["lr"] for g in engine.optimizer.param_groups] == [g["lr"] for g in plain.param_groups]
+    assert not caplog.records
+    for step in range(2):
+        engine.lr_scheduler.step()
+        train(engine, [batch(step, 0, 0)])
+    assert caplog.text.count("so it advances twice: leave one out") == 1
 
 
 def test_a_factory_of_schedules_gets_the_configured_optimizer_and_wins_over_the_configured_one():

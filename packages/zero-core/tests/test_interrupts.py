@@ -246,6 +246,8 @@ def _run(engine, program):
                 losses.clear()
             case "Z":
                 engine.zero_grad()
+            case "O":
+                engine.optimizer.zero_grad()
 
 
 def _told(caplog):
@@ -265,6 +267,14 @@ def test_a_loop_that_began_again_before_step_is_told(stage, accumulation, caplog
     monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
     _run(engine, "FBS")
     assert len(_told(caplog)) == 2
+
+
+@pytest.mark.parametrize(("program", "num_steps"), [("ZFBS", 0), ("OFBS", 2)])
+def test_a_gradient_that_zero_grad_drops_within_a_step_is_told_once(program, num_steps, caplog):
+    engine = _build(gradient_accumulation_steps=2)
+    _run(engine, program * 4)
+    assert engine.global_steps == num_steps
+    assert caplog.text.count("drops the gradients of 1 finished micro-steps of 2") == 1
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         gradient: StepGradient,
         passes: Passes,
         meter: Meter,
+        train: TrainState,
         names: Mapping[int, str],
     ) -> None:
         """Share the groups of ``given``. ``names``: the model's parameter names by ``id``."""
@@ -65,6 +66,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._gradient = gradient
         self._passes = passes
         self._meter = meter
+        self._train = train
         self._may_step = False
         self.state = given.state
         self.guard = given.register_step_pre_hook(self._refuse_step)  # refuses given.step()
@@ -121,6 +123,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients accumulated since the last step. Keeps the count of micro-steps."""
         self._gradient.policy.check_unused("dropping gradients")
+        self._train.warn_of_drop("lacks them")
         self._passes.backward.discard()
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,7 +243,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
             RuntimeError: units have been updated in backward.
         """
         self._device_states.check_here("zero_grad()")
-        self.optimizer.zero_grad()
+        self._gradient.policy.check_unused("dropping gradients")
+        self._train.warn_of_drop("begins again from its first micro-step")
+        self._passes.backward.discard()
         self._train.enter_micro_step(0)
 
     def _end_micro_step(self, client_state: Mapping[str, Any] | None) -> None:

@@ -285,6 +285,13 @@ _PARTS = "_schedulers"
 """State-dict key of the inner schedulers in torch's SequentialLR and ChainedScheduler."""
 
 
+def count_of(schedule: Schedule) -> int | None:
+    """Return how often ``schedule`` was stepped, up to a constant, or None if it has no count."""
+    if isinstance(schedule, IterationSchedule):
+        return schedule.last_batch_iteration
+    return schedule.last_epoch if isinstance(schedule, lr_scheduler.LRScheduler) else None
+
+
 def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:
     """Raise ValueError if ``schedule`` cannot resume from ``saved``, before anything changes."""
     if isinstance(schedule, IterationSchedule):
