@@ -128,7 +128,7 @@ def test_any_schedule_of_torch_is_made_by_its_name(name, params):
         ("LRScheduler", {}, "is not served"),
         ("math", {}, "is not served"),
         ("LambdaLR", {}, "it takes functions"),
-        ("ReduceLROnPlateau", {}, "a measured value"),
+        ("ReduceLROnPlateau", {}, r"a measured value; make it over engine\.optimizer after build"),
         ("StepLR", {}, "step_size"),
         ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps must be a whole number >= 0"),
         ("WarmupLR", {"warmup_min_lr": [0, 0, 0]}, "warmup_min_lr: 3 values for 1 parameter"),

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zero_core._torch import cast_floats, has_step_pre_hooks, mark_stepped
 from zero_core.checkpoint.patches import PatchWriter
@@ -222,9 +223,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
         Raises:
             RuntimeError: the model or the optimizer's groups were changed, a boundary is within
-                ``no_sync``, the last backward did not end, states are offloaded, `resume` was not
-                called (with ``memory_checkpoint``), or an earlier call raised in the middle. In the
-                last case, load a checkpoint.
+                ``no_sync``, the schedule needs a measured value, the last backward did not end,
+                states are offloaded, `resume` was not called (with ``memory_checkpoint``), or an
+                earlier call raised in the middle. In the last case, load a checkpoint.
             CheckpointError: the last copy in memory failed.
             UnusedParameterError: at stages 1 and 2 with ``ignore_unused_parameters`` false, a
                 trainable parameter got no gradient on a rank. All ranks raise it.
@@ -259,6 +260,12 @@ class Engine(TrainingCheckpoints, ShardedModel):
             raise RuntimeError(
                 "step() while gradients are not reduced: leave no_sync(), or "
                 "set_requires_gradient_sync(True)"
+            )
+        if isinstance(train.lr_scheduler, ReduceLROnPlateau):
+            raise RuntimeError(
+                "engine.step() has no measured value for a ReduceLROnPlateau: make it over "
+                "engine.optimizer after build(), and call its step(value) after engine.step(). "
+                "An engine of deepspeed.initialize takes step(lr_kwargs={'metrics': value})"
             )
         rates = [group["lr"] for group in self.optimizer.param_groups]
         micro_steps = train.num_accumulated + 1
