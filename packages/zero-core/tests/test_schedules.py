@@ -135,11 +135,7 @@ def test_any_schedule_of_torch_is_made_by_its_name(name, params):
         ("WarmupLR", {"warmup_max_lr": math.nan}, "warmup_max_lr must be a finite number"),
         ("WarmupLR", {"warmup_min_lr": [math.inf]}, "warmup_min_lr must be a finite number"),
         ("WarmupDecayLR", {"total_num_steps": math.inf}, "total_num_steps must be a finite"),
-        (
-            "WarmupCosineLR",
-            {"total_num_steps": 9, "cos_min_ratio": math.nan},
-            "cos_min_ratio must be a finite number",
-        ),
+        ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": math.nan}, "cos_min_ratio must"),
     ],
 )
 def test_what_cannot_be_made_is_refused_by_name(name, params, match):

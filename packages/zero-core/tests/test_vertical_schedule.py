@@ -431,9 +431,8 @@ def test_vertical_schedule_without_greenlet_is_refused_and_auto_is_horizontal(mo
         zero_core.build(_make("plain"), _config() | VERTICAL)
     caplog.set_level("INFO", "zero_core")
     simulate(_same_bits, 2, "called again", _config(), "auto")
-    assert re.findall("auto chose .*", caplog.text) == [
-        "auto chose horizontal: greenlet is not installed: pip install greenlet"
-    ]
+    said = "auto chose horizontal: greenlet is not installed: pip install greenlet"
+    assert re.findall("auto chose .*", caplog.text) == [said]
 
 
 def _lacks_greenlet(rank, world_size):
