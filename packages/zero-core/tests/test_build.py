@@ -190,6 +190,8 @@ def test_a_build_that_cannot_train_is_refused(monkeypatch):
         zero_core.build(
             nn.Linear(3, 2), BASE, optimizer=torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=1)
         )
+    with pytest.raises(ConfigError, match=r"expected an optimizer over model\.parameters\(\)"):
+        zero_core.build(nn.Linear(3, 2), BASE, optimizer=torch.optim.SGD)
     model = nn.Linear(3, 2)
     with pytest.raises(ConfigError, match="bias requires a gradient but is in no optimizer group"):
         zero_core.build(model, BASE, optimizer=torch.optim.SGD([model.weight], lr=1))

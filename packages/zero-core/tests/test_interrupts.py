@@ -280,15 +280,11 @@ def test_a_gradient_that_zero_grad_drops_within_a_step_is_told_once(program, num
 @pytest.mark.parametrize(
     ("program", "num_told"),
     [
-        ("FBFBS" * 4, 0),  # two losses a step, or two micro-batches
-        ("FFBBS" * 4, 0),
-        ("FRBS" * 4, 0),
-        ("NNFBS" * 4, 0),
+        *(("FBFBS" * 4, 0), ("FFBBS" * 4, 0)),  # two losses a step, or two micro-batches
+        *(("FRBS" * 4, 0), ("NNFBS" * 4, 0)),
         ("FBFBFBS" * 3 + "FBS" + "FBFBFBS", 0),  # an epoch's last accumulation is shorter
-        ("FBSFBEESEFBSEE", 0),
-        ("FBS" * 3 + "FBZFBS", 0),
-        ("FBS" * 3 + "F" + "FBS" * 3, 0),
-        ("FBS" * 3 + "NFBS", 0),
+        *(("FBSFBEESEFBSEE", 0), ("FBS" * 3 + "FBZFBS", 0)),
+        *(("FBS" * 3 + "F" + "FBS" * 3, 0), ("FBS" * 3 + "NFBS", 0)),
         ("FBFBS" + "FBS" * 3, 1),  # the first step has more backwards than later steps
     ],
 )

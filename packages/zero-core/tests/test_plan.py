@@ -311,6 +311,7 @@ def test_json_and_tables_hold_the_same_plan():
         ({"world_size": 8, "ranks_per_node": 3}, "must divide world_size = 8"),
         ({"world_size": 12}, "ranks_per_node = 8: must divide"),
         ({"world_size": 2, "device_memory": 0}, "device_memory = 0: must be a positive"),
+        ({"world_size": 2, "host_memory": "1GB"}, "host_memory = '1GB': must be a positive number"),
         ({"world_size": 2, "host_memory": -5}, "host_memory = -5: must be a positive"),
         ({"world_size": 2, "device_type": "tpu"}, "must be 'accelerator' or 'cpu'"),
         ({"world_size": 2, "device_type": "cpu", "device_memory": 5}, "give host_memory alone"),

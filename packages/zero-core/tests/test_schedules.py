@@ -125,8 +125,7 @@ def test_any_schedule_of_torch_is_made_by_its_name(name, params):
     ("name", "params", "match"),
     [
         ("NoSuchLR", {}, "'NoSuchLR' is not served; known: .*'OneCycle'.*torch.optim.lr_scheduler"),
-        ("LRScheduler", {}, "is not served"),
-        ("math", {}, "is not served"),
+        *((name, {}, "is not served") for name in ("LRScheduler", "math")),
         ("LambdaLR", {}, "it takes functions"),
         ("ReduceLROnPlateau", {}, r"a measured value; make it over engine\.optimizer after build"),
         ("StepLR", {}, "step_size"),

@@ -197,6 +197,11 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
 
 def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """Check ``optimizer``. Return the index of each parameter's group, by parameter number."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"build(optimizer=...) is {optimizer!r:.100}: expected an optimizer over "
+            "model.parameters(), as torch.optim.AdamW(model.parameters())"
+        )
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             # torch accepts some non-finite settings

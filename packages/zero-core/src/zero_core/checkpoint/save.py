@@ -252,6 +252,8 @@ class Saver:
                 "has_frozen": request.has_frozen,
             }
             wholes, of_wholes = whole_states(state)
+            if isinstance(request.directory, Path) and request.directory.is_file():
+                raise CheckpointError(f"{request.directory} is a file: give a folder")
             request.directory.mkdir(parents=True, exist_ok=True)
             row = [own_scalars(state), random.getstate(), wholes]
             return words, row, small_files(state) | of_wholes
