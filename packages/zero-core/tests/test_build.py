@@ -186,12 +186,13 @@ def test_stepping_the_optimizer_by_hand_is_refused():
 def test_a_build_that_cannot_train_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="no optimizer"):
         zero_core.build(nn.Linear(3, 2), BASE)
+    other = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=1)
     with pytest.raises(ConfigError, match="not in the model"):
-        zero_core.build(
-            nn.Linear(3, 2), BASE, optimizer=torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=1)
-        )
+        zero_core.build(nn.Linear(3, 2), BASE, optimizer=other)
     with pytest.raises(ConfigError, match=r"expected an optimizer over model\.parameters\(\)"):
         zero_core.build(nn.Linear(3, 2), BASE, optimizer=torch.optim.SGD)
+    with pytest.raises(ConfigError, match=r"a DataParallel, .* give the module inside it"):
+        zero_core.build(nn.DataParallel(nn.Linear(3, 2)), BASE | ADAMW)
     model = nn.Linear(3, 2)
     with pytest.raises(ConfigError, match="bias requires a gradient but is in no optimizer group"):
         zero_core.build(model, BASE, optimizer=torch.optim.SGD([model.weight], lr=1))
