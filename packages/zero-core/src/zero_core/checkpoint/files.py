@@ -91,9 +91,10 @@ def find(directory: Location, tag: str | None) -> Location:
             f"tag={directory.name!r}"
         )
     if tag is None:
+        missing = "no file 'latest'" if directory.exists() else "there is no such folder"
         raise CheckpointError(
-            f"{directory} holds no checkpoint (no file 'latest'): give the folder that "
-            "save_checkpoint() was given"
+            f"{directory} holds no checkpoint ({missing}): give the folder that save_checkpoint() "
+            "was given"
         )
     check_tag(tag)
     # A save that is replacing a checkpoint first renames the old one, and may then be killed.
