@@ -279,7 +279,17 @@ class Saver:
     def _write(self, taken: _Taken, exchange: Exchange) -> None:
         """Write the files of ``taken`` and commit them. Every rank must call it."""
         request, directory, tag = taken.request, taken.request.directory, taken.request.tag
-        token = exchange.gather_bytes(uuid.uuid4().hex.encode())[0].decode()
+        cards = exchange.gather_bytes(json.dumps([uuid.uuid4().hex, str(request.place)]).encode())
+        token, place = json.loads(cards[0])
+        others = {r: row[1] for r, row in enumerate(map(json.loads, cards)) if row[1] != place}
+        if others and exchange.rank == 0:
+            rank = min(others)
+            _log.warning(
+                "save_checkpoint(): rank 0 saves to %s, rank %d to %s. Neither folder is a whole "
+                "checkpoint: a load needs the files of all ranks in one. Give every rank the same "
+                "folder and tag",
+                *(place, rank, others[rank]),
+            )
         if isinstance(directory, Path):
             staging: Staging = Aside(directory, tag)
         else:
