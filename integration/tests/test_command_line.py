@@ -295,7 +295,7 @@ def test_doctor_names_a_missing_and_a_broken_package_and_an_optional_library(mon
     monkeypatch.setattr(importlib.metadata, "version", version)
     finding = by_name()["zero-comm"]
     assert finding.state == "missing"
-    assert finding.advice == "pip install zero-comm"
+    assert finding.advice == "pip install packages/zero-comm, in a clone of this project"
     monkeypatch.setitem(doctor.OPTIONAL, "a-library-of-few", "rare scripts")
     monkeypatch.setitem(doctor.PACKAGES, "cpu-adam", "a_module_that_is_not_there")
     (tmp_path / "asks_for_another.py").write_text("import importlib.metadata as m; m.version('-')")

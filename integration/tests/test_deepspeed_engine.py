@@ -78,6 +78,8 @@ def test_callables_make_optimizer_and_a_scheduler_which_has_the_arguments_of_ste
     rates = []
     for step, metric in enumerate((1.0, 2.0, 3.0)):
         engine.backward(square(engine, inputs(step)))
+        with pytest.raises(RuntimeError, match="no measured value for a ReduceLROnPlateau"):
+            engine.step()
         engine.step(lr_kwargs={"metrics": metric})
         rates += engine.get_lr()
     assert rates == [1.0, 0.5, 0.25]

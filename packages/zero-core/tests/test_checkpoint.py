@@ -173,8 +173,6 @@ def test_wrong_saves_and_loads_are_refused_before_anything_is_written(tmp_path):
     engine = _build(gradient_accumulation_steps=2)
     with pytest.raises(CheckpointError, match=rf"^{tmp_path} holds no checkpoint"):
         engine.load_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="is not a checkpoint"):
-        engine.load_checkpoint(tmp_path, "other")
     with pytest.raises(CheckpointError, match=r"client_state\.x is a object .* keeps JSON"):
         engine.save_checkpoint(tmp_path, client_state={"x": object()})
     for tag in ("", "a/b", ".hidden", "latest"):
@@ -186,6 +184,12 @@ def test_wrong_saves_and_loads_are_refused_before_anything_is_written(tmp_path):
     assert not list(tmp_path.iterdir())
     engine.save_checkpoint(tmp_path, drops_partial=True)
     other = _build(gradient_accumulation_steps=2)
+    with pytest.raises(CheckpointError, match="latest is a file: give a folder"):
+        other.save_checkpoint(tmp_path / "latest")
+    with pytest.raises(CheckpointError, match=rf"is not a checkpoint: .* of {tmp_path}: step-0"):
+        other.load_checkpoint(tmp_path, "other")
+    with pytest.raises(CheckpointError, match=rf"give its folder '{tmp_path}', and tag='step-0'"):
+        other.load_checkpoint(tmp_path / "step-0")
     other.load_checkpoint(tmp_path)
     assert (other.global_steps, other.micro_steps) == (0, 0)
 

@@ -77,6 +77,8 @@ def test_wrong_file_is_refused(tmp_path, text, match):
     if text is not None:
         path.write_text(text)
     refused(path, match)
+    refused('{"bf16": {}}', "is JSON text: give json.loads")
+    refused(("a",), "is of type tuple: expected a mapping")
 
 
 def offload(stage=0, **block):
@@ -94,6 +96,7 @@ def quantized(stage=3, **keys):
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "only one of them"),
         ({**AUTOCAST, "bf16": {"enabled": True}}, "is fp16 and the weights are bf16"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
+        ({"bf16": True}, r'bf16: expected a block, as \{"enabled": ...\}, found True'),
         ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
         ({"zero_optimization": {"stages": 3}}, "did you mean 'stage'"),
         ({"stage": 3}, "did you mean 'zero_optimization.stage'"),

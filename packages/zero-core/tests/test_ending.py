@@ -238,8 +238,8 @@ PREFETCHES = ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefet
 
 
 def test_an_engine_describes_itself_and_names_what_serves_instead_of_a_modules_method():
-    engine = zero_core.build(nn.Linear(3, 2), Case(1).config())
-    assert repr(engine) == "Engine(stage 1, 1 rank on cpu, float32, 8 parameters, step 0)"
+    engine = zero_core.build(nn.Linear(3, 2).bfloat16(), Case(1).config())
+    assert repr(engine) == "Engine(stage 1, 1 rank on cpu, bfloat16, 8 parameters, step 0)"
     with pytest.raises(AttributeError, match=r"use engine\.module\.parameters"):
         engine.parameters()
     engine.close()

@@ -144,18 +144,18 @@ def test_a_lost_peer_is_named_by_rank_unit_and_collective(ranks):
 
 
 @on_ranks(2)
-def test_a_failure_on_one_rank_reaches_all(ranks, tmp_path):
+def test_a_failure_or_another_folder_of_one_rank_reaches_all(ranks, tmp_path, caplog):
     engine = _build(ranks, 3)
-    engine.save_checkpoint(tmp_path / "c")
+    engine.save_checkpoint(tmp_path / f"of {ranks.rank}")
+    assert f"rank 1 to {tmp_path}/of 1/step-0. Neither folder is a whole" in caplog.text
     with pytest.raises(CheckpointError, match=r"find failed on rank 1: .* holds no checkpoint"):
-        engine.load_checkpoint(tmp_path / ("c" if ranks.rank == 0 else "elsewhere"))
+        engine.load_checkpoint(tmp_path / ("of 0" if ranks.rank == 0 else "elsewhere"))
     with pytest.raises(CheckpointError, match=r"rank 1.*holds no checkpoint"):
-        engine.resume(tmp_path / ("c" if ranks.rank == 0 else "elsewhere"))
+        engine.resume(tmp_path / ("of 0" if ranks.rank == 0 else "elsewhere"))
     with pytest.raises(CheckpointError, match=r"prepare failed on rank 1: .* keeps JSON"):
         engine.save_checkpoint(tmp_path, client_state={"x": object() if ranks.rank else 1})
-    (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="export failed on rank 0"):
-        engine.export_safetensors(tmp_path / "file")
+        engine.export_safetensors(tmp_path / "of 0/latest")
 
 
 def test_an_exception_in_the_middle_of_an_accumulation_restarts_the_step(caplog):

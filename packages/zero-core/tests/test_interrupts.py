@@ -246,6 +246,8 @@ def _run(engine, program):
                 losses.clear()
             case "Z":
                 engine.zero_grad()
+            case "O":
+                engine.optimizer.zero_grad()
 
 
 def _told(caplog):
@@ -267,18 +269,22 @@ def test_a_loop_that_began_again_before_step_is_told(stage, accumulation, caplog
     assert len(_told(caplog)) == 2
 
 
+@pytest.mark.parametrize(("program", "num_steps"), [("ZFBS", 0), ("OFBS", 2)])
+def test_a_gradient_that_zero_grad_drops_within_a_step_is_told_once(program, num_steps, caplog):
+    engine = _build(gradient_accumulation_steps=2)
+    _run(engine, program * 4)
+    assert engine.global_steps == num_steps
+    assert caplog.text.count("drops the gradients of 1 finished micro-steps of 2") == 1
+
+
 @pytest.mark.parametrize(
     ("program", "num_told"),
     [
-        ("FBFBS" * 4, 0),  # two losses a step, or two micro-batches
-        ("FFBBS" * 4, 0),
-        ("FRBS" * 4, 0),
-        ("NNFBS" * 4, 0),
+        *(("FBFBS" * 4, 0), ("FFBBS" * 4, 0)),  # two losses a step, or two micro-batches
+        *(("FRBS" * 4, 0), ("NNFBS" * 4, 0)),
         ("FBFBFBS" * 3 + "FBS" + "FBFBFBS", 0),  # an epoch's last accumulation is shorter
-        ("FBSFBEESEFBSEE", 0),
-        ("FBS" * 3 + "FBZFBS", 0),
-        ("FBS" * 3 + "F" + "FBS" * 3, 0),
-        ("FBS" * 3 + "NFBS", 0),
+        *(("FBSFBEESEFBSEE", 0), ("FBS" * 3 + "FBZFBS", 0)),
+        *(("FBS" * 3 + "F" + "FBS" * 3, 0), ("FBS" * 3 + "NFBS", 0)),
         ("FBFBS" + "FBS" * 3, 1),  # the first step has more backwards than later steps
     ],
 )

@@ -177,15 +177,14 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path, name, va
     [
         (lambda p: p.write_bytes(p.read_bytes()[:-3]), "not a whole safetensors file"),
         (lambda p: p.write_bytes(b"\xff" * 40), "not a whole safetensors file"),
+        (lambda p: torch.save({}, p), "is a zip archive, as torch.save writes"),
         (lambda p: p.unlink(), "there is no file"),
         (
             lambda p: [f.rename(f.with_suffix(".bin")) for f in p.parent.glob("*")],
             r"but \['model-00001-of-00003.bin'",
         ),
         (
-            lambda p: (p.parent / "model.safetensors.index.json").write_text(
-                json.dumps({"weight_map": {"gain": "../secret.safetensors"}})
-            ),
+            lambda p: next(p.parent.glob("*.json")).write_text('{"weight_map": {"a": "../b"}}'),
             "outside its folder",
         ),
     ],

@@ -198,11 +198,8 @@ def _reads(ranks, case, *, is_read):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(clipping=0.1),
-        Case(accumulation=2),
-        Case(num_backwards=2, clipping=0.1),
-        Case(num_backwards=3),
-        Case(dtype="bf16", clipping=0.1),
+        *(Case(clipping=0.1), Case(accumulation=2), Case(num_backwards=3)),
+        *(Case(num_backwards=2, clipping=0.1), Case(dtype="bf16", clipping=0.1)),
         Case(dtype="fp16", accumulation=2),
     ],
 )

@@ -125,21 +125,16 @@ def test_any_schedule_of_torch_is_made_by_its_name(name, params):
     ("name", "params", "match"),
     [
         ("NoSuchLR", {}, "'NoSuchLR' is not served; known: .*'OneCycle'.*torch.optim.lr_scheduler"),
-        ("LRScheduler", {}, "is not served"),
-        ("math", {}, "is not served"),
+        *((name, {}, "is not served") for name in ("LRScheduler", "math")),
         ("LambdaLR", {}, "it takes functions"),
-        ("ReduceLROnPlateau", {}, "a measured value"),
+        ("ReduceLROnPlateau", {}, r"a measured value; make it over engine\.optimizer after build"),
         ("StepLR", {}, "step_size"),
         ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps must be a whole number >= 0"),
         ("WarmupLR", {"warmup_min_lr": [0, 0, 0]}, "warmup_min_lr: 3 values for 1 parameter"),
         ("WarmupLR", {"warmup_max_lr": math.nan}, "warmup_max_lr must be a finite number"),
         ("WarmupLR", {"warmup_min_lr": [math.inf]}, "warmup_min_lr must be a finite number"),
         ("WarmupDecayLR", {"total_num_steps": math.inf}, "total_num_steps must be a finite"),
-        (
-            "WarmupCosineLR",
-            {"total_num_steps": 9, "cos_min_ratio": math.nan},
-            "cos_min_ratio must be a finite number",
-        ),
+        ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": math.nan}, "cos_min_ratio must"),
     ],
 )
 def test_what_cannot_be_made_is_refused_by_name(name, params, match):

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zero_core.comm.control import ControlGroup
 from zero_core.config import Config
@@ -48,6 +50,12 @@ class Blueprint:
         is_training: bool = True,
     ) -> Blueprint:
         """Describe ``model``. If not ``is_training``, no parameter counts as trainable."""
+        wrapped = [part for part in model.modules() if isinstance(part, DataParallel | DDP)]
+        if wrapped:
+            raise ConfigError(
+                f"build(): the model is or contains a {type(wrapped[0]).__name__}, which would "
+                "reduce gradients a second time: give the module inside it (its attribute module)"
+            )
         leaf, given = config.zero_optimization.leaf_module, optimizer
         found = discover(model, None if leaf is None else ModuleRule(**leaf.model_dump()))
         for param, names in zip(found.params, found.names, strict=True):
@@ -197,6 +205,11 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
 
 def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """Check ``optimizer``. Return the index of each parameter's group, by parameter number."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"build(optimizer=...) is {optimizer!r:.100}: expected an optimizer over "
+            "model.parameters(), as torch.optim.AdamW(model.parameters())"
+        )
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             # torch accepts some non-finite settings

@@ -427,7 +427,7 @@ def _make_engine(
     edits.begin()
     micro_batches = make_micro_batches(config, passes, modules, train, state, host_inputs)
     installed += micro_batches.handles
-    optimizer = EngineOptimizer(drawn.optimizer, gradient, passes, meter, state.param_names)
+    optimizer = EngineOptimizer(drawn.optimizer, gradient, passes, meter, train, state.param_names)
     engine = Engine(parts, optimizer, gradient, micro_batches, patches, extensions)
     engine.remove_at_end([*installed, guard.watch()])
     if (asked := config.step_records) is not None:

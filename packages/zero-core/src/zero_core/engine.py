@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zero_core._torch import cast_floats, has_step_pre_hooks, mark_stepped
 from zero_core.checkpoint.patches import PatchWriter
@@ -52,6 +53,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         gradient: StepGradient,
         passes: Passes,
         meter: Meter,
+        train: TrainState,
         names: Mapping[int, str],
     ) -> None:
         """Share the groups of ``given``. ``names``: the model's parameter names by ``id``."""
@@ -65,6 +67,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._gradient = gradient
         self._passes = passes
         self._meter = meter
+        self._train = train
         self._may_step = False
         self.state = given.state
         self.guard = given.register_step_pre_hook(self._refuse_step)  # refuses given.step()
@@ -121,6 +124,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients accumulated since the last step. Keeps the count of micro-steps."""
         self._gradient.policy.check_unused("dropping gradients")
+        self._train.warn_of_drop("lacks them")
         self._passes.backward.discard()
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,9 +224,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
 
         Raises:
             RuntimeError: the model or the optimizer's groups were changed, a boundary is within
-                ``no_sync``, the last backward did not end, states are offloaded, `resume` was not
-                called (with ``memory_checkpoint``), or an earlier call raised in the middle. In the
-                last case, load a checkpoint.
+                ``no_sync``, the schedule needs a measured value, the last backward did not end,
+                states are offloaded, `resume` was not called (with ``memory_checkpoint``), or an
+                earlier call raised in the middle. In the last case, load a checkpoint.
             CheckpointError: the last copy in memory failed.
             UnusedParameterError: at stages 1 and 2 with ``ignore_unused_parameters`` false, a
                 trainable parameter got no gradient on a rank. All ranks raise it.
@@ -241,7 +245,9 @@ class Engine(TrainingCheckpoints, ShardedModel):
             RuntimeError: units have been updated in backward.
         """
         self._device_states.check_here("zero_grad()")
-        self.optimizer.zero_grad()
+        self._gradient.policy.check_unused("dropping gradients")
+        self._train.warn_of_drop("begins again from its first micro-step")
+        self._passes.backward.discard()
         self._train.enter_micro_step(0)
 
     def _end_micro_step(self, client_state: Mapping[str, Any] | None) -> None:
@@ -255,6 +261,12 @@ class Engine(TrainingCheckpoints, ShardedModel):
             raise RuntimeError(
                 "step() while gradients are not reduced: leave no_sync(), or "
                 "set_requires_gradient_sync(True)"
+            )
+        if isinstance(train.lr_scheduler, ReduceLROnPlateau):
+            raise RuntimeError(
+                "engine.step() has no measured value for a ReduceLROnPlateau: make it over "
+                "engine.optimizer after build(), and call its step(value) after engine.step(). "
+                "An engine of deepspeed.initialize takes step(lr_kwargs={'metrics': value})"
             )
         rates = [group["lr"] for group in self.optimizer.param_groups]
         micro_steps = train.num_accumulated + 1
@@ -315,7 +327,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
         `step`.
 
         Args:
-            batches: yields at least ``gradient_accumulation_steps`` micro-batches.
+            batches: an iterator, of which ``gradient_accumulation_steps`` micro-batches are taken,
+                or a collection of exactly as many.
             compute_loss: computes the loss of one micro-batch by one call of the engine. None: a
                 micro-batch is the model's keyword arguments (mapping) or positional ones (tuple,
                 list or one tensor), and the loss is the model's output or its entry "loss".
@@ -324,7 +337,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
             The mean of this rank's losses, 0-dim, fp32 or wider, without gradient.
 
         Raises:
-            ValueError: there are fewer micro-batches than a step has.
+            ValueError: there are fewer micro-batches than a step has, or a collection has more: it
+                would begin again at each call.
             TypeError: without ``compute_loss``, the model returned no loss.
             RuntimeError: as for `step` and `backward`; or the call is in the middle of a step,
                 within ``no_sync``, or after `set_gradient_accumulation_boundary`.
@@ -339,9 +353,16 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 "train_batch() runs a whole step: call it after step(), outside of no_sync(), and "
                 "without set_gradient_accumulation_boundary()"
             )
-        found = list(islice(batches, steps))
+        remaining = iter(batches)
+        found = list(islice(remaining, steps))
         if len(found) < steps:
             raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
+        if remaining is not batches and next(remaining, None) is not None:
+            raise ValueError(
+                f"train_batch: a step has {steps} micro-batches, and {type(batches).__name__} has "
+                "more, of which each call would take the first ones: call iter() on it once, and "
+                "give that iterator to each call"
+            )
         compute = compute_loss or partial(_loss_of, self)
         seed = torch.initial_seed()  # read before micro-batches change the seed
         num_steps = self.global_steps

@@ -9,6 +9,8 @@ from zero_core.errors import MissingPartError
 
 FOUND: dict[tuple[str, str], EntryPoint] = {}
 """Cache of entry points for `load_part`, because a search reads all packages' metadata."""
+_OWN = ("cpu-adam", "zero-core", "zero-offload", "zero-comm", "zero-parts")
+"""Distributions of this project. No package index has them."""
 
 
 def missing_part(asked_by: str, distribution: str) -> MissingPartError:
@@ -19,8 +21,11 @@ def missing_part(asked_by: str, distribution: str) -> MissingPartError:
 
 
 def install_command(distribution: str, *flags: str) -> str:
-    """Return the pip command that installs ``distribution``."""
-    return " ".join(("pip install", *flags, distribution))
+    """Return the pip command that installs ``distribution``, and where to run it."""
+    if distribution not in _OWN:
+        return " ".join(("pip install", *flags, distribution))
+    folder = "./integration" if distribution == "zero-parts" else f"packages/{distribution}"
+    return " ".join(("pip install", *flags, folder)) + ", in a clone of this project"
 
 
 def has_part(group: str, name: str) -> bool:

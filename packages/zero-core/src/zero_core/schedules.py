@@ -234,14 +234,16 @@ SCHEDULERS: Mapping[str, type[IterationSchedule]] = {
 _OF_ZERO_ENGINE = ("LRRangeTest", "OneCycle")
 """DeepSpeed's other schedules, which are entry points of the package zero-parts."""
 
+_GIVEN = "pass lr_scheduler=... to build()"
 _NEEDS_OBJECTS = {
-    "LambdaLR": "it takes functions",
-    "MultiplicativeLR": "it takes functions",
-    "ChainedScheduler": "it takes other schedulers",
-    "SequentialLR": "it takes other schedulers",
-    "ReduceLROnPlateau": "its step takes a measured value, which the engine does not have",
+    "LambdaLR": f"it takes functions; {_GIVEN}",
+    "MultiplicativeLR": f"it takes functions; {_GIVEN}",
+    "ChainedScheduler": f"it takes other schedulers; {_GIVEN}",
+    "SequentialLR": f"it takes other schedulers; {_GIVEN}",
+    "ReduceLROnPlateau": "its step takes a measured value; make it over engine.optimizer after "
+    "build(), and call its step(value) after engine.step()",
 }
-"""Schedules of torch that a configuration cannot describe, with the reason."""
+"""Schedules of torch that a configuration cannot describe, with the reason and the cure."""
 
 
 def make_scheduler(
@@ -258,8 +260,7 @@ def make_scheduler(
         factory = load_part("zero_core.schedules", name, asked_by=asked, distribution="zero-parts")
     elif name in _NEEDS_OBJECTS:
         raise ConfigError(
-            f"scheduler.type = {name!r} cannot be given in a configuration: "
-            f"{_NEEDS_OBJECTS[name]}; pass lr_scheduler=... to build() or step it yourself"
+            f"scheduler.type = {name!r} cannot be given in a configuration: {_NEEDS_OBJECTS[name]}"
         )
     elif isinstance(found, type) and issubclass(found, base) and found is not base:
         factory = found
@@ -283,6 +284,13 @@ def make_scheduler(
 
 _PARTS = "_schedulers"
 """State-dict key of the inner schedulers in torch's SequentialLR and ChainedScheduler."""
+
+
+def count_of(schedule: Schedule) -> int | None:
+    """Return how often ``schedule`` was stepped, up to a constant, or None if it has no count."""
+    if isinstance(schedule, IterationSchedule):
+        return schedule.last_batch_iteration
+    return schedule.last_epoch if isinstance(schedule, lr_scheduler.LRScheduler) else None
 
 
 def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:

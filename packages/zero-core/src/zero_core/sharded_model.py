@@ -306,13 +306,14 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
 
     def __repr__(self) -> str:
         ended, zero = self._device_states.ended_by, self.config.zero_optimization
-        offload, dtype = zero.offload_optimizer, self._parts.compute_dtype or torch.float32
+        offload = zero.offload_optimizer
+        dtypes = dict.fromkeys(segment.dtype for segment in self.layout.segments)
         numel = sum(p.numel for p in self.layout.params)
         facts = [
             *([f"ended by {ended}"] if ended else []),
             f"stage {zero.stage}",
             f"{self.world_size} rank{'s' * (self.world_size > 1)} on {self.device.type}",
-            str(dtype).removeprefix("torch."),
+            " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
             *([f"offload {offload.device} {offload.ratio}"] if offload.device != "none" else []),
             f"{numel:,} parameters",
             f"step {self.global_steps}",

@@ -85,17 +85,27 @@ def read_latest(directory: Location) -> str | None:
 def find(directory: Location, tag: str | None) -> Location:
     """Return the folder of checkpoint ``tag``, by default of the one that ``latest`` names."""
     tag = read_latest(directory) if tag is None else tag
-    if tag is None:
+    if tag is None and (directory / MANIFEST).exists():
         raise CheckpointError(
-            f"{directory} holds no checkpoint (no file 'latest'): give the folder that "
-            "save_checkpoint() was given"
+            f"{directory} is a single checkpoint: give its folder {str(directory.parent)!r}, and "
+            f"tag={directory.name!r}"
+        )
+    if tag is None:
+        missing = "no file 'latest'" if directory.exists() else "there is no such folder"
+        raise CheckpointError(
+            f"{directory} holds no checkpoint ({missing}): give the folder that save_checkpoint() "
+            "was given"
         )
     check_tag(tag)
     # A save that is replacing a checkpoint first renames the old one, and may then be killed.
     for place in (directory / tag, directory / f".{tag}.old"):
         if (place / MANIFEST).exists():
             return place
-    raise CheckpointError(f"{directory / tag} is not a checkpoint: there is no {MANIFEST} in it")
+    known = ", ".join(list_checkpoints(directory)) if directory.is_dir() else ""
+    raise CheckpointError(
+        f"{directory / tag} is not a checkpoint: there is no {MANIFEST} in it; checkpoints of "
+        f"{directory}: {known or 'none'}"
+    )
 
 
 def holds_checkpoint(directory: Location) -> bool:

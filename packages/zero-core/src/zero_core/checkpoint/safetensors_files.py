@@ -180,7 +180,14 @@ def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor],
     """
     found, size = {}, size_of(file)
     try:
-        stop = length = 8 + int.from_bytes(file.read(8), "little")
+        start = file.read(8)
+        if start[:4] == b"PK\x03\x04":
+            raise CheckpointError(
+                f"{path} is a zip archive, as torch.save writes: before build(), give it to "
+                "model.load_state_dict(torch.load(...)), or write it with "
+                "safetensors.torch.save_file(...)"
+            )
+        stop = length = 8 + int.from_bytes(start, "little")
         if length > min(size, _MAX_HEADER_BYTES):
             raise ValueError(f"it has {size} bytes, and a header of {length}")
         header = _Header.model_validate_json(file.read(length - 8))

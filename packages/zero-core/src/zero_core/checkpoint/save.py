@@ -252,6 +252,8 @@ class Saver:
                 "has_frozen": request.has_frozen,
             }
             wholes, of_wholes = whole_states(state)
+            if isinstance(request.directory, Path) and request.directory.is_file():
+                raise CheckpointError(f"{request.directory} is a file: give a folder")
             request.directory.mkdir(parents=True, exist_ok=True)
             row = [own_scalars(state), random.getstate(), wholes]
             return words, row, small_files(state) | of_wholes
@@ -277,7 +279,17 @@ class Saver:
     def _write(self, taken: _Taken, exchange: Exchange) -> None:
         """Write the files of ``taken`` and commit them. Every rank must call it."""
         request, directory, tag = taken.request, taken.request.directory, taken.request.tag
-        token = exchange.gather_bytes(uuid.uuid4().hex.encode())[0].decode()
+        cards = exchange.gather_bytes(json.dumps([uuid.uuid4().hex, str(request.place)]).encode())
+        token, place = json.loads(cards[0])
+        others = {r: row[1] for r, row in enumerate(map(json.loads, cards)) if row[1] != place}
+        if others and exchange.rank == 0:
+            rank = min(others)
+            _log.warning(
+                "save_checkpoint(): rank 0 saves to %s, rank %d to %s. Neither folder is a whole "
+                "checkpoint: a load needs the files of all ranks in one. Give every rank the same "
+                "folder and tag",
+                *(place, rank, others[rank]),
+            )
         if isinstance(directory, Path):
             staging: Staging = Aside(directory, tag)
         else:

@@ -52,6 +52,13 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
     """
     if world_size < 1:
         raise ConfigError(f"world_size = {world_size}: must be at least 1")
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        raise ConfigError("the configuration is JSON text: give json.loads(text), or a file's path")
+    if not isinstance(source, Mapping | str | Path):
+        raise ConfigError(
+            f"the configuration is of type {type(source).__name__}: expected a mapping, or the "
+            "path of a JSON file"
+        )
     if not isinstance(source, Mapping):
         source = parse_json(read_config_text(Path(source)), str(source))
     check_plain(source)
@@ -283,6 +290,10 @@ def explain(
         path, block = _key_of(found["loc"], kind, raw)
         where = _name_path((place, *path) if place else path)
         cause = f"{found['msg'].removeprefix('Value error, ')}, found {shown(found['input'])}"
+        field = None if block is None else block.model_fields.get(str(path[-1]))
+        if field is not None and (inner := block_of(field)) and found["type"] == "model_type":
+            cause = f'expected a block, as {{"{next(iter(inner.model_fields))}": ...}}, found '
+            cause += shown(found["input"])
         if found["type"] == "extra_forbidden":
             known = sorted(block.model_fields) if block is not None else []
             name, tree = (

@@ -125,8 +125,8 @@ class Machine:
             )
         for name in ("device_memory", "host_memory"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name} = {value}: must be a positive number of bytes")
+            if value is not None and (isinstance(value, str) or value <= 0):
+                raise ConfigError(f"{name} = {value!r}: must be a positive number of bytes")
         if self.device_type not in ("accelerator", "cpu"):
             raise ConfigError(f"device_type = {self.device_type!r}: must be 'accelerator' or 'cpu'")
         if not self.is_accelerated and self.device_memory is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero_core.config import Config, Fp16Config
 from zero_core.errors import CheckpointCorruptError, CheckpointError
-from zero_core.schedules import Schedule, check_state, resume_rates
+from zero_core.schedules import Schedule, check_state, count_of, resume_rates
 
 _log = logging.getLogger(__name__)
 
@@ -115,6 +115,10 @@ class TrainState:
         self._param_groups = param_groups
         self._steps_per_print = config.steps_per_print
         self._rank = rank
+        self._has_warned_of_drop = False
+        self._has_warned_of_schedule = False
+        # The schedule and its expected count if the program steps it, too.
+        self._stepped_twice: tuple[Schedule, int] | None = None
 
     def find_boundary(self) -> None:
         """Set `is_boundary`. Call it when anything that it depends on has changed."""
@@ -153,10 +157,23 @@ class TrainState:
         """Update the loss scale and the schedule after a step that was not skipped."""
         if self.scaler.config.enabled:
             self.scaler.update(is_overflow=False)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
         if self.num_rounds:
             self._end_rounds()
+        scheduler = self.lr_scheduler
+        if scheduler is None:
+            return
+        is_repeated = (scheduler, count_of(scheduler)) == self._stepped_twice
+        if is_repeated and self._rank == 0 and not self._has_warned_of_schedule:
+            self._has_warned_of_schedule = True
+            _log.warning(
+                "step %d: the program has stepped the schedule that engine.step() steps, so it "
+                "advances twice: leave one out. A schedule over engine.optimizer that build() does "
+                "not get is stepped by the program alone. This is said once",
+                self.global_steps + 1,
+            )
+        scheduler.step()
+        count = count_of(scheduler)
+        self._stepped_twice = None if count is None else (scheduler, count + 1)
 
     def check_rounds(self) -> None:
         """Warn once if the micro-step's gradient probably contains two runs of the same code.
@@ -309,8 +326,23 @@ class TrainState:
         scheduler, state = self.lr_scheduler, saved["lr_scheduler"]
         if scheduler is not None and state is not None and "lr_scheduler" not in without:
             scheduler.load_state_dict(state)
+            self._stepped_twice = None
             if "optimizer" in without:
                 resume_rates(scheduler)
+
+    def warn_of_drop(self, result: str) -> None:
+        """Warn once if ``zero_grad`` drops the gradients of finished micro-steps of this step.
+
+        ``result`` completes "the step ...".
+        """
+        if self._rank == 0 and self.num_accumulated and not self._has_warned_of_drop:
+            self._has_warned_of_drop = True
+            _log.warning(
+                "step %d: zero_grad() drops the gradients of %d finished micro-steps of %d, and "
+                "the step %s. step() drops gradients itself: call zero_grad() only after a loop "
+                "that was left before step(). This is said once",
+                *(self.global_steps + 1, self.num_accumulated, self.accumulation_steps, result),
+            )
 
     def restart_step(self) -> None:
         """Restart the current step, because its last backward did not finish."""

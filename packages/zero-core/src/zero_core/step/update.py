@@ -236,8 +236,8 @@ def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: i
                 "zero_optimization.offload_optimizer.update_in_backward needs updates that can be "
                 "undone, as gradient_clipping, fp16 or check_grad_overflow may change or cancel a "
                 "step: those of Adam, AdamW, Adagrad, SGD or Lion by cpu-adam's kernel (pip "
-                "install zero-offload[cpu-adam]). Found another optimizer, no kernel or another "
-                "tier: leave the key out"
+                "install packages/cpu-adam). Found another optimizer, no kernel or another tier: "
+                "leave the key out"
             )
         if rank == 0:
             _log.info(

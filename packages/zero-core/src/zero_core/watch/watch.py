@@ -56,6 +56,7 @@ from zero_core.watch.place import OUTSIDE, Place
 _log = logging.getLogger(__name__)
 
 OTHER_BLOCKS = (
+    "Every rank must make the same calls of the engine, as forwards and saves, in the same order. "
     "If a rank calls blocks that others do not call, as experts, name the module that holds them "
     "in zero_optimization.leaf_module"
 )

@@ -107,7 +107,7 @@ def resolve_kernel(
         installed = sorted(entry.name for entry in entry_points(group=GROUP))
         raise ValueError(
             f"no Adam kernel {kernel!r} is installed, only {installed}; "
-            f"`pip install zero-offload[cpu-adam]` brings one"
+            "`pip install packages/cpu-adam` brings one"
         )
     return _checked(matches[0].load())
 

@@ -118,7 +118,7 @@ class OffloadTiers:
                 f'offload_optimizer.device = "nvme" does not serve {optimizer_class.__qualname__} '
                 f"with these settings: its update is not one of an installed host kernel. Use "
                 f"Adam, AdamW, Adagrad, SGD or Lion by name with cpu-adam installed (pip install "
-                f'zero-offload[cpu-adam]) and without amsgrad or float64, or device "cpu"'
+                f'packages/cpu-adam) and without amsgrad or float64, or device "cpu"'
             )
         self.end = settings.host_share
         self.device_budget = settings.device_budget
