@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from conftest import CAPTURED, environment
 
+from zero_core.adapters import install_command
 from zero_core.errors import MissingPartError
 from zero_core.testing import Case
 
@@ -61,20 +63,26 @@ def test_offload_trains_or_names_the_package_that_is_missing(missing, monkeypatc
     if missing == "zero-comm":  # a plug-in that offload does not need
         CASE.build().close()
         return
-    with pytest.raises(MissingPartError, match=f"offload_optimizer.*pip install {missing}"):
+    with pytest.raises(MissingPartError, match=f"offload_optimizer.*packages/{missing} "):
         CASE.build()
 
 
-OWN = {"cpu-adam", "zero-comm", "zero-core", "zero-offload", "zero-parts"}
-
-
-def test_pages_and_messages_install_no_other_projects_by_a_name_like_ours() -> None:
-    pages = ["README.md", "CONTRIBUTING.md", *(str(p) for p in ROOT.glob("docs/**/*.md"))]
-    folders = [*ROOT.glob("packages/*"), ROOT / "integration"]
-    pages += [str(f / "README.md") for f in folders]
-    pages += [str(p) for f in folders for p in (f / "src").rglob("*.py")]
-    texts = [(ROOT / page).read_text(encoding="utf-8") for page in pages]
+def test_pages_and_messages_install_this_projects_packages_from_their_folders_alone() -> None:
+    folders = [*(f"packages/{name}" for name in ("zero-core", *PARTS)), "integration"]
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "llms.txt")]
+    pages += [*ROOT.glob("docs/**/*.md"), *ROOT.glob("skills/**/*.md")]
+    own, extras = set(), {}
+    for folder in folders:
+        pages += [ROOT / folder / "README.md", *(ROOT / folder / "src").rglob("*.py")]
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text("utf-8"))["project"]
+        own.add(project["name"])
+        extras[folder] = {"", *project.get("optional-dependencies", ())}
+    texts = [re.sub(r"[\"']\n\s*f?[\"']", "", page.read_text("utf-8")) for page in pages]
+    texts += map(install_command, own)
     commands = [line for text in texts for line in re.findall(r"pip install ([^`\n;|)]+)", text)]
-    words = {word.strip("\"'") for command in commands for word in command.split()}
-    names = {re.split(r"[\[<>=~]", word)[0] for word in words if "/" not in word}
-    assert {"zero-core"} <= {name for name in names if re.search("zero|adam", name)} <= OWN
+    words = {word.strip("\"',") for command in commands for word in command.split()}
+    for word in words:
+        folder, _, chosen = word.removeprefix("./").rstrip("]").partition("[")
+        assert re.split("[<>=~]", folder)[0].replace("_", "-") not in own
+        if (folder in folders or "/" in word) and not {":", "{"} & {*word}:
+            assert {*chosen.split(",")} <= extras[folder], word

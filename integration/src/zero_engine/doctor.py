@@ -144,7 +144,7 @@ def _entry_points() -> Iterator[_Row]:
         if found := ", ".join(f"{point.name} = {point.value}" for point in points):
             yield group, found
         else:
-            yield group, "none", "missing", f"pip install {provider}"
+            yield group, "none", "missing", install_command(provider)
 
 
 def _backends() -> Iterator[_Row]:

@@ -70,5 +70,5 @@ def __getattr__(name: str) -> Any:
         if error.name != "torch":
             raise
         raise ImportError(
-            f"cpu_adam.{name} needs torch: pip install 'cpu-adam[torch]'", name="torch"
+            f"cpu_adam.{name} needs torch: pip install torch", name="torch"
         ) from error

@@ -9,6 +9,9 @@ from zero_core.errors import MissingPartError
 
 FOUND: dict[tuple[str, str], EntryPoint] = {}
 """Entry points that `load_part` has found, because a search reads all packages' metadata."""
+_FOLDERS = {p: f"packages/{p}" for p in ("cpu-adam", "zero-comm", "zero-core", "zero-offload")}
+_FOLDERS["zero-parts"] = "packages/cpu-adam packages/zero-comm packages/zero-offload ./integration"
+"""This project's packages, which no index has, and what pip installs them from in a clone."""
 
 
 def missing_part(asked_by: str, distribution: str) -> MissingPartError:
@@ -20,7 +23,8 @@ def missing_part(asked_by: str, distribution: str) -> MissingPartError:
 
 def install_command(distribution: str, *flags: str) -> str:
     """Return the pip command that installs ``distribution``."""
-    return " ".join(("pip install", *flags, distribution))
+    place = " (in a clone of the repository)" if distribution in _FOLDERS else ""
+    return " ".join(("pip install", *flags, _FOLDERS.get(distribution, distribution))) + place
 
 
 def has_part(group: str, name: str) -> bool:

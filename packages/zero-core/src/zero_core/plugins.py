@@ -31,7 +31,7 @@ from zero_core.optim.factory import (
 )
 from zero_core.optim.muon import tag_matrices
 from zero_core.optim.whole_tier import WholeTier
-from zero_core.parts import has_part, load_part, missing_part
+from zero_core.parts import has_part, install_command, load_part, missing_part
 from zero_core.protocols import (
     Collectives,
     CollectivesFactory,
@@ -220,8 +220,8 @@ def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) 
     if given is None and config.optimizer is not None:
         named = f"optimizer.type = {config.optimizer.type!r}"
     if given is not None and not has_part(KERNELS, "cpu"):
-        text = "torch's own update runs on the host; for a faster one: pip install cpu-adam"
-        _log.info("%s with %s: %s", key, named, text)
+        text = "torch's own update runs on the host; for a faster one"
+        _log.info("%s with %s: %s: %s", key, named, text, install_command("cpu-adam"))
         return None
     return load_part(KERNELS, "cpu", asked_by=f"{key} with {named}", distribution="cpu-adam")
 

@@ -461,7 +461,7 @@ def make_micro_batches(
     host_inputs: HostInputs | None,
 ) -> MicroBatches:
     """Return the driver of a step's micro-batches for the configured schedule."""
-    wanted, needs = config.accumulation_schedule, 'pip install "zero-core[vertical]"'
+    wanted, needs = config.accumulation_schedule, "pip install greenlet"
     if greenlet is None and wanted == "vertical":
         raise MissingPartError(
             f"accumulation_schedule = {wanted!r} needs the package greenlet, which is not "
