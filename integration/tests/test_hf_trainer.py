@@ -147,19 +147,11 @@ def _generates(folder: Path) -> None:
 
     found = []
     for kind, further in ((Seq2SeqTrainer, {}), (ZeroSeq2SeqTrainer, {"zero": "stage3"})):
-        args = _arguments(
-            folder,
-            Seq2SeqTrainingArguments,
-            predict_with_generate=True,
-            generation_max_length=5,
-            per_device_eval_batch_size=2,
-        )
-        settings = {
-            "args": args,
-            "train_dataset": token_rows(12),
-            "eval_dataset": token_rows(7, seed=2),
-        }
-        settings |= {"compute_metrics": compute, **further}
+        options = {"predict_with_generate": True, "generation_max_length": 5}
+        options |= {"per_device_eval_batch_size": 2}
+        args = _arguments(folder, Seq2SeqTrainingArguments, **options)
+        settings = {"args": args, "train_dataset": token_rows(12), "compute_metrics": compute}
+        settings |= {"eval_dataset": token_rows(7, seed=2), **further}
         trainer = kind(model=make_lm("t5"), **settings)
         before = trainer.evaluate()
         if kind is Seq2SeqTrainer:
@@ -257,7 +249,7 @@ def test_auto_is_filled_in_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
         "gradient_clipping": "auto",
         "fp16": {"enabled": "auto", "initial_scale_power": 8},
         "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-8}},
+        "optimizer": {"type": "AdamW", "params": {"lr": None, "betas": "auto", "eps": 1e-8}},
     }
     path = tmp_path / "zero.json"
     path.write_text(json.dumps(given))
@@ -272,6 +264,8 @@ def test_auto_is_filled_in_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert config.zero_optimization.zero_hpz_partition_size == 2
     assert config.optimizer is not None
     assert config.optimizer.params == {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8}
+    nulls = dict.fromkeys(("zero_optimization", "optimizer", "scheduler", "bf16", "fp16"))
+    assert (read_zero(nulls), fill_config(nulls, args)) == ({}, fill_config({}, args))
     auto = dict.fromkeys(("warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
     assert fill_schedule({**auto, "warmup_type": "linear"}, args, 40) == {
         "warmup_max_lr": 3e-4,
@@ -293,6 +287,7 @@ def test_auto_is_filled_in_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
             ("size_per_gpu = 4, TrainingArguments: 8", "bf16.enabled", "optimizer.params.lr"),
         ),
         ({"scheduler": {"params": {}}}, ("scheduler.type: Field required",)),
+        ({"optimizer": {"type": "Lion", "params": [1]}}, ("optimizer.params: expected a block",)),
     ],
 )
 def test_all_that_does_not_fit_the_arguments_is_named(given, messages, tmp_path):
@@ -327,10 +322,9 @@ def test_arguments_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> Non
 
 def test_model_without_training_data_is_evaluated_without_optimizer_state(tmp_path: Path) -> None:
     model, args = make_lm("gpt2"), _defaults(tmp_path, disable_tqdm=True)
-    plain = Trainer(model=make_lm("gpt2"), args=args, eval_dataset=token_rows(5)).evaluate()[
-        "eval_loss"
-    ]
-    trainer = ZeroTrainer(model=model, args=args, eval_dataset=token_rows(5), zero="stage3-offload")
+    further = {"args": args, "eval_dataset": token_rows(5)}
+    plain = Trainer(model=make_lm("gpt2"), **further).evaluate()["eval_loss"]
+    trainer = ZeroTrainer(model=model, **further, zero="stage3-offload")
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain, abs=1e-6)
     assert trainer.engine is not None
     assert "gradient shards" not in {k for k, v in trainer.engine.memory_report().items() if v}
@@ -343,18 +337,15 @@ def test_model_without_training_data_is_evaluated_without_optimizer_state(tmp_pa
 
 
 def test_configured_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
+    params = {"warmup_max_lr": "auto", "warmup_num_steps": 2, "warmup_type": "linear"}
     given = {
         "zero_optimization": {"stage": 2},
         "optimizer": {"type": "SGD", "params": {"lr": "auto"}},
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_max_lr": "auto", "warmup_num_steps": 2, "warmup_type": "linear"},
-        },
+        "scheduler": {"type": "WarmupLR", "params": {**params, "warmup_min_lr": None}},
     }
     args = _defaults(tmp_path, max_steps=4, logging_steps=1, learning_rate=0.5, disable_tqdm=True)
-    trainer = ZeroTrainer(
-        model=make_lm("gpt2"), args=args, train_dataset=token_rows(32), zero=given
-    )
+    data = token_rows(32)
+    trainer = ZeroTrainer(model=make_lm("gpt2"), args=args, train_dataset=data, zero=given)
     trainer.train()
     assert type(trainer.optimizer.optimizer.given).__name__ == "SGD"
     rates = [r["learning_rate"] for r in trainer.state.log_history if "loss" in r]

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,20 @@ from typing import Any
 import pytest
 from conftest import CAPTURED, environment
 
+from zero_core.adapters import install_command
 from zero_core.errors import MissingPartError
 from zero_core.testing import Case
 
 ROOT = Path(__file__).parents[2]
+PARTS = ("cpu-adam", "zero-comm", "zero-offload")
+CASE = Case(2, zero={"offload_optimizer": {"device": "cpu"}})
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("uv") is None, reason="uv prints what it would install")
 def test_an_installation_leaves_the_torch_that_is_there() -> None:
-    chosen = [*map(str, ROOT.glob("packages/*")), str(ROOT / "integration")]
+    folders = (*(f"packages/{name}" for name in ("zero-core", *PARTS)), "integration")
+    chosen = [str(ROOT / folder) for folder in folders]
     command = ("uv", "pip", "install", "--dry-run", "--python", sys.executable, *chosen)
     done = subprocess.run(command, **CAPTURED)
     changes = [line.split()[1] for line in done.stderr.splitlines() if line[:2] in (" +", " -")]
@@ -48,23 +53,36 @@ def test_cuda_build_trains_on_a_cpu_where_no_device_is() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_offload_names_the_folder_of_the_kernel_that_is_missing(monkeypatch):
+@pytest.mark.parametrize("missing", ["cpu-adam", "zero-offload", "zero-comm"])
+def test_offload_trains_or_names_the_package_that_is_missing(missing, monkeypatch):
     def installed(**chosen: str) -> list[Any]:
-        return [p for p in entry_points(**chosen) if p.dist and p.dist.name != "cpu-adam"]
+        return [p for p in entry_points(**chosen) if p.dist and p.dist.name != missing]
 
     monkeypatch.setattr("zero_core.parts.entry_points", installed)
     monkeypatch.setattr("zero_core.parts.FOUND", {})
-    with pytest.raises(MissingPartError, match=r"offload_opt.*pip install packages/cpu-adam"):
-        Case(2, zero={"offload_optimizer": {"device": "cpu"}}).build()
+    if missing == "zero-comm":  # a plug-in that offload does not need
+        CASE.build().close()
+        return
+    with pytest.raises(MissingPartError, match=f"offload_optimizer.*packages/{missing} "):
+        CASE.build()
 
 
-def test_pages_and_messages_install_from_a_folder_what_no_package_index_has() -> None:
-    pages = ["README.md", "CONTRIBUTING.md", *(str(p) for p in ROOT.glob("docs/**/*.md"))]
-    folders = [*ROOT.glob("packages/*"), ROOT / "integration"]
-    pages += [str(f / "README.md") for f in folders]
-    pages += [str(p) for f in folders for p in (f / "src").rglob("*.py")]
-    texts = [(ROOT / page).read_text(encoding="utf-8") for page in pages]
+def test_pages_and_messages_install_this_projects_packages_from_their_folders_alone() -> None:
+    folders = [*(f"packages/{name}" for name in ("zero-core", *PARTS)), "integration"]
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "llms.txt")]
+    pages += [*ROOT.glob("docs/**/*.md"), *ROOT.glob("skills/**/*.md")]
+    own, extras = set(), {}
+    for folder in folders:
+        pages += [ROOT / folder / "README.md", *(ROOT / folder / "src").rglob("*.py")]
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text("utf-8"))["project"]
+        own.add(project["name"])
+        extras[folder] = {"", *project.get("optional-dependencies", ())}
+    texts = [re.sub(r"[\"']\n\s*f?[\"']", "", page.read_text("utf-8")) for page in pages]
+    texts += map(install_command, own)
     commands = [line for text in texts for line in re.findall(r"pip install ([^`\n;|)]+)", text)]
-    words = {word.strip("\"'") for command in commands for word in command.split()}
-    names = {re.split(r"[\[<>=~]", word)[0] for word in words if "/" not in word}
-    assert not {name for name in names if re.search("zero|adam", name)}
+    words = {word.strip("\"',") for command in commands for word in command.split()}
+    for word in words:
+        folder, _, chosen = word.removeprefix("./").rstrip("]").partition("[")
+        assert re.split("[<>=~]", folder)[0].replace("_", "-") not in own
+        if (folder in folders or "/" in word) and not {":", "{"} & {*word}:
+            assert {*chosen.split(",")} <= extras[folder], word

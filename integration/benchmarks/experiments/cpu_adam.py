@@ -109,8 +109,7 @@ def _run(contenders: Contenders, rounds: int) -> dict[str, Row]:
             lines = str(error).splitlines() or [type(error).__name__]
             why = f"failed: {lines[0]}"
             if isinstance(error, ModuleNotFoundError) and error.name is not None:
-                package = error.name.partition(".")[0]
-                why = f"{package} is not installed: pip install {package}"
+                why = f"{error.name.partition('.')[0]} is not installed: nox -s bench installs it"
             failures[name] = {"failure": why}
 
     def take_turn(name: str, _: int) -> Row:

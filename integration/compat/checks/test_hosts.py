@@ -18,7 +18,7 @@ from transformers import set_seed
 from trl.generation.vllm_generation import VLLMGeneration
 
 from compat.material import save_models
-from compat.scripts.trl_trainer import ARGUMENTS, prepare
+from compat.scripts.trl_trainer import ARGUMENTS, CASES, prepare
 from tests.support.lm_models import make_lm, token_rows
 from zero_core.testing import preload, run_alone, spawn
 from zero_engine.hf import zero_trainer
@@ -27,10 +27,10 @@ preload("trl.trainer.sft_trainer", "transformers.models.llama.modeling_llama")
 
 # With a limit of 0 each forward of a generation gathers, so ranks must run equally many forwards.
 ZERO = ({"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, "stage3_max_live_parameters": 0})
-LORA = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 ROWS: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation")},
-    **{name: {} for name in ("dpo, adapters", "grpo, adapters")},
+    **{name: {} for name in CASES if name != "gold"},  # which needs tokens of bytes
+    **{f"{name}, adapters": {} for name in ("sft", "dpo", "kto", "reward", "grpo", "rloo", "cpo")},
+    "sdft, moving teacher": {"teacher_model_kind": "ema"},
     "sft, recomputed": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
     "dpo, moving reference": {"sync_ref_model": True, "ref_model_sync_steps": 2},
     "dpo, precomputed": {"precompute_ref_log_probs": True},
@@ -39,17 +39,19 @@ UNLIKE = ("time", "per_second", "grad_norm", "frac", "flos")  # differ between e
 
 
 def _trained(row: str, models: Path, zero: Any = None) -> Any:
-    name, further = row.partition(",")[0], {"peft_config": LORA} if "adapters" in row else {}
+    name, further = row.partition(",")[0], {}
+    if "adapters" in row:
+        task = "SEQ_CLS" if name == "reward" else "CAUSAL_LM"
+        further["peft_config"] = peft.LoraConfig(r=4, target_modules="all-linear", task_type=task)
     arguments = {**ARGUMENTS, "use_cpu": True, "output_dir": str(models / "run"), **ROWS[row]}
     kind, given = prepare(name, models, arguments)
     set_seed(7)  # adapters are created with random weights
-    if zero is None:
-        trainer = kind(**given, **further)
-    else:
-        trainer = zero_trainer(kind)(**given, **further, zero={"zero_optimization": zero})
-        if name == "grpo":
-            trainer.vllm_generation = VLLMGeneration.__new__(VLLMGeneration)
-            trainer.vllm_generation.model = trainer.model
+    if zero is not None:
+        kind, further["zero"] = zero_trainer(kind), {"zero_optimization": zero}
+    trainer = kind(**given, **further)
+    if zero is not None and name == "grpo":
+        trainer.vllm_generation = VLLMGeneration.__new__(VLLMGeneration)
+        trainer.vllm_generation.model = trainer.model
     set_seed(7)
     trainer.train()
     return trainer

@@ -109,7 +109,7 @@ CASES = {
     "iw_opd": Case("IWOPDTrainer", messages, SHORT, has_teacher=True),
     "gmpo": Case("GMPOTrainer", prompts, GROUP, has_reward=True),
     "a2po": Case("A2POTrainer", prompts, SHORT, has_reward=True),
-    "sdft": Case("SDFTTrainer", privileged, SHORT),
+    "sdft": Case("SDFTTrainer", privileged, {"num_generations": 2, **SHORT}),
     "sdpo": Case("SDPOTrainer", privileged, SDPO, has_reward=True),
 }
 

@@ -31,6 +31,7 @@ from zero_engine.train.options import RunSettings, Start, first_line, flag_of
 
 app = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode=None,  # plain text needs no import of rich, which takes 0.2 s
     pretty_exceptions_enable=False,  # rich's tracebacks are hard to paste into a bug report
 )
 
@@ -429,6 +430,7 @@ _add(version, "version")
 
 for _command in app.registered_commands:  # terminals wrap paragraphs by their own width
     _command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", getdoc(_command.callback) or "")
+    _command.short_help = _command.help.partition("\n\n")[0]  # the default cuts it off
 
 
 def main() -> None:

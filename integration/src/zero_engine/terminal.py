@@ -42,5 +42,5 @@ def require(extra: str, user: str, *modules: str) -> None:
         if find_spec(module) is None:
             raise errors.MissingPartError(
                 f"{user} needs the package {module}, which is not installed: "
-                f'pip install "./integration[{extra}]" in a checkout'
+                f'pip install "./integration[{extra}]" (in a clone of the repository)'
             )

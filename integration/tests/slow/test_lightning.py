@@ -328,7 +328,8 @@ def test_what_the_trainer_decides_is_refused_in_the_configuration(config, option
 
 
 def test_default_options_of_ddp_which_lightnings_command_line_passes_are_accepted() -> None:
-    ZeroStrategy({}, find_unused_parameters=False, gradient_as_bucket_view=False)
+    nulls = dict.fromkeys(("scheduler", "optimizer", "bf16", "gradient_clipping"))
+    assert not ZeroStrategy(nulls, find_unused_parameters=False)._config
 
 
 def test_configuration_in_a_file_and_precisions_that_the_engine_lacks_are_refused(tmp_path):

@@ -244,7 +244,7 @@ def test_an_engine_describes_itself_and_names_what_serves_instead_of_a_modules_m
         engine.parameters()
     engine.close()
     assert repr(engine).startswith("Engine(ended by close(), ")
-    assert {*dir(zero_core)} - {*zero_core.__all__} <= {*zero_core._MODULES.split()}
+    assert {*dir(zero_core)} - {*zero_core.__all__} <= {*zero_core._HOMES[""].split()}
 
 
 @pytest.mark.parametrize("end", ["close", "unwrap"])

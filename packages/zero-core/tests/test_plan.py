@@ -358,7 +358,7 @@ def test_what_needs_a_package_that_is_missing_is_named_and_not_counted(
     (said,) = [text for text in planned.missing if f"needs the package {package}" in text]
     assert f"{next(iter(zero))}" in said
     assert "device = 'cpu'" in said or "zero_quantized_weights" in said
-    assert f"pip install packages/{package}, in a clone" in said
+    assert f"pip install packages/{package} (in a clone" in said
     assert not planned.memory.host
     assert planned.traffic_choices == ()
     assert not planned.configured.is_fitting

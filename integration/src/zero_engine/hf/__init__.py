@@ -17,7 +17,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "zero_engine.hf needs the packages transformers and accelerate, which cannot be imported "
-        f'({error}): pip install "./integration[hf]" in a checkout'
+        f'({error}): pip install "./integration[hf]" (in a clone of the repository)'
     ) from error
 
 from zero_engine.hf.trainer import ZeroSeq2SeqTrainer, ZeroTrainer

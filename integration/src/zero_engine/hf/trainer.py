@@ -41,7 +41,7 @@ import zero_core
 from zero_core import CheckpointError, ConfigError, Engine, ShardedModel, engine_of
 from zero_core.adapters import ObjectMethods
 from zero_core.checkpoint import read_client_state
-from zero_core.config import SchedulerConfig, explain, shown
+from zero_core.config import SchedulerConfig, explain, shown, without_nulls
 from zero_core.schedules import Schedule, check_state, make_scheduler
 from zero_engine.deepspeed.config.reader import load
 from zero_engine.presets import PRESETS
@@ -206,7 +206,7 @@ class ZeroTrainer(Trainer):
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
         if "scheduler" in self._given and self.lr_scheduler is None:
-            block = SchedulerConfig.model_validate(self._given["scheduler"])
+            block = SchedulerConfig.model_validate(without_nulls(self._given["scheduler"]))
             params = fill_schedule(block.params, self.args, num_training_steps)
             assert self.optimizer is not None
             schedule = make_scheduler(self.optimizer, block.type, params)
@@ -412,12 +412,10 @@ _LEFT_TO_ENGINE = (
 
 def read_zero(zero: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration that ``zero`` is or names. It may still have "auto" values."""
-    if isinstance(zero, Mapping):
-        return copy.deepcopy(dict(zero))
     if isinstance(zero, str) and zero in PRESETS:
-        return {"zero_optimization": copy.deepcopy(dict(PRESETS[zero]))}
-    if Path(zero).suffix == ".json" or Path(zero).is_file():
-        return copy.deepcopy(load(zero))
+        zero = {"zero_optimization": PRESETS[zero]}
+    if isinstance(zero, Mapping) or Path(zero).suffix == ".json" or Path(zero).is_file():
+        return {k: v for k, v in copy.deepcopy(load(zero)).items() if v is not None}
     near = difflib.get_close_matches(str(zero), PRESETS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
@@ -445,10 +443,13 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
-    filled = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
-    for key in ("zero_optimization", "optimizer", "bf16", "fp16"):
-        if not isinstance(filled.get(key, {}), Mapping):
-            raise ConfigError(f"{key}: expected a block of keys, found {shown(filled[key])}")
+    filled = without_nulls(config)
+    for path in ("zero_optimization", "bf16", "fp16", "optimizer", "optimizer.params"):
+        block: Any = filled
+        for key in path.split("."):
+            block = block.get(key, {})
+        if not isinstance(block, Mapping):
+            raise ConfigError(f"{path}: expected a block of keys, found {shown(block)}")
     scheduler = filled.pop("scheduler", None)
     if scheduler is not None:
         try:
@@ -475,7 +476,7 @@ def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str,
     for path, value in decided.items():
         _fill(filled, path, value, differences)
     if "optimizer" in filled:
-        params = dict(filled["optimizer"].get("params", {}))
+        params = dict(config["optimizer"].get("params") or {})  # its nulls are filled in, too
         filled["optimizer"] = {**filled["optimizer"], "params": params}
         of_trainer = {
             "lr": args.learning_rate,

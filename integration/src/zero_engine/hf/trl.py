@@ -7,7 +7,7 @@ generation                  All ranks generate equally many tokens: `ZeroTrainer
 reference, reward, teacher  `ZeroAccelerator.prepare_model` builds an engine that only evaluates.
 a teacher's head            DistillationTrainer's loss reads it: `TRLTrainer.compute_loss`.
 precomputed log-probs       They are computed before training: `TRLTrainer.compute_ref_log_probs`.
-``sync_ref_model``          `SyncRefModel` writes to the reference model.
+a moving reference          A callback writes to it, or to a teacher: `sync_gathered`.
 vLLM                        `EngineBackend` gathers what is sent to it.
 """
 
@@ -33,14 +33,10 @@ def _engine_of(model: nn.Module) -> ShardedModel:
     return engine
 
 
-class SyncRefModel(SyncRefModelCallback):  # type: ignore[misc]
-    """TRL's callback that moves a reference model's weights towards the trained model's."""
-
-    @staticmethod
-    def sync_target_model(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
-        """Update ``target_model`` while both models hold their whole weights."""
-        with _engine_of(model).gathered(), _engine_of(target_model).gathered(modifier_rank=0):
-            SyncRefModelCallback.sync_target_model(model, target_model, alpha)
+def sync_gathered(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+    """Move ``target_model`` towards ``model`` as TRL does, while both hold their whole weights."""
+    with _engine_of(model).gathered(), _engine_of(target_model).gathered(modifier_rank=0):
+        SyncRefModelCallback.sync_target_model(model, target_model, alpha)
 
 
 class EngineBackend(DistributedBackend):  # type: ignore[misc]
@@ -72,7 +68,7 @@ class TRLTrainer(ZeroTrainer):
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         if isinstance(callback, SyncRefModelCallback):
-            callback = SyncRefModel(callback.ref_model, callback.accelerator)
+            callback.sync_target_model = sync_gathered
         super().add_callback(callback)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:

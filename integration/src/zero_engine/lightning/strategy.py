@@ -36,6 +36,7 @@ import zero_core
 from zero_core import CheckpointError, ConfigError, Engine, ShardedModel
 from zero_core.adapters import plain_name
 from zero_core.checkpoint import encode
+from zero_core.config import without_nulls
 from zero_engine.deepspeed.config.reader import load
 
 _OF_TRAINER = {
@@ -142,7 +143,7 @@ class ZeroStrategy(DDPStrategy):
             raise ConfigError(
                 f"ZeroStrategy has no DistributedDataParallel to pass {sorted(process_options)} to"
             )
-        self._config = _without_trainers(dict(load(config)))
+        self._config = _without_trainers(without_nulls(load(config)))
         self._engine: ShardedModel | None = None
 
     @property

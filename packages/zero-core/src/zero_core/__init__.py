@@ -4,10 +4,10 @@ Names other than errors are imported at their first use (PEP 562), because impor
 seconds and `zero_core.config` and `zero_core.errors` do not need torch.
 """
 
-from importlib import import_module
 from importlib.metadata import version as _version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from zero_core._lazy import lazy_names
 from zero_core.errors import (
     AccumulationScheduleError,
     CheckpointCorruptError,
@@ -88,8 +88,8 @@ __all__ = [
 
 __version__ = _version("zero-core")
 
-_MODULES = "adapters checkpoint config errors footprint protocols records schedules testing"
 _HOMES = {
+    "": "adapters checkpoint config errors footprint protocols records schedules testing",
     "building": "build",
     "checkpoint.files": "export_checkpoint inspect_checkpoint prune_checkpoints verify_checkpoint",
     "checkpoint.patches": "WeightPatch apply_patch",
@@ -111,13 +111,7 @@ _HOMES = {
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *_MODULES.split()]
+    return [*__all__, *_HOMES[""].split()]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES.split():
-        return import_module(f"{__name__}.{name}")
-    for home, names in _HOMES.items():
-        if name in names.split():
-            return globals().setdefault(name, getattr(import_module(f"{__name__}.{home}"), name))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -8,9 +8,10 @@ from typing import Any
 from zero_core.errors import MissingPartError
 
 FOUND: dict[tuple[str, str], EntryPoint] = {}
-"""Cache of entry points for `load_part`, because a search reads all packages' metadata."""
-_OWN = ("cpu-adam", "zero-core", "zero-offload", "zero-comm", "zero-parts")
-"""Distributions of this project. No package index has them."""
+"""Entry points that `load_part` has found, because a search reads all packages' metadata."""
+_FOLDERS = {p: f"packages/{p}" for p in ("cpu-adam", "zero-comm", "zero-core", "zero-offload")}
+_FOLDERS["zero-parts"] = "packages/cpu-adam packages/zero-comm packages/zero-offload ./integration"
+"""This project's packages, which no index has, and what pip installs them from in a clone."""
 
 
 def missing_part(asked_by: str, distribution: str) -> MissingPartError:
@@ -21,11 +22,9 @@ def missing_part(asked_by: str, distribution: str) -> MissingPartError:
 
 
 def install_command(distribution: str, *flags: str) -> str:
-    """Return the pip command that installs ``distribution``, and where to run it."""
-    if distribution not in _OWN:
-        return " ".join(("pip install", *flags, distribution))
-    folder = "./integration" if distribution == "zero-parts" else f"packages/{distribution}"
-    return " ".join(("pip install", *flags, folder)) + ", in a clone of this project"
+    """Return the pip command that installs ``distribution``."""
+    place = " (in a clone of the repository)" if distribution in _FOLDERS else ""
+    return " ".join(("pip install", *flags, _FOLDERS.get(distribution, distribution))) + place
 
 
 def has_part(group: str, name: str) -> bool:

@@ -220,8 +220,8 @@ def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) 
     if given is None and config.optimizer is not None:
         named = f"optimizer.type = {config.optimizer.type!r}"
     if given is not None and not has_part(KERNELS, "cpu"):
-        text = "%s with %s: torch's own update runs on the host; for a faster one: %s"
-        _log.info(text, key, named, install_command("cpu-adam"))
+        text = "torch's own update runs on the host; for a faster one"
+        _log.info("%s with %s: %s: %s", key, named, text, install_command("cpu-adam"))
         return None
     return load_part(KERNELS, "cpu", asked_by=f"{key} with {named}", distribution="cpu-adam")
 

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 """Allowed values of ``offload_optimizer.state_dtype``."""
+INSTALL = "pip install packages/{} (in a clone of the repository)"
+"""Advice of error messages, to format with the name of a package that no index has."""
 
 HostShare = Literal["last", "first"]
 """End of the flat space at which the host's elements are, unless parameter names select them.

@@ -17,7 +17,7 @@ from zero_offload.protocols import (
     ParamStore,
     UploadCodec,
 )
-from zero_offload.settings import OffloadSettings
+from zero_offload.settings import INSTALL, OffloadSettings
 from zero_offload.steppers.torch_stepper import TorchStepper
 from zero_offload.tiers.auto_tier import AutoTier
 from zero_offload.tiers.factory import OffloadTiers
@@ -80,8 +80,8 @@ def create_tier(
     settings = OffloadSettings.from_config(config)
     if settings.lossless_upload and upload_codec is None and device.type != "cpu":
         raise ValueError(
-            "offload_optimizer.lossless_upload needs a codec: install zero-comm, which has one, or "
-            "pass upload_codec"
+            f"offload_optimizer.lossless_upload needs a codec: {INSTALL.format('zero-comm')}, "
+            "which has one, or pass upload_codec"
         )
     geometry = Geometry(numel, pieces, params, len(groups))
     dtypes = {tensor.dtype for _, tensor in params}

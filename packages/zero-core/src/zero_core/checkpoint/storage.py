@@ -302,7 +302,7 @@ def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
         from fsspec.core import url_to_fs
     except ImportError:
         raise CheckpointError(
-            f"{url}: checkpoints at URLs need the package fsspec: pip install fsspec"
+            f"{url}: checkpoints at URLs need fsspec: pip install fsspec"
         ) from None
     try:
         files, path = url_to_fs(url)

@@ -1,7 +1,8 @@
 """DeepSpeed's JSON configuration, typed. Loading a configuration needs no torch."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from zero_core._lazy import lazy_names
 from zero_core.config.blocks import (
     LARGEST,
     UNNEEDED,
@@ -36,6 +37,7 @@ from zero_core.config.schema import (
     parse_json,
     read_config_text,
     shown,
+    without_nulls,
 )
 
 if TYPE_CHECKING:
@@ -76,12 +78,7 @@ __all__ = [
     "parse_json",
     "read_config_text",
     "shown",
+    "without_nulls",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("DTYPES", "WIDE_DTYPES", "master_dtype"):
-        from zero_core.config import dtypes
-
-        return getattr(dtypes, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, {"dtypes": "DTYPES WIDE_DTYPES master_dtype"})

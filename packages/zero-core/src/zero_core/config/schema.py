@@ -62,7 +62,7 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
     if not isinstance(source, Mapping):
         source = parse_json(read_config_text(Path(source)), str(source))
     check_plain(source)
-    given = raw = as_typed(_without_nulls(source), Config)
+    given = raw = as_typed(without_nulls(source), Config)
     # DeepSpeed has check_grad_overflow in the block bf16. Here it applies at every precision.
     bf16, zero = raw.get("bf16"), raw.get("zero_optimization")
     if isinstance(bf16, dict) and "check_grad_overflow" in bf16:
@@ -210,10 +210,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
+def without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
     """Drop keys with the value null, which means the default in DeepSpeed's JSON."""
     return {
-        k: _without_nulls(v) if isinstance(v, Mapping) else v
+        k: without_nulls(v) if isinstance(v, Mapping) else v
         for k, v in block.items()
         if v is not None
     }

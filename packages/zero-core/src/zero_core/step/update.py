@@ -55,6 +55,7 @@ from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.optim.train_state import TrainState, describe_groups
 from zero_core.optim.whole_tier import WholeTier
+from zero_core.parts import install_command
 from zero_core.protocols import AccumulatingTier, SpeculativeTier, StateTier
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.param_grads import SHARDED, UPDATED_IN_BACKWARD, ParamGrads
@@ -235,9 +236,9 @@ def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: i
             raise ConfigError(
                 "zero_optimization.offload_optimizer.update_in_backward needs updates that can be "
                 "undone, as gradient_clipping, fp16 or check_grad_overflow may change or cancel a "
-                "step: those of Adam, AdamW, Adagrad, SGD or Lion by cpu-adam's kernel (pip "
-                "install packages/cpu-adam). Found another optimizer, no kernel or another tier: "
-                "leave the key out"
+                "step: those of Adam, AdamW, Adagrad, SGD or Lion by cpu-adam's kernel. Found "
+                "another optimizer, no kernel or another tier: leave the key out, or "
+                f"{install_command('cpu-adam')}"
             )
         if rank == 0:
             _log.info(

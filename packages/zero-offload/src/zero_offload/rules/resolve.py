@@ -38,7 +38,7 @@ from zero_offload.protocols import (
 )
 from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
 from zero_offload.rules.rule import AdagradRule, AdamRule, LionRule, Rule, SgdRule
-from zero_offload.settings import check_state_dtype
+from zero_offload.settings import INSTALL, check_state_dtype
 
 ELEMENTWISE: frozenset[OptimizerClass] = frozenset(
     {
@@ -105,10 +105,8 @@ def resolve_kernel(
     matches = tuple(entry_points(group=GROUP, name=kernel))
     if not matches:
         installed = sorted(entry.name for entry in entry_points(group=GROUP))
-        raise ValueError(
-            f"no Adam kernel {kernel!r} is installed, only {installed}; "
-            "`pip install packages/cpu-adam` brings one"
-        )
+        what = f"no Adam kernel {kernel!r} is installed, only {installed}"
+        raise ValueError(f'{what}; "cpu" is in cpu-adam: {INSTALL.format("cpu-adam")}')
     return _checked(matches[0].load())
 
 
@@ -177,8 +175,9 @@ def _compact_rule(
     function = "adam_step_8bit" if state_dtype == "int8" else "adam_step_bf16"
     found = "there is no host kernel" if kernel is None else f"{kernel!r} has none"
     raise ValueError(
-        f"{asked} needs a host kernel with {function}, and {found}: install cpu-adam and name it "
-        f'(adam_kernel="cpu", or optimizer.type "Adam" or "AdamW" in a config), or use "float32"'
+        f"{asked} needs a host kernel with {function}, and {found}: {INSTALL.format('cpu-adam')} "
+        'and name it (adam_kernel="cpu", or optimizer.type "Adam" or "AdamW" in a config), or use '
+        '"float32"'
     )
 
 

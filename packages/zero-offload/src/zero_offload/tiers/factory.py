@@ -24,7 +24,7 @@ from zero_offload.protocols import (
 )
 from zero_offload.rules.resolve import check_elementwise, check_kernel_class, resolve_rule
 from zero_offload.rules.rule import KERNEL_DTYPES
-from zero_offload.settings import OffloadSettings
+from zero_offload.settings import INSTALL, OffloadSettings
 from zero_offload.steppers.file_stepper import FileStepper
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.steppers.stepper import SpanMemory, Stepper
@@ -117,8 +117,8 @@ class OffloadTiers:
             raise ValueError(
                 f'offload_optimizer.device = "nvme" does not serve {optimizer_class.__qualname__} '
                 f"with these settings: its update is not one of an installed host kernel. Use "
-                f"Adam, AdamW, Adagrad, SGD or Lion by name with cpu-adam installed (pip install "
-                f'packages/cpu-adam) and without amsgrad or float64, or device "cpu"'
+                f'device "cpu", or Adam, AdamW, Adagrad, SGD or Lion by name, without amsgrad or '
+                f"float64, and with cpu-adam: {INSTALL.format('cpu-adam')}"
             )
         self.end = settings.host_share
         self.device_budget = settings.device_budget

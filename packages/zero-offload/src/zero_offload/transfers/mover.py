@@ -62,6 +62,7 @@ from zero_offload.memory.streams import (
 )
 from zero_offload.protocols import ParamStore, UploadCodec
 from zero_offload.rules.rule import KERNEL_DTYPES
+from zero_offload.settings import INSTALL
 from zero_offload.steppers.stepper import Stepper
 from zero_offload.threads import num_kernel_threads
 
@@ -81,10 +82,8 @@ def resolve_upload_codec(codec: UploadCodec | str | None) -> UploadCodec | None:
         found = tuple(entry_points(group=GROUP, name=codec))
         if not found:
             installed = sorted(entry.name for entry in entry_points(group=GROUP))
-            raise ValueError(
-                f"no upload codec {codec!r} is installed, only {installed}; `pip install "
-                'zero-offload[zero-comm]` brings "lossless"'
-            )
+            what = f"no upload codec {codec!r} is installed, only {installed}"
+            raise ValueError(f'{what}; "lossless" is in zero-comm: {INSTALL.format("zero-comm")}')
         codec = found[0].load()()
     if codec is not None and not isinstance(codec, UploadCodec):
         raise ValueError(
