@@ -28,7 +28,7 @@ take up to 2.5 times as many bits (recorded steps: integration/lab/evidence/benc
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -196,33 +196,33 @@ class CommFootprint:
         self,
         shards: Iterable[tuple[int, torch.dtype, bool]],
         reduced: Iterable[tuple[int, torch.dtype, torch.dtype]],
-    ) -> dict[str, int]:
-        """Return the bytes held between exchanges, as in `QuantizedCollectives.private_nbytes`.
+    ) -> dict[str, list[int]]:
+        """Return the bytes of each buffer, by the kinds of `QuantizedCollectives.private_nbytes`.
 
         Args:
             shards: elements, dtype and trainability of each segment's shard of weights.
             reduced: elements, communication dtype and sum dtype of each segment's gradients.
         """
-        kept: Counter[str] = Counter()
+        kept: defaultdict[str, list[int]] = defaultdict(list)
         buffers: Counter[object] = Counter()  # bytes per purpose: the maximum over segments
         for numel, dtype, is_trainable in shards:
             gather = self.gather(numel, dtype, is_trainable=is_trainable)
             if gather is not None:
                 if gather.is_kept:
-                    kept["secondary shards"] += gather.within_nbytes
+                    kept["secondary shards"].append(gather.within_nbytes)
                 elif gather.format == LOSSLESS:
-                    kept["published weights"] += numel * dtype.itemsize
+                    kept["published weights"].append(numel * dtype.itemsize)
                 else:
-                    kept["quantized weights"] += gather.across_nbytes
+                    kept["quantized weights"].append(gather.across_nbytes)
                 buffers |= self._gather_buffers(numel, dtype, gather)
         for numel, dtype, summed in reduced:
             reduction = self.reduction(numel, dtype)
             if reduction is not None:
-                used, error_nbytes = self._reduce_buffers(numel, summed, reduction)
-                kept["error feedback"] += error_nbytes
+                used, errors = self._reduce_buffers(numel, summed, reduction)
+                kept["error feedback"] += errors
                 buffers |= used
-        found = {**kept, "message buffers": sum(buffers.values())}
-        return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+        kept["message buffers"] += buffers.values()
+        return {kind: sizes for kind, sizes in kept.items() if sizes}
 
     def _gather_buffers(
         self, numel: int, dtype: torch.dtype, gather: GatherFootprint
@@ -246,11 +246,11 @@ class CommFootprint:
 
     def _reduce_buffers(
         self, numel: int, summed: torch.dtype, reduction: ReduceFootprint
-    ) -> tuple[Counter[object], int]:
-        """Return the buffers of one reduction, and the bytes of its error feedback."""
+    ) -> tuple[Counter[object], list[int]]:
+        """Return the buffers of one reduction, and those of its error feedback."""
         nodes, near = self._num_nodes, self._per_node
         found: Counter[object] = Counter()
-        longest = error_nbytes = 0
+        longest, errors = 0, list[int]()
         for hop, num_parts, num_ranks, nbytes in (
             ("within the node", nodes, near, reduction.within_nbytes),
             ("between nodes", 1, nodes, reduction.across_nbytes),
@@ -258,13 +258,13 @@ class CommFootprint:
             if num_ranks > 1:
                 found[f"sent {hop}"] = found[f"received {hop}"] = num_ranks * num_parts * nbytes
                 longest = max(longest, num_ranks)
-                error_nbytes += num_parts * STORED.nbytes(num_ranks * numel)
+                errors += num_parts * [STORED.nbytes(num_ranks * numel)]
         if near > 1 and nodes > 1:
             found["node's sums"] = nodes * numel * _FP32_NBYTES
         if summed != torch.float32:
             found["sum"] = numel * _FP32_NBYTES
         fmt = self._settings.gradients
         if fmt is None or fmt.error_feedback is None:
-            return found, 0
+            return found, []
         found["compensated"] = found["arrived"] = longest * numel * _FP32_NBYTES
-        return found, error_nbytes
+        return found, errors

@@ -63,8 +63,8 @@ class CollectivesFootprint(Protocol):
         self,
         shards: Iterable[tuple[int, torch.dtype, bool]],
         reduced: Iterable[tuple[int, torch.dtype, torch.dtype]],
-    ) -> dict[str, int]:
-        """Return the bytes held between exchanges, by kind.
+    ) -> dict[str, list[int]]:
+        """Return the bytes of each buffer that is held between exchanges, by kind.
 
         ``shards`` has elements, dtype and trainability of each segment's shard of weights.
         ``reduced`` has elements, communicated and accumulated dtype of each gradient shard.

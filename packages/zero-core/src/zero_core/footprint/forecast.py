@@ -161,7 +161,8 @@ class Forecast:
         shape = (2,) if drawn.updates_slices else (2, 2)  # factored states need a matrix
         updated = config.master_dtype(torch.bfloat16)
         states = probe_states(make, drawn.groups, torch.device("cpu"), updated, shape)
-        self._state_bytes = sum(dtype.itemsize for dtype in states.values())
+        self._state_sizes = [dtype.itemsize for dtype in states.values()]  # bytes per element
+        self._state_bytes = sum(self._state_sizes)
         self.collectives = footprints.collectives(config, links)
         is_each = any(plan.is_passed_on_each for plan in self.gradients.values())
         self.num_added = config.gradient_accumulation_steps if is_each else 1
@@ -223,9 +224,10 @@ class Forecast:
                 further[s.unit] += s.shard_numel * accumulated_dtype(s, config).itemsize
         # Buffers grow to the largest message, so the worst case counts.
         worst = footprints.collectives(config, links, is_worst_case=True)
-        messages = collectives_memory(worst, layout, config)
-        # kinds that are each allocated on a separate stream
-        self._apart = {"exchange buffers", "updated shards", *messages}
+        gathers, reductions = collectives_memory(worst, layout, config)
+        messages: Counter[str] = Counter()
+        for kinds in (gathers, reductions):
+            messages.update({kind: sum(sizes) for kind, sizes in kinds.items()})
         # Offloaded shards, which a tier on the device rounds before their copy to the host.
         rounded = (
             s.shard_numel * s.dtype.itemsize
@@ -244,14 +246,21 @@ class Forecast:
             held[s.unit] += min(waiting, plan.held_numel(s)) * s.dtype.itemsize
             largest[s.unit] = max(largest[s.unit], max(sizes) * s.dtype.itemsize)
         self._blocks = memory.expected_blocks()  # bytes of each allocation of some kinds, by kind
+        exchanged, updated = self._exchange_buffers(), max(rounded, default=0) * is_rounded
+        # The same for the streams of gathers, of reductions, and of copies to the host.
+        self._apart = [
+            gathers,
+            {"exchange buffers": exchanged, **reductions},
+            {"updated shards": [updated]},
+        ]
         self._fixed = {
             **{kind: sum(sizes) for kind, sizes in self._blocks.items()},
-            "exchange buffers": self._exchange_bytes(),
+            "exchange buffers": sum(exchanged),
             "micro-step gradient": max(further.values(), default=0),
             "parameter gradient": max((held + largest).values(), default=0),
             "gradients of tied weights": (2 if are_tied_moved else steps) * sum(self.tied),
             **messages,
-            "updated shards": max(rounded, default=0) * is_rounded,
+            "updated shards": updated,
             "model buffers": buffer_bytes,
         }
 
@@ -355,8 +364,8 @@ class Forecast:
                 new = min(new, sum(sent))
         return down, up + new
 
-    def _exchange_bytes(self) -> int:
-        """Return the bytes of the buffers that reductions receive into.
+    def _exchange_buffers(self) -> list[int]:
+        """Return the bytes of each buffer that reductions receive into.
 
         On accelerators reductions run one by one and share a buffer. On hosts a unit's reductions
         run concurrently, and buffers are kept by size. Encoded gradients are sent unit by unit.
@@ -364,7 +373,7 @@ class Forecast:
         links, footprint = self._links, self.collectives
         has_shared_memory = links.num_nodes == 1 and not self._links.is_ring
         if links.world_size == 1 or has_shared_memory:
-            return 0
+            return []
         num_messages = links.world_size - links.ranks_per_node
         if links.sums_in_two_levels:
             num_messages = links.num_nodes - 1
@@ -390,15 +399,18 @@ class Forecast:
             messages |= coded
         if self._links.is_ring:
             largest = max((numel * dtype.itemsize for numel, dtype in slices), default=0)
-            return largest + 2 * max(messages, default=0)
+            return [largest, *2 * [max(messages, default=0)]]
         held = sum(n * numel * dtype.itemsize for (numel, dtype), n in slices.items())
-        return held + 2 * sum(n * nbytes for nbytes, n in messages.items())
+        return [held, 2 * sum(n * nbytes for nbytes, n in messages.items())]
 
     def outside_of_tensors(self, memory: MemoryUse) -> dict[str, int]:
         """Estimate the device bytes by library, beside those of ``memory``."""
         blocks = {kind: [nbytes] for kind, nbytes in memory.device.items()} | self._blocks
-        streams = [[n for kind, sizes in blocks.items() if kind not in self._apart for n in sizes]]
-        streams += [sizes for kind, sizes in blocks.items() if kind in self._apart]
+        numel = memory.device.get("optimizer states", 0) // max(self._state_bytes, 1)
+        blocks["optimizer states"] = [numel * size for size in self._state_sizes]
+        apart = {kind for kinds in self._apart for kind in kinds}
+        streams = [[n for kind, sizes in blocks.items() if kind not in apart for n in sizes]]
+        streams += [[n for sizes in kinds.values() for n in sizes] for kinds in self._apart]
         # Groups: one of the program, one for gathers, and one for reductions (all-to-alls). Sums in
         # two levels add two groups for reductions, and gathers in two phases add two.
         links, asked = self._links, self._config.zero_optimization.quantized_key
@@ -407,7 +419,7 @@ class Forecast:
         peers = (1 + levels) * (links.ranks_per_node - 1)
         far = (1 + levels) * (links.num_nodes > 1)
         return {
-            "allocator": sum(map(_unused_bytes, streams)),
+            "allocator": sum(_unused_bytes(sizes) for sizes in streams if any(sizes)),
             "cuBLAS": _NUM_THREADS * 32 * _MIB,
             "NCCL": num_groups * _COMMUNICATOR + peers * _PEER + far * _NETWORK,
             "CUDA context": _CONTEXT,
@@ -442,19 +454,21 @@ def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:
 
 def collectives_memory(
     footprint: CollectivesFootprint | None, layout: Layout, config: Config
-) -> dict[str, int]:
-    """Return the bytes that plug-in collectives keep, by kind. Empty without ``footprint``."""
+) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Return the bytes of each buffer of `CollectivesFootprint.memory`: of gathers, of reductions.
+
+    Both are empty without ``footprint``.
+    """
     if footprint is None:
-        return {}
+        return {}, {}
     segments = layout.segments
-    return footprint.memory(
-        [(s.shard_numel, s.dtype, s.is_trainable) for s in segments],
-        [
-            (s.shard_numel, communicated_dtype(s, config), accumulated_dtype(s, config))
-            for s in segments
-            if s.is_trainable
-        ],
-    )
+    shards = [(s.shard_numel, s.dtype, s.is_trainable) for s in segments]
+    reduced = [
+        (s.shard_numel, communicated_dtype(s, config), accumulated_dtype(s, config))
+        for s in segments
+        if s.is_trainable
+    ]
+    return footprint.memory(shards, ()), footprint.memory((), reduced)
 
 
 def step_traffic(
@@ -585,7 +599,8 @@ def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[Traff
         at_most = step_traffic(layout, changed, links, most)
         near = sum(t.within_node_bytes for t in traffic)
         far, most_far = (sum(t.between_nodes_bytes for t in sent) for sent in (traffic, at_most))
-        kept = sum(collectives_memory(most, layout, changed).values())
+        buffers = collectives_memory(most, layout, changed)
+        kept = sum(sum(sizes) for kinds in buffers for sizes in kinds.values())
         found.append(TrafficChoice(name, settings, traffic, near, far, most_far, kept))
     return tuple(found) if len(found) > 1 else ()
 
