@@ -6,8 +6,6 @@ import base64
 import gc
 import json
 import logging
-import math
-import re
 from typing import Any
 
 import pytest
@@ -54,41 +52,18 @@ def test_a_configuration_comes_as_a_dict_a_text_base64_or_a_file_as_people_write
     assert found[0].core["zero_optimization"]["stage"] == 2
     path = tmp_path / "ds.json"
     path.write_text(
-        '{ // as of Monday\n "train_batch_size": 4, # ranks * 2\n'
-        ' /* not\n yet */ "wandb": {"enabled": false, "project": "a // b, }", },\n}'
+        '{ // as of Monday\n "train_batch_size": 4 # ranks * 2\n'
+        ' /* not\n yet */ "wandb": {"enabled": false, "project": "a // b, }",\n}\n"fp16": {},}'
     )
     settings = read(path)
     assert settings.core["train_batch_size"] == 4
     assert settings.monitors.wandb.project == "a // b, }"
-    path = tmp_path / "ds.hjson"
-    path.write_text("train_batch_size: 4\nzero_optimization: {\n  stage: 2\n}\n")
-    assert read(path).raw == {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (
-            '{"a": {"b": "cpu",\n}\n"c": true, "d": [1, 2,]}',
-            {"a": {"b": "cpu"}, "c": True, "d": [1, 2]},
-        ),
-        (
-            "{a: 1 # one\n'b': two words, {}[]\nc: 5e8 // all\nd: 01\n}",
-            {"a": 1, "b": "two words, {}[]", "c": 500_000_000, "d": "01"},
-        ),
-        (
-            '{a: -2.5, b: false, c: Infinity, d: \'"\', e: "it\\u0027s"}',
-            {"a": -2.5, "b": False, "c": math.inf, "d": '"', "e": "it's"},
-        ),
-        (r"""{"a\\": "it\'s", 'b\'': '"\"'}""", {"a\\": "it's", "b'": '""'}),
-        (
-            "{\n  a:\n    '''\n    one\n      two\n    '''\n  b: '''three'''\n}",
-            {"a": "one\n  two", "b": "three"},
-        ),
-    ],
-)
-def test_hjson_is_read_as_by_deepspeed(text, expected):
-    assert parse_hjson(text, "it") == expected
+def test_hjson_is_read_by_the_package_of_deepspeed():
+    pytest.importorskip("hjson", reason="an optional package")
+    text = "{a: 1 # one\n'b': two words, {}[]\nc: 5e8}"
+    assert parse_hjson(text, "it") == {"a": 1, "b": "two words, {}[]", "c": 5e8}
 
 
 def test_texts_are_read_as_what_they_stand_for():
@@ -117,35 +92,13 @@ def test_texts_are_read_as_what_they_stand_for():
 
 
 @pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        (
-            '{\n  "a": 1,\n  "b" 2\n}',
-            "it, line 3, column 7: expected ':' after the key 'b', found '2'",
-        ),
-        ("{\n a: {\n b: 1\n", "line 2, column 5: the object that begins here has no '}'"),
-        ("{a: [1, 2", "line 1, column 5: the array that begins here has no ']'"),
-        ("{a: 1\n b: 2\n a: 3}", "line 3, column 2: duplicate key 'a'"),
-        ('{a: "x\ny"}', "line 1, column 5: the string that begins here has no end on its line"),
-        ("{a: '''x}", "has no '''"),
-        ("{a: 1,, b: 2}", "line 1, column 7: expected a key, found ', b: 2}'"),
-        ("{a: }", "line 1, column 5: expected a value"),
-        ("{a: 1} b", "line 1, column 8: expected the end, found 'b'"),
-        ('{a: "\\x"}', "line 1, column 5: Invalid"),
-    ],
-)
-def test_broken_hjson_is_refused_by_line_and_column(text, match):
-    with pytest.raises(ConfigError, match=re.escape(match)):
-        parse_hjson(text, "it")
-
-
-@pytest.mark.parametrize(
     ("source", "match"),
     [
         ("nowhere.json", "neither a file"),
         ('{"a": 1, "a": 2}', "duplicate key 'a'"),
-        ('{"a": ', "line 1, column 7: expected a value, found the end"),
-        (base64.urlsafe_b64encode(b"[1]").decode(), "line 1, column 1: expected an object"),
+        ('{\n  "a": 1, // one\n  "b" 2\n}', "line 3"),
+        ('{"a": ', "is n(ot|either) JSON.*line 1 column"),
+        (base64.urlsafe_b64encode(b"[1]").decode(), "expected an object"),
         ({**BASE, "wandb": {"enabled": True, "projekt": "x"}}, "wandb.projekt: unknown key"),
         ({**BASE, "wandb": True}, "wandb: expected a block"),
         ({**BASE, "dump_state": 2}, "dump_state: expected true or false"),

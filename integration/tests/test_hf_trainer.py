@@ -34,7 +34,6 @@ from zero_engine.hf.trainer import (
     fill_schedule,
     read_zero,
 )
-from zero_engine.script.hook import tell_after
 
 STAGES = ("stage1", "stage2", "stage3", "stage2-offload", "stage3-offload-params")
 SAVED_STEP = 3
@@ -351,12 +350,3 @@ def test_configured_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
     rates = [r["learning_rate"] for r in trainer.state.log_history if "loss" in r]
     assert rates == sorted(rates)
     assert rates[0] < rates[-1] == 0.5
-
-
-def test_sharded_ddp_in_code_is_answered_with_the_way_over(capsys):
-    show = tell_after(lambda *error: None)
-    for word in ("sharded_ddp", "something_else"):
-        with pytest.raises(TypeError, match=word) as caught:
-            TrainingArguments(output_dir="out", **{word: "simple"})
-        show(caught.type, caught.value, None)
-        assert ('deepspeed="zero.json"' in capsys.readouterr().err) is (word == "sharded_ddp")

@@ -232,7 +232,6 @@ def test_an_end_is_that_of_the_context_or_of_the_engine(error, is_in_context, en
     assert (found.what, found.text) == end
 
 
-FLAGS = ("as configured", "zero_quantized_weights")
 GPT = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2}
 GPT |= {"vocab_size": 64, "n_positions": 16}
 
@@ -262,23 +261,16 @@ def test_a_page_has_a_move_for_each_cause(tmp_path: Path) -> None:
     assert re.match("Nothing stands out.*\nNo move", _section(page, "Next moves"))
 
 
-def test_bytes_are_planned_beside_measured_ones_with_each_flag(tmp_path: Path) -> None:
-    """The run is on one node, where quantized messages are shorter too."""
+def test_bytes_are_planned_beside_measured_ones(tmp_path: Path) -> None:
     config = {**CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     shape = {"input_shape": [2, 16]}
     run = _write(tmp_path / "run", lambda *_: shape, model=GPT, config=config)
     page = write_report(run, tmp_path / "page.html")
     assert "no lane of copies: ranks compute on the host" in _section(page, "One step")
     assert "<dt>tokens a second</dt><dd>640</dd>" in page.read_text(encoding="utf-8")
-    text = _section(page, "Bytes sent")
-    lines = text.splitlines()
+    lines = _section(page, "Bytes sent").splitlines()
     assert lines[:4] == ["collective", "link", "planned", "measured"]
-    first = {name: lines[lines.index(name, 5) + 1] for name in ("measured", *FLAGS)}
-    assert first["measured"] == "1 kB"
-    kept = [first[name] for name in FLAGS]
-    sizes = [float(size.split()[0]) for size in kept]
-    assert all(size.endswith("kB") for size in kept)
-    assert sizes[1] < sizes[0] / 3
+    assert re.match(r"all_gather: parameters\|within a node\|.* kB\|1 kB", "|".join(lines[4:]))
 
 
 @pytest.mark.parametrize(

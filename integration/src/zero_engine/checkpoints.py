@@ -8,18 +8,25 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import zero_core
 from zero_core.errors import CheckpointError
-from zero_engine.command_options import Text, option
 from zero_engine.progress import working
 from zero_engine.train.options import RESOLVED_CONFIG
 
+Text = str | None
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Answer = tuple[Mapping[str, object], str]
 """A command's report, as JSON values and as text."""
+
+
+def option(help_text: str) -> Any:
+    return typer.Option(help=help_text, show_default=False)
+
+
 _DTYPES = ("float32", "bfloat16", "float16")
 _Folder = Annotated[str, typer.Argument(metavar="DIR", show_default=False)]
 _Output = Annotated[str, typer.Argument(metavar="OUT", show_default=False)]

@@ -21,8 +21,17 @@ from typer.core import TyperCommand
 
 import zero_engine
 from zero_core.errors import ZeroError
-from zero_engine.checkpoints import Answer, convert, export, inspect, prune, verify
-from zero_engine.command_options import Json, Text, option
+from zero_engine.checkpoints import (
+    Answer,
+    Json,
+    Text,
+    convert,
+    export,
+    inspect,
+    option,
+    prune,
+    verify,
+)
 from zero_engine.launch.started_ranks import end_with_launcher
 from zero_engine.presets import EXAMPLES, default_config_text
 from zero_engine.progress import quiet, working

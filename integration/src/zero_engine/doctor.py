@@ -27,12 +27,8 @@ _Row = tuple[str, str] | tuple[str, str, State] | tuple[str, str, State, str]
 """Fields of a `Finding` after its topic."""
 
 PACKAGES = {
-    "zero-core": "zero_core",
-    "zero-offload": "zero_offload",
-    "zero-comm": "zero_comm",
-    "cpu-adam": "cpu_adam",
-    "torch": "torch",
-    "safetensors": "safetensors",
+    name: name.replace("-", "_")
+    for name in ("zero-core", "zero-offload", "zero-comm", "cpu-adam", "torch", "safetensors")
 }
 OPTIONAL = {
     "transformers": "zero-engine train and plan, and Hugging Face's Trainer",

@@ -29,13 +29,7 @@ from accelerate.utils import is_peft_model  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from transformers import (
-    GenerationMixin,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import GenerationMixin, Seq2SeqTrainer, Trainer, TrainingArguments
 
 import zero_core
 from zero_core import CheckpointError, ConfigError, Engine, ShardedModel, engine_of
@@ -86,10 +80,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         self._models.append(engine.module)
 
     def prepare_model(
-        self,
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Build an engine on a model that only evaluates, such as a reference model of TRL.
 
@@ -355,38 +346,22 @@ class ZeroTrainer(Trainer):
 class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
     """transformers' Seq2SeqTrainer, whose model the engine trains. See `ZeroTrainer`."""
 
-    args: Seq2SeqTrainingArguments
-
-    def prediction_step(  # type: ignore[override]
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-        **gen_kwargs: Any,
-    ) -> tuple[float | None, Tensor | None, Tensor | None]:
-        """Predict as the Trainer does. At stage 3 all ranks generate the same number of tokens."""
-        if self.args.predict_with_generate and not prediction_loss_only:
-            gen_kwargs = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
-            is_sharded = self._config["zero_optimization"].get("stage") == 3
-            gen_kwargs.setdefault("synced_gpus", is_sharded and self.args.world_size > 1)
-        return super().prediction_step(
-            model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **gen_kwargs
-        )
-
 
 def _synchronized(engine: ShardedModel) -> ObjectMethods:
     """Make the model's ``generate`` run equally many forwards on all ranks, unless all values stay.
 
     Each forward of a sharded model may wait for all ranks. transformers sets ``synced_gpus`` by
-    itself for DeepSpeed and FSDP only. Within ``engine.gathered()`` one rank may generate alone.
+    itself for DeepSpeed and FSDP only, and Seq2SeqTrainer passes False for other engines. Within
+    ``engine.gathered()`` one rank may generate alone.
     """
 
     def synchronized(generate: Any) -> Any:
         @functools.wraps(generate)
         def generate_synchronized(*args: Any, **kwargs: Any) -> Any:
             is_whole = all(map(engine.holds_value, engine.module.parameters()))
-            kwargs.setdefault("synced_gpus", not (engine.is_gathered and is_whole))
+            kwargs["synced_gpus"] = kwargs.get("synced_gpus") or not (
+                engine.is_gathered and is_whole
+            )
             return generate(*args, **kwargs)
 
         return generate_synchronized
@@ -403,9 +378,7 @@ def _has_state(checkpoint: str) -> bool:
 
 _AUTO = "auto"
 _LEFT_TO_ENGINE = (
-    "reduce_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
+    *("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
 )
 """Keys of ``zero_optimization`` whose "auto" is the engine's default."""
 

@@ -44,11 +44,7 @@ class _Starter(NamedTuple):
 
 MPI = (
     _Starter(
-        "mpirun",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "mpirun", *(f"OMPI_COMM_WORLD_{n}" for n in ["RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"])
     ),
     _Starter("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Starter("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),

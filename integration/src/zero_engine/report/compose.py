@@ -13,7 +13,7 @@ import torch
 
 from zero_core.config import find_unneeded, load_config
 from zero_core.errors import ConfigError, ZeroError
-from zero_core.footprint import Plan, Traffic, TrafficChoice, format_bytes, plan
+from zero_core.footprint import Plan, Traffic, format_bytes, plan
 from zero_engine.report import charts
 from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
 from zero_engine.report.page import Block, Chart, Code, Moves, Page, Table, Text, Verdict
@@ -464,9 +464,6 @@ def sent_and_planned(found: Measured, plan: Plan | None) -> Iterator[Block]:
                 for key in dict.fromkeys([*measured, *planned])
             ],
         )
-    if plan is not None and plan.traffic_choices:
-        yield Text("What a rank sends in a step: measured, and planned with each flag on and off.")
-        yield _flags(sent, plan.traffic_choices)
 
 
 def _by_collective(traffic: Sequence[Traffic]) -> dict[tuple[str, str], int]:
@@ -478,24 +475,3 @@ def _by_collective(traffic: Sequence[Traffic]) -> dict[tuple[str, str], int]:
         found[name, "between nodes"] += row.between_nodes_bytes
         found[name, "host link"] += row.host_link_bytes
     return {key: nbytes for key, nbytes in found.items() if nbytes}
-
-
-def _flags(sent: Sequence[tuple[str, str, int]], choices: Sequence[TrafficChoice]) -> Table:
-    exchanged = {(name, link): n for name, link, n in sent if link != "host link"}
-    rows = [("measured", _by_content(exchanged), "")]
-    rows += [
-        (choice.name, _by_content(_by_collective(choice.traffic)), format_bytes(choice.kept_bytes))
-        for choice in choices
-    ]
-    keys = list(dict.fromkeys(key for _, table, _ in rows for key in table))
-    return Table(
-        ["flags", *(f"{content}, {link}" for content, link in keys), "memory for it"],
-        [[name, *(format_bytes(table[key]) for key in keys), kept] for name, table, kept in rows],
-    )
-
-
-def _by_content(sent: Mapping[tuple[str, str], int]) -> Counter[tuple[str, str]]:
-    found: Counter[tuple[str, str]] = Counter()
-    for (name, link), nbytes in sent.items():
-        found[name.partition(": ")[2], link] += nbytes
-    return found

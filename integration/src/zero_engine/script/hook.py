@@ -33,18 +33,6 @@ WRITER = "ZERO_ENGINE_ERROR_FILE_WRITER"
 inherit it."""
 RECORD = "ZERO_ENGINE_RECORD"
 """Folder for records of each engine's steps, from ``zero-engine run --record``."""
-SHARDED_DDP = "--sharded_ddp"
-INSTEAD = (
-    "was FairScale's, and transformers has dropped it: give --deepspeed zero.json (in code "
-    'deepspeed="zero.json") instead, a file with {"train_micro_batch_size_per_gpu": "auto", '
-    '"gradient_accumulation_steps": "auto", "fp16": {"enabled": "auto"}, '
-    '"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}} (stage 1 for "simple", 2 for '
-    '"zero_dp_2", 3 for "zero_dp_3"; "offload" is "offload_optimizer": {"device": "cpu"} in '
-    "zero_optimization)"
-)
-"""Advice for users of FairScale's option, which transformers has dropped."""
-
-_ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def hooked(environment: Mapping[str, str]) -> dict[str, str]:
@@ -66,7 +54,6 @@ def install() -> None:
     if any(isinstance(finder, _Served) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Served())
-    sys.excepthook = tell_after(sys.excepthook)
     record_uncaught()
 
 
@@ -92,18 +79,6 @@ def record_uncaught() -> None:
                 write_error_file(kind.__name__, str(error), "".join(lines))
 
     sys.excepthook = show
-
-
-def tell_after(shown: _ExceptHook) -> _ExceptHook:
-
-    def show(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        shown(kind, error, traceback)
-        if kind is TypeError and "unexpected keyword argument 'sharded_ddp'" in str(error):
-            print(f"zero-engine: sharded_ddp {INSTEAD}", file=sys.stderr)
-
-    return show
 
 
 class _Served(MetaPathFinder, Loader):
@@ -160,10 +135,7 @@ def _mended(
         run(module)
         try:
             MENDS[fullname](module)
-        except (
-            AttributeError,
-            ImportError,
-        ) as error:  # the program may not need the patch
+        except (AttributeError, ImportError) as error:  # the program may not need the patch
             import logging
 
             logging.getLogger("zero_engine").warning(

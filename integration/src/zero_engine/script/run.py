@@ -4,8 +4,8 @@ Options of DeepSpeed's launcher are translated to torchrun's:
 
     --num_gpus, --num_nodes, --include, --exclude, --hostfile    ranks and devices of this machine
     --no_ssh, --node_rank, --master_addr, --master_port          this machine's part of several
-    --enable_each_rank_log, --save_pid, --quiet, --log_level     logs
-    --launcher, --ssh_port, --venv_script, ...                   no effect: ssh is not used
+    --enable_each_rank_log, --quiet, --log_level                 logs
+    --launcher, --ssh_port, --venv_script, --save_pid, ...       no effect
 
     worker-0 slots=4         a line of a host file: a host and its number of slots, one per rank
     worker-0@worker-1:0,2    a filter: all slots of worker-0, and the slots 0 and 2 of worker-1
@@ -33,7 +33,6 @@ import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -48,18 +47,18 @@ from zero_engine.launch.ranks import is_under_launcher
 from zero_engine.launch.started_ranks import LOOPBACK, rank_variables
 from zero_engine.launch.torchrun import local_address_only, pass_on_warnings, run_ranks
 from zero_engine.machine import available_cores
-from zero_engine.script.hook import INSTEAD, RECORD, SERVED, SHARDED_DDP, hooked
+from zero_engine.script.hook import RECORD, SERVED, hooked
 
 OPTION = "--local_rank"
+SHARDED_DDP = "--sharded_ddp"
+"""FairScale's option of the Trainer, which transformers has dropped."""
 PARSER_OF_FIELDS = "HfArgumentParser"
 SHELLS = ("bash", "sh", "zsh")
 LAUNCHERS = ("accelerate", "torchrun", SERVED, *SHELLS)
 """Programs that start ranks themselves, and shells, whose scripts may do so."""
 LAUNCHER_MODULES = (
-    "accelerate.commands.launch",
-    "accelerate.commands.accelerate_cli",
-    "torch.distributed.run",
-    "torch.distributed.launch",
+    *("accelerate.commands.launch", "accelerate.commands.accelerate_cli"),
+    *("torch.distributed.run", "torch.distributed.launch"),
 )
 PROGRAM = (
     *("module", "no_python", "training_script", "training_script_args", "local_rank"),
@@ -72,18 +71,12 @@ HOST_FILE = "/job/hostfile"
 """Default host file of DeepSpeed's launcher. Without ``--hostfile``, used only if it exists."""
 LOCAL_HOST = "localhost"
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-SSH_OPTIONS = ("launcher", "launcher_args", "no_ssh_check", "ssh_port", "venv_script")
+IDLE = ("launcher", "launcher_args", "no_ssh_check", "save_pid", "ssh_port", "venv_script")
+"""Options without effect."""
 CHOOSING = ("include", "exclude", "num_gpus", "num_nodes")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 TOLD_APART = {"node_rank": 0, "master_addr": "127.0.0.1"}
 """torchrun's defaults of options whose absence must be detectable."""
-_BY_SCHEDULER = {
-    "slurm": "srun --ntasks-per-node=SLOTS zero-engine run {program}",
-    **dict.fromkeys(
-        ("openmpi", "mpich", "impi", "mvapich"), "mpirun -n RANKS zero-engine run {program}"
-    ),
-}
-"""Commands that start the ranks of several machines, by name of DeepSpeed's launcher."""
 
 
 def run_program(arguments: Sequence[str]) -> int:
@@ -142,8 +135,7 @@ def run_program(arguments: Sequence[str]) -> int:
     if parsed.nproc_per_node.isdecimal():
         threads = max(1, available_cores() // max(1, int(parsed.nproc_per_node)))
         _set_defaults({"OMP_NUM_THREADS": str(threads)})
-    with process_number_saved() if parsed.save_pid else nullcontext():
-        return run_ranks(parsed)
+    return run_ranks(parsed)
 
 
 def _parser() -> ArgumentParser:
@@ -237,16 +229,19 @@ def _is_launcher(parsed: Namespace) -> bool:
 
 def _refuse_sharded_ddp(parsed: Namespace) -> None:
     """Raise for the Trainer's ``--sharded_ddp``, unless the script declares that option."""
-    words = [w for w in parsed.training_script_args if w.partition("=")[0] == SHARDED_DDP]
-    if not words:
+    words = parsed.training_script_args
+    if all(word.partition("=")[0] != SHARDED_DDP for word in words):
         return
-    if _is_launcher(parsed):  # a launcher's arguments contain the script
-        files = [word for word in parsed.training_script_args if word.endswith(".py")]
-        script = source_of(files[0], is_module=False) if files else None
-    else:
-        script = source_of(parsed.training_script, is_module=parsed.module)
+    is_launcher = _is_launcher(parsed)  # its arguments contain the script
+    file = next((w for w in words if w.endswith(".py")), "") if is_launcher else ""
+    script = source_of(file or parsed.training_script, is_module=parsed.module and not file)
     if script is None or not declares(script, SHARDED_DDP):
-        raise ConfigError(f"{SHARDED_DDP} {INSTEAD}")
+        raise ConfigError(
+            f"{SHARDED_DDP} was FairScale's, and transformers has dropped it: give --deepspeed "
+            'zero.json instead, with "auto" for "train_micro_batch_size_per_gpu" and {"enabled": '
+            '"auto"} for "fp16" and "bf16", and "zero_optimization": {"stage": 2} (1 for simple, 2 '
+            'for zero_dp_2, 3 for zero_dp_3; for offload "offload_optimizer": {"device": "cpu"})'
+        )
 
 
 def _become(parsed: Namespace) -> None:
@@ -378,7 +373,7 @@ def add_options(parser: ArgumentParser) -> None:
     add(
         "--enable_each_rank_log", metavar="FOLDER", default="None", help="write ranks' output there"
     )
-    add("--save_pid", action="store_true", help="write this process's number to /tmp/PID.deepspeed")
+    add("--save_pid", action="store_true", help="no effect: no process number is kept")
     add("-q", "--quiet", action="store_true", help="print errors only")
     add("--log_level", choices=LOG_LEVELS, default="info", help="least level that is printed")
     add("--launcher", default="pdsh", help="no effect: ranks are started on this machine alone")
@@ -422,7 +417,7 @@ def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str
         )
     hosts = _chosen_hosts(parsed, parser)
     if len(hosts) > 1 and not parsed.no_ssh:
-        raise ConfigError(_commands_of_nodes(parsed, hosts, arguments))
+        raise ConfigError(_commands_of_nodes(hosts, arguments))
     if len(hosts) > 1:
         # This machine becomes the host with index --node_rank.
         names = ", ".join(hosts)
@@ -444,27 +439,8 @@ def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str
         parsed.log_dir, parsed.redirects = parsed.enable_each_rank_log, "3"
     if parsed.quiet:
         parsed.log_level = "error"
-    idle = [n for n in SSH_OPTIONS if getattr(parsed, n) not in (None, parser.get_default(n))]
-    return [f"--{name} has no effect: ranks are started on this machine alone" for name in idle]
-
-
-@contextmanager
-def process_number_saved() -> Iterator[None]:
-    """Keep ``/tmp/PID.deepspeed`` in this context, as ``--save_pid`` requests."""
-    path = Path("/tmp", f"{os.getpid()}.deepspeed")
-    try:
-        path.unlink(missing_ok=True)  # a killed process may have had the same id
-        # "x" does not follow another user's link.
-        with path.open("x", encoding="utf-8") as file:
-            file.write(str(os.getpid()))
-    except OSError as error:
-        raise ConfigError(
-            f"--save_pid: {path} cannot be made ({error}): remove it, or leave the option out"
-        ) from error
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
+    idle = [n for n in IDLE if getattr(parsed, n) not in (None, parser.get_default(n))]
+    return [f"--{name} has no effect in zero-engine run" for name in idle]
 
 
 def _chosen_hosts(parsed: Namespace, parser: ArgumentParser) -> Hosts:
@@ -525,29 +501,20 @@ def _slots_here(parsed: Namespace) -> tuple[int, ...]:
     return tuple(range(max(highest + 1, int(os.environ.get("PET_NPROC_PER_NODE", "1")))))
 
 
-def _commands_of_nodes(parsed: Namespace, hosts: Hosts, arguments: Sequence[str]) -> str:
-    flags = {
-        "--module": parsed.module,
-        "--no-python": parsed.no_python,
-        "--no-local-rank": parsed.local_rank is False,
-    }
-    options = [flag for flag, is_given in flags.items() if is_given]
-    program = shlex.join([*options, parsed.training_script, *parsed.training_script_args])
+def _commands_of_nodes(hosts: Hosts, arguments: Sequence[str]) -> str:
     first = next(iter(hosts))
     lines = [
         f"  on {host}: zero-engine run --no_ssh --node_rank={rank} --master_addr={first} "
         f"{shlex.join(arguments)}"
         for rank, host in enumerate(hosts)
     ]
-    command = _BY_SCHEDULER.get(parsed.launcher.lower())
-    if command is not None:
-        lines.append(f"or, as {parsed.launcher} does: {command.format(program=program)}")
-    lines.append("With accelerate launch: --deepspeed_multinode_launcher standard")
     return "\n".join(
         [
             f"{len(hosts)} hosts were chosen, and 'zero-engine run' starts ranks on its own "
-            "machine, not by ssh. Give each host its command, with the host file there:",
+            "machine, not by ssh. Start it by srun or mpirun, or give each host its command, with "
+            "the host file there:",
             *lines,
+            "With accelerate launch: --deepspeed_multinode_launcher standard",
         ]
     )
 

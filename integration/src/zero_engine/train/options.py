@@ -15,10 +15,7 @@ from zero_engine.terminal import count
 RESOLVED_CONFIG = "config.resolved.json"  # a run's settings, in its folder
 MAX_SEED = 2**44
 """Largest seed that torch accepts after `zero_engine.train.data` multiplies it."""
-_BOUNDS = {
-    "greater_than_equal": "must be at least {ge}",
-    "less_than_equal": "must be at most {le}",
-}
+_BOUNDS = {"greater_than_equal": "must be at least {ge}", "less_than_equal": "must be at most {le}"}
 _Positive = Annotated[int, Field(ge=1)]
 
 

@@ -291,13 +291,8 @@ def clear_run(folder: RunFolder, *, keeps_checkpoints: bool = False) -> None:
         (folder.checkpoint / LATEST).unlink()
         for tag in list_checkpoints(folder.checkpoint):
             discard(folder.checkpoint / tag)
-    for path in (
-        folder.data,
-        folder.records,
-        folder.tensorboard,
-        folder.root / "checkpoint",
-        folder.hf,
-    ):
+    own = folder.root / "checkpoint"
+    for path in (folder.data, folder.records, folder.tensorboard, own, folder.hf):
         shutil.rmtree(path, ignore_errors=True)
     for path in (folder.metrics, folder.sample, folder.loss_plot, folder.memory_plot):
         path.unlink(missing_ok=True)

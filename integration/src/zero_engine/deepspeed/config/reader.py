@@ -182,15 +182,9 @@ _OWN_AUTO = ("accumulation_schedule", f"{_ZERO}.offload_optimizer.ratio")
 """Keys whose value "auto" is passed on to zero-core, which chooses a value."""
 
 _STAGE3 = (
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "gather_16bit_weights_on_model_save",
-    "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "allgather_sequential",
+    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+    *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
+    *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
 )
 """Keys of ``zero_optimization`` that DeepSpeed accepts with and without ``stage3_``."""
 _RENAMED = {
