@@ -246,12 +246,12 @@ class Forecast:
             held[s.unit] += min(waiting, plan.held_numel(s)) * s.dtype.itemsize
             largest[s.unit] = max(largest[s.unit], max(sizes) * s.dtype.itemsize)
         self._blocks = memory.expected_blocks()  # bytes of each allocation of some kinds, by kind
-        exchanged, shards = self._exchange_buffers(), [max(rounded, default=0) * is_rounded]
+        exchanged, published = self._exchange_buffers(), [max(rounded, default=0) * is_rounded]
         # The same for the streams of gathers, of reductions, and of copies to the host.
         self._apart: list[dict[str, list[int]]] = [
             gathers,
             {"exchange buffers": exchanged, **reductions},
-            {"updated shards": shards},
+            {"updated shards": published},
         ]
         self._fixed = {
             **{kind: sum(sizes) for kind, sizes in self._blocks.items()},
@@ -260,7 +260,7 @@ class Forecast:
             "parameter gradient": max((held + largest).values(), default=0),
             "gradients of tied weights": (2 if are_tied_moved else steps) * sum(self.tied),
             **messages,
-            "updated shards": sum(shards),
+            "updated shards": sum(published),
             "model buffers": buffer_bytes,
         }
 
