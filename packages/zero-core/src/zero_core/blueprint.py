@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -205,7 +205,7 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
 
 def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """Check ``optimizer``. Return the index of each parameter's group, by parameter number."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(cast(object, optimizer), torch.optim.Optimizer):
         raise ConfigError(
             f"build(optimizer=...) is {optimizer!r:.100}: expected an optimizer over "
             "model.parameters(), as torch.optim.AdamW(model.parameters())"

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -262,7 +262,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 "step() while gradients are not reduced: leave no_sync(), or "
                 "set_requires_gradient_sync(True)"
             )
-        if isinstance(train.lr_scheduler, ReduceLROnPlateau):
+        if isinstance(cast(object, train.lr_scheduler), ReduceLROnPlateau):
             raise RuntimeError(
                 "engine.step() has no measured value for a ReduceLROnPlateau: make it over "
                 "engine.optimizer after build(), and call its step(value) after engine.step(). "

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 import pydantic
 from pydantic import BaseModel
@@ -54,7 +54,7 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
         raise ConfigError(f"world_size = {world_size}: must be at least 1")
     if isinstance(source, str) and source.lstrip().startswith("{"):
         raise ConfigError("the configuration is JSON text: give json.loads(text), or a file's path")
-    if not isinstance(source, Mapping | str | Path):
+    if not isinstance(cast(object, source), Mapping | str | Path):
         raise ConfigError(
             f"the configuration is of type {type(source).__name__}: expected a mapping, or the "
             "path of a JSON file"
@@ -290,7 +290,7 @@ def explain(
         path, block = _key_of(found["loc"], kind, raw)
         where = _name_path((place, *path) if place else path)
         cause = f"{found['msg'].removeprefix('Value error, ')}, found {shown(found['input'])}"
-        field = None if block is None else block.model_fields.get(str(path[-1]))
+        field = block.model_fields.get(str(path[-1])) if block is not None and path else None
         if field is not None and (inner := block_of(field)) and found["type"] == "model_type":
             cause = f'expected a block, as {{"{next(iter(inner.model_fields))}": ...}}, found '
             cause += shown(found["input"])
