@@ -1,7 +1,6 @@
 """verl's workers train with this engine as with verl's own FSDP2 engine, on the CPU.
 
-verl's trainer starts workers by Ray, and generates by vLLM, which needs a GPU. Here rank processes
-call the workers, with given responses and rewards.
+Rank processes call the workers with given responses: verl's trainer generates on GPUs alone.
 """
 
 from __future__ import annotations
@@ -81,12 +80,8 @@ def _batch(rank: int, world_size: int, **further: torch.Tensor) -> Any:
     rewards = torch.rand(8, 6, generator=seeded) * mask
     attended = torch.cat([torch.ones(8, 4, dtype=torch.long), mask], dim=1)
     advantages, _ = compute_grpo_outcome_advantage(rewards, mask, np.repeat([0, 1], 4))
-    every = {
-        "input_ids": ids,
-        "prompts": ids[:, :4],
-        "responses": ids[:, 4:],
-        "response_mask": mask,
-    }
+    every = {"input_ids": ids, "prompts": ids[:, :4], "responses": ids[:, 4:]}
+    every["response_mask"] = mask
     every |= {"attention_mask": attended, "position_ids": (attended.cumsum(1) - 1).clamp(min=0)}
     own = {k: v.chunk(world_size)[rank] for k, v in (every | {"advantages": advantages}).items()}
     settings = {"temperature": 1.0, "calculate_entropy": True, "compute_loss": False}

@@ -66,8 +66,7 @@ def test_compiled_blocks_follow_ddp_without_a_graph_break(ranks, choices):
             assert [u.name.removesuffix("._orig_mod") for u in engine.layout.units[1:]] == [
                 f"blocks.{i}" for i in range(3)
             ]
-            found = _train(engine, ranks.rank)
-            assert_same(found, expected)
+            assert_same(_train(engine, ranks.rank), expected)
             assert not counters["graph_break"]
             assert counters["stats"]["unique_graphs"] == 1
 

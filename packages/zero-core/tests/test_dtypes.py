@@ -34,8 +34,7 @@ def test_a_bf16_block_casts_adapters_too_and_keeps_fp32_master_weights():
     assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
     initial = _lora().first.weight
     assert not torch.equal(initial.bfloat16().float(), initial)
-    found = engine.full_state_dict(dtype=torch.float32)["first.weight"]
-    assert torch.equal(found, initial)
+    assert torch.equal(engine.full_state_dict(dtype=torch.float32)["first.weight"], initial)
 
 
 class _Shifted(nn.Module):

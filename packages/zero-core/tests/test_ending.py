@@ -209,8 +209,7 @@ def test_a_model_can_be_built_again_after_its_engine(ranks, stage, end):
         for param in model.parameters():
             param.data = torch.empty(param.shape)
         model.load_state_dict(expected)
-    found = dict(model.state_dict())
-    assert_same(found, expected)
+    assert_same(dict(model.state_dict()), expected)
     for module, keys in zip(model.modules(), plain, strict=True):
         assert vars(module).keys() == keys
         assert not module._forward_hooks

@@ -93,8 +93,7 @@ def _running_means(ranks):
 def test_buffers_in_16_bits_are_those_of_rank_0():
     expected = simulate(_running_means, 2)
     assert_same(expected[1], expected[0])
-    found = simulate_on_devices(_running_means, 2)
-    assert_same(found, expected)
+    assert_same(simulate_on_devices(_running_means, 2), expected)
 
 
 def _count_in_a_block(ranks, stage):

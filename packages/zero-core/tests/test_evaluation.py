@@ -96,8 +96,7 @@ def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(ranks, stage
     evaluated = zero_core.build(model, _config(stage), is_training=False, process_group=ranks)
     params = list(model.parameters())
     assert evaluated.unwrap() is model
-    found = dict(model.state_dict())
-    assert_same(found, dict(expected))
+    assert_same(dict(model.state_dict()), dict(expected))
     assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
     assert model.head.weight is model.embed.weight
     engine = Case(stage).build(ranks, model)

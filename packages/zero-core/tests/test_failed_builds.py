@@ -91,8 +91,7 @@ def _each_call(ranks, calls, event, *case):
             _build(ranks, *case, *made)
         kept.append(caught.value)
         assert described(*made, has_places=has_places) == before, call
-    found = _result(_build(ranks, *case, *made))
-    assert_same(found, expected)
+    assert_same(_result(_build(ranks, *case, *made)), expected)
 
 
 @pytest.mark.sampled(8)

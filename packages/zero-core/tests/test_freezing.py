@@ -146,8 +146,7 @@ def _resumes_in_stages(ranks, stage, name, folder):
             engine.load_checkpoint(folder)
         _run(engine, ranks.rank, phase)
         engine.save_checkpoint(folder)
-    found = engine.full_state_dict()
-    assert_same(found, _staged_in_torch(ranks, name))
+    assert_same(engine.full_state_dict(), _staged_in_torch(ranks, name))
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,7 @@ def test_gradients_wait_until_they_are_to_be_reduced_and_the_last_backward_ends_
         engine.step()
         assert any(launch.kind == "r" for launch in log) == is_last
     assert engine.global_steps == 1
-    values = engine.full_state_dict()
-    assert_same(values, expected.full_state_dict())
+    assert_same(engine.full_state_dict(), expected.full_state_dict())
     engine.set_requires_gradient_sync(False)
     engine.backward(engine(rows(0, ranks.rank)))
     with pytest.raises(RuntimeError, match=r"set_requires_gradient_sync\(True\)"):

@@ -108,8 +108,7 @@ def test_untouched_master_weights_keep_the_bits_that_bf16_lacks(ranks, stage, is
     for values in (expected, rounded):
         values["embed.weight"][5] = 0.5
     expected["head.weight"][5] = 0.5
-    after = engine.full_state_dict(dtype=torch.float32)
-    assert_same(after, expected)
+    assert_same(engine.full_state_dict(dtype=torch.float32), expected)
     assert_same(_gathered(engine), rounded)
 
 

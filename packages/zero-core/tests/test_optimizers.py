@@ -195,8 +195,7 @@ def test_groups_schedules_and_empty_groups_follow_ddp(ranks):
             assert seen == ["before", "after"] * 3
             found = [group["lr"] for group in engine.optimizer.param_groups]
             assert found == [group["lr"] for group in optimizer.param_groups]
-            values = engine.full_state_dict()
-            assert_same(values, dict(model.state_dict()))
+            assert_same(engine.full_state_dict(), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 0), (3, 1), (3, 2), (3, 3)])

@@ -99,8 +99,7 @@ def test_grad_reads_and_counts_as_with_ddp(ranks, name):
         assert math.isclose(engine.get_global_grad_norm(), seen[-1][-1], rel_tol=1e-6)
         assert all(p.grad is None for p in engine.module.parameters())
     assert_same(seen[1::2], seen[::2])
-    values = dict(model.state_dict())
-    assert_same(engine.full_state_dict(), values)
+    assert_same(engine.full_state_dict(), dict(model.state_dict()))
 
 
 def _step_with_late_ranks(ranks, steps, case, edits):
@@ -260,8 +259,7 @@ def test_what_is_assigned_without_a_backward_is_stepped_with(ranks):
         optimizer.step()
         engine.step()
         assert math.isclose(engine.get_global_grad_norm(), norm, rel_tol=1e-6)
-    values = dict(wanted.state_dict())
-    assert_same(engine.full_state_dict(), values)
+    assert_same(engine.full_state_dict(), dict(wanted.state_dict()))
 
 
 def test_a_gradient_that_is_made_infinite_skips_the_step():

@@ -51,8 +51,7 @@ def _count(environment):
         del os.environ[name]
     os.environ.update(environment)
     ranks = find_ranks(None, None)
-    control = ranks.connect()
-    return count_per_node(control, ranks)
+    return count_per_node(ranks.connect(), ranks)
 
 
 @on_processes(4)
