@@ -3,7 +3,9 @@
 [Note: hooks and torch.compile]
 A compiled module's graph holds its forward without the engine's hooks around that forward. The
 hooks are wrapped by `torch.compiler.disable`, so a module may be compiled before or after the
-engine is built. A hook on a module within the graph breaks the graph, even if it is disabled.
+engine is built. A hook on a module within the graph breaks the graph, even if it is disabled. Since
+torch 2.14, ``compile()`` also traces the hooks of a module with one of torch's own forwards, such
+as nn.Sequential: ``fullgraph=True`` raises. The result of `torch.compile` is served as before.
 """
 
 from __future__ import annotations

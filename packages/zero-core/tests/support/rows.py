@@ -17,7 +17,7 @@ from zero_core.comm.topology import find_ranks
 from zero_core.testing import equal, simulate, spawn
 from zero_core.testing.equal import Row, Variant
 
-IS_ON_DEVICES = (Path(torch.__file__).parent / "lib" / "libfake_cuda_ops.so").exists()
+IS_ON_DEVICES = torch.cuda.is_available() and any(Path(torch.__path__[0]).glob("lib/libfake_*"))
 TWO_KERNELS = re.compile(
     r"\bratio\b|border that moves|budget|names on the host|first half|all in files|NAdam"
     "|4-bit messages, updates in backward"
@@ -38,7 +38,6 @@ def check(row: Row, variant: Variant, folder: Path, seed: int = 0) -> None:
     if not IS_ON_DEVICES:
         equal.check(row, variant, folder)
         return
-    (folder / "cpu").mkdir()
     given = (row, variant, folder)
     if _has_cpu_bits(row):
         simulate(_run_on_cpu, row.ranks, *given, ranks_per_node=row.per_node)
@@ -52,7 +51,7 @@ def _has_cpu_bits(row: Row) -> bool:
 
 def _run_on_cpu(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
     trace = equal.run_side(ranks, row, equal.base_of(variant), folder / "plain")
-    torch.save(vars(trace), folder / "cpu" / f"{ranks.rank}.pt")
+    torch.save(vars(trace), folder / f"cpu {ranks.rank}.pt")
 
 
 def _run_on_devices(
@@ -73,7 +72,7 @@ def _run_on_devices(
     plain = run(equal.base_of(variant), "plain")
     has_two = TWO_KERNELS.search(row.variant) is not None
     if _has_cpu_bits(row):
-        on_cpu = equal.Trace(**torch.load(folder / "cpu" / f"{rank}.pt"))
+        on_cpu = equal.Trace(**torch.load(folder / f"cpu {rank}.pt"))
         for name in plain.values.keys() - on_cpu.values.keys():
             # If all steps are skipped, states exist only on accelerators, as zeros.
             on_cpu.values[name] = torch.zeros_like(plain.values[name])
