@@ -244,12 +244,12 @@ class Forecast:
             held[s.unit] += min(waiting, s.padded_numel // 2) * s.dtype.itemsize
             largest[s.unit] = max(largest[s.unit], max(sizes) * s.dtype.itemsize)
         self._blocks = memory.expected_blocks()  # bytes of each allocation of some kinds, by kind
-        exchanged, updated = self._exchange_buffers(), max(rounded, default=0) * is_rounded
+        exchanged, sent_down = self._exchange_buffers(), max(rounded, default=0) * is_rounded
         # The same for the streams of gathers, of reductions, and of copies to the host.
-        self._apart = [
+        self._apart: list[dict[str, list[int]]] = [
             gathers,
             {"exchange buffers": exchanged, **reductions},
-            {"updated shards": [updated]},
+            {"updated shards": [sent_down]},
         ]
         self._fixed = {
             **{kind: sum(sizes) for kind, sizes in self._blocks.items()},
@@ -258,7 +258,7 @@ class Forecast:
             "parameter gradient": max((held + largest).values(), default=0),
             "gradients of tied weights": (2 if are_tied_moved else steps) * sum(self.tied),
             **messages,
-            "updated shards": updated,
+            "updated shards": sent_down,
             "model buffers": buffer_bytes,
         }
 
