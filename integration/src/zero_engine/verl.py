@@ -173,10 +173,11 @@ class ZeroEngine(fsdp.FSDPEngine):  # type: ignore[misc]
 
         With "hf_model" in ``save_contents`` the folder ``huggingface`` has the whole weights, too.
         """
-        manager, schedule = self.checkpoint_manager, self.lr_scheduler
-        state = {"lr_scheduler": None if schedule is None else schedule.state_dict()}
+        manager = self.checkpoint_manager
+        schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         has_frozen = not (self._is_lora and manager.should_save_lora_only)
         with self._reloaded():
+            state = {"lr_scheduler": schedule}
             self.engine.save_checkpoint(local_path, "zero", state, has_frozen=has_frozen)
             if "hf_model" in self.checkpoint_config.save_contents:
                 self.engine.export_safetensors(Path(local_path, "huggingface"))

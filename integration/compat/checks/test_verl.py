@@ -1,23 +1,25 @@
 """verl's workers train with this engine as with verl's own FSDP2 engine, on the CPU.
 
-Rank processes call the workers with given responses: verl's trainer generates on GPUs alone.
+verl's trainer starts workers by Ray, and generates by vLLM, which needs a GPU. Here rank processes
+call the workers, with given responses and rewards.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.lm_models import make_lm
 from zero_core.testing import spawn
 
 pytest.importorskip("verl", reason="verl needs other releases of transformers")
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FP32 = "mixed_precision={param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
 COMMON = (
     *("model.use_remove_padding=False", "+model.override_config.attn_implementation=eager"),
@@ -40,8 +42,17 @@ def _prepare_cpu() -> None:
     from verl.plugin.platform import set_platform
     from verl.plugin.platform.platform_cuda import PlatformCUDA
 
+    bytes_of = (
+        "memory_allocated",
+        "memory_reserved",
+        "max_memory_allocated",
+        "max_memory_reserved",
+    )
+    module = SimpleNamespace(**dict.fromkeys((*bytes_of, "is_available"), lambda: 0))
+    vars(module).update(mem_get_info=lambda: (0, 0), get_device_name=lambda: "CPU")
+
     class Cpu(PlatformCUDA):
-        device_name = "cpu"
+        device_name, device_module = "cpu", module
         current_device = lambda self: torch.device("cpu")  # noqa: E731
 
     set_platform(Cpu())
@@ -63,7 +74,6 @@ def _make_worker(path: Path, *overrides: str, role: str = "actor") -> Any:
         config = compose("verl", given).actor_rollout_ref
     worker = ActorRolloutRefWorker(config, role=role)
     worker.init_model()
-    (worker.actor or worker.ref).flops_counter = None  # it asks CUDA for the device's name
     return worker
 
 
@@ -80,8 +90,12 @@ def _batch(rank: int, world_size: int, **further: torch.Tensor) -> Any:
     rewards = torch.rand(8, 6, generator=seeded) * mask
     attended = torch.cat([torch.ones(8, 4, dtype=torch.long), mask], dim=1)
     advantages, _ = compute_grpo_outcome_advantage(rewards, mask, np.repeat([0, 1], 4))
-    every = {"input_ids": ids, "prompts": ids[:, :4], "responses": ids[:, 4:]}
-    every["response_mask"] = mask
+    every = {
+        "input_ids": ids,
+        "prompts": ids[:, :4],
+        "responses": ids[:, 4:],
+        "response_mask": mask,
+    }
     every |= {"attention_mask": attended, "position_ids": (attended.cumsum(1) - 1).clamp(min=0)}
     own = {k: v.chunk(world_size)[rank] for k, v in (every | {"advantages": advantages}).items()}
     settings = {"temperature": 1.0, "calculate_entropy": True, "compute_loss": False}
@@ -129,5 +143,7 @@ def _trains_as_fsdp2(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_verls_workers_train_as_with_fsdp2(world_size: int, tmp_path: Path) -> None:
-    make_lm("llama", max_position_embeddings=16).save_pretrained(tmp_path / "llama")
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 61}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     spawn(_trains_as_fsdp2, world_size, tmp_path, ranks_per_node=world_size)
