@@ -72,7 +72,6 @@ HOST_FILE = "/job/hostfile"
 LOCAL_HOST = "localhost"
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 IDLE = ("launcher", "launcher_args", "no_ssh_check", "save_pid", "ssh_port", "venv_script")
-"""Options without effect."""
 CHOOSING = ("include", "exclude", "num_gpus", "num_nodes")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 TOLD_APART = {"node_rank": 0, "master_addr": "127.0.0.1"}
