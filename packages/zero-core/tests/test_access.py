@@ -342,3 +342,55 @@ def test_torchs_clipping_which_clips_nothing_is_told_once(stage, caplog):
         simulate(_warns, 2, stage)
     told = [r for r in caplog.records if "clips nothing" in r.getMessage()]
     assert len(told) == 2
+
+
+class _Kernel(torch.autograd.Function):
+    """Reads a weight as compiled extensions do: without torch's dispatch of functions."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        with torch._C.DisableTorchFunction():
+            weight = weight.detach().clone()
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.T @ grad
+
+
+class _Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(9))
+
+    def forward(self, x):
+        return _Kernel.apply(x, self.weight)
+
+
+class _OfParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"part": _Part()}) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block["part"](x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_part_that_is_called_alone_waits_for_its_values(ranks, stage):
+    engine, model = Case(stage).build(ranks, _OfParts()), _OfParts()
+    seeded = torch.Generator().manual_seed(0)  # the same samples on both ranks
+    batches = [{"x": torch.randn(4, 9, generator=seeded)} for _ in range(STEPS)]
+    expected, optimizer = [], adamw(model)
+    for given in batches:
+        loss = model(**given)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert train(engine, batches) == expected

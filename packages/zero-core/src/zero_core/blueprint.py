@@ -51,7 +51,8 @@ class Blueprint:
     ) -> Blueprint:
         """Describe ``model``. If not ``is_training``, no parameter counts as trainable."""
         wrapped = [part for part in model.modules() if isinstance(part, DataParallel | DDP)]
-        if wrapped:
+        wrapped = [w for w in wrapped if any(p.requires_grad for p in w.parameters())]
+        if wrapped and is_training:
             raise ConfigError(
                 f"build(): the model is or contains a {type(wrapped[0]).__name__}, which would "
                 "reduce gradients a second time: give the module inside it (its attribute module)"

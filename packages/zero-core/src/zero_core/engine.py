@@ -13,7 +13,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain, islice, repeat
@@ -24,6 +24,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from zero_core._torch import cast_floats, has_step_pre_hooks, mark_stepped
 from zero_core.checkpoint.patches import PatchWriter
@@ -124,7 +125,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients accumulated since the last step. Keeps the count of micro-steps."""
         self._gradient.policy.check_unused("dropping gradients")
-        self._train.warn_of_drop("lacks them")
+        self._train.warn_of_drop(restarts=False)
         self._passes.backward.discard()
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,7 +247,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """
         self._device_states.check_here("zero_grad()")
         self._gradient.policy.check_unused("dropping gradients")
-        self._train.warn_of_drop("begins again from its first micro-step")
+        self._train.warn_of_drop(restarts=True)
         self._passes.backward.discard()
         self._train.enter_micro_step(0)
 
@@ -337,8 +338,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
             The mean of this rank's losses, 0-dim, fp32 or wider, without gradient.
 
         Raises:
-            ValueError: there are fewer micro-batches than a step has, or a collection has more: it
-                would begin again at each call.
+            ValueError: there are fewer micro-batches than a step has, or a sequence or DataLoader
+                has more: it would begin again at each call.
             TypeError: without ``compute_loss``, the model returned no loss.
             RuntimeError: as for `step` and `backward`; or the call is in the middle of a step,
                 within ``no_sync``, or after `set_gradient_accumulation_boundary`.
@@ -354,10 +355,11 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 "without set_gradient_accumulation_boundary()"
             )
         remaining = iter(batches)
+        begins_again = isinstance(batches, Sequence | DataLoader)
         found = list(islice(remaining, steps))
         if len(found) < steps:
             raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
-        if remaining is not batches and next(remaining, None) is not None:
+        if begins_again and next(remaining, None) is not None:
             raise ValueError(
                 f"train_batch: a step has {steps} micro-batches, and {type(batches).__name__} has "
                 "more, of which each call would take the first ones: call iter() on it once, and "

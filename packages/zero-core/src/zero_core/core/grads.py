@@ -473,8 +473,8 @@ class FlatGrads:
     """The gradients of one trainable segment.
 
     In a backward, `add` is called for each parameter, then `reduce` and `finish`. At an
-    accumulation boundary (in every micro-step if the tier accumulates gradients), the state tier is
-    offered `result`, and `GradShard.release` follows. `clear` starts a new step.
+    accumulation boundary (in every micro-step if the tier accumulates gradients), `result` goes to
+    the step, and `GradShard.release` follows. `clear` starts a new step.
 
     Attributes:
         params: the model's parameters, in the order of the slots.
@@ -522,7 +522,7 @@ class FlatGrads:
         self.is_updated = False
 
     def begin_backward(self) -> None:
-        """Called when a backward begins, if ``plan.is_sequential``."""
+        """Called when a backward begins."""
 
     def add(self, position: int, grad: Tensor) -> None:
         if grad.layout is not _STRIDED:

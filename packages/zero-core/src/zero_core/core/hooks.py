@@ -44,9 +44,8 @@ def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:
                 handles.append(_hook_gradient(passes, unit.index, number, position, param))
     # A module inside a unit may be called directly: by a model that calls ``block.attention``, or
     # by activation checkpointing of a part of a block. Such modules get a hook that gathers the
-    # unit. `UnitSet.part_hooks` holds the hooks inside blocks. Below stage 3 a read of a parameter
-    # waits by itself, except in compiled code.
-    is_sharded = passes.units.has_sharded_params
+    # unit. `UnitSet.part_hooks` holds the hooks inside blocks. Below stage 3 it waits for
+    # values that are being exchanged: a kernel may read a parameter without torch's dispatch.
     for module in modules[0].modules():
         if isinstance(module, ParametrizationList):
             continue  # each read of the weight calls this module, and a read must not gather
@@ -57,7 +56,7 @@ def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:
             if len(within) == 1:
                 own, is_one_graph = within, True
         for unit in own:
-            if module is not modules[unit.index] and (is_sharded or is_one_graph):
+            if module is not modules[unit.index]:
                 hook = _part_hook(passes, unit, is_one_graph=is_one_graph)
                 if is_one_graph:
                     hook = outside_graphs(hook)

@@ -9,8 +9,9 @@ Hooks on the model call this module: `zero_core.core.hooks`.
 3. When the unit and all units before it in the order of reductions are complete,
    `BackwardPass.reduce` calls `FlatGrads.reduce`, and `FlatGrads.finish` one unit later.
 4. At an accumulation boundary (in every micro-step if the tier accumulates), `BackwardPass.offer`
-   passes the reduced gradient to the sink, `StepGradient.add`, which offers it to the state tier.
-   At stage 0 ``param.grad`` shows it from then on: `zero_core.step.param_grads`.
+   passes the reduced gradient to the sink, `StepGradient.add`, which offers it to the state tier,
+   to one that reads it in place only when the step's gradient is complete. At stage 0
+   ``param.grad`` shows it from then on: `zero_core.step.param_grads`.
 5. ``engine.step()`` calls `BackwardPass.complete_gradient`, then `StepGradient.decide` and
    ``apply``. The tier updates the shards. `UnitSet.values_changed` marks gathered values as stale.
    On a device the update is enqueued before the host reads the facts: see [Note: update ahead] in
@@ -74,7 +75,7 @@ class GradientSink(Protocol):
         """
 
     def add(self, grads: FlatGrads, *, is_last: bool) -> bool:
-        """Offer a segment's reduced gradient to the state tier.
+        """Take a segment's reduced gradient. See [Note: the path of a gradient], 4.
 
         ``is_last``: whether it belongs to the step's last micro-step. Returns whether the tier has
         already updated the parameters.

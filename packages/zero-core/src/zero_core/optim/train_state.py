@@ -115,6 +115,7 @@ class TrainState:
         self._param_groups = param_groups
         self._steps_per_print = config.steps_per_print
         self._rank = rank
+        self._num_restarts = 0  # times that the current step began again by `Engine.zero_grad`
         self._has_warned_of_drop = False
         self._has_warned_of_schedule = False
         # The schedule and its expected count if the program steps it, too.
@@ -219,6 +220,8 @@ class TrainState:
         """Count a skipped step, update the loss scale and warn. ``where``: what is not finite."""
         before = self.scaler.scale
         self.skipped_steps += 1
+        if self.num_rounds:
+            self._end_rounds()
         self.scaler.update(is_overflow=True)
         text = "step %d skipped on all ranks: the gradient is not finite (%s); loss scale %g -> %g"
         _log.warning(text, self.global_steps + 1, where, before, self.scaler.scale)
@@ -226,6 +229,7 @@ class TrainState:
     def end_step(self) -> None:
         """Count a step and its last micro-step. Log progress every ``steps_per_print`` steps."""
         self.global_steps += 1
+        self._num_restarts = 0
         self.end_micro_step()
         every = self._steps_per_print
         if every is not None and self._rank == 0 and self.global_steps % every == 0:
@@ -330,18 +334,22 @@ class TrainState:
             if "optimizer" in without:
                 resume_rates(scheduler)
 
-    def warn_of_drop(self, result: str) -> None:
-        """Warn once if ``zero_grad`` drops the gradients of finished micro-steps of this step.
+    def warn_of_drop(self, *, restarts: bool) -> None:
+        """Warn once if a loop seems to call ``zero_grad`` in each micro-step of a step.
 
-        ``result`` completes "the step ...".
+        ``restarts``: the step begins again, as after a loop that was left. Only a second time in
+        the same step is suspect. Otherwise the step continues without the dropped gradients.
         """
-        if self._rank == 0 and self.num_accumulated and not self._has_warned_of_drop:
+        self._num_restarts += restarts and self.num_accumulated > 0
+        is_suspect = self._num_restarts > 1 if restarts else self.num_accumulated > 0
+        if self._rank == 0 and is_suspect and not self._has_warned_of_drop:
             self._has_warned_of_drop = True
             _log.warning(
-                "step %d: zero_grad() drops the gradients of %d finished micro-steps of %d, and "
-                "the step %s. step() drops gradients itself: call zero_grad() only after a loop "
-                "that was left before step(). This is said once",
-                *(self.global_steps + 1, self.num_accumulated, self.accumulation_steps, result),
+                "step %d: zero_grad() drops the gradients of %d finished micro-steps, and the step "
+                "%s. step() drops gradients itself: call zero_grad() only after a loop that was "
+                "left before step(). This is said once",
+                *(self.global_steps + 1, self.num_accumulated),
+                "begins again from its first micro-step" if restarts else "lacks them",
             )
 
     def restart_step(self) -> None:

@@ -1,8 +1,9 @@
 """The gradient of one step, the decision on its update, and when the state tier updates.
 
 The passes call `StepGradient.add` with each segment's reduced gradient. It keeps the gradient's
-norm and offers the gradient to the state tier. `agree` sums the statistics over all ranks, `decide`
-decides whether to update, and `apply` updates what the `UpdatePolicy` has not updated earlier.
+norm and offers the gradient to the state tier, or leaves that to `agree` if the tier reads it in
+place. `agree` sums the statistics over all ranks, `decide` decides whether to update, and `apply`
+updates what the `UpdatePolicy` has not updated earlier.
 
 [Note: agreement by hash]
 Hyperparameters and other settings must be equal on all ranks. The all-reduce of a step's facts sums
