@@ -298,10 +298,7 @@ def test_peak_is_what_was_planned(world_size: int) -> None:
 
 VERTICAL = {"accumulation_schedule": "vertical"}
 IN_BACKWARD = {**CPU, "update_in_backward": True}
-CODED = [  # two nodes of a rank, and steps so small that differences are shorter than weights
-    {**config("bf16", stage=stage, zero_lossless_weights=w, zero_lossless_gradients=g), **SLOW}
-    for stage, (w, g) in product((1, 2, 3), ((True, False), (False, True), (True, True)))
-]
+CODED = [config("bf16", stage=2, zero_lossless_gradients=True)]  # on two nodes of a rank each
 RESERVED: list[dict[str, Any]] = [  # at most 250 MiB a rank
     *(config(dtype, stage=stage) for stage, dtype in product(range(4), ("bf16", "fp32"))),
     *(config("bf16", 2, stage=stage) for stage in (1, 2, 3)),
