@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zero_core import RankMismatchError
 from zero_core.core.access import NEEDS_NO_VALUE
 from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.ranks import spawn
 from zero_core.testing.readers import (
     AFTER,
     BEFORE,
@@ -363,29 +364,36 @@ class _Kernel(torch.autograd.Function):
 class _Part(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(9))
+        self.weight = nn.Parameter(torch.eye(64))
 
     def forward(self, x):
         return _Kernel.apply(x, self.weight)
 
 
+class _Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = _Part(), _Part()
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
 class _OfParts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleDict({"part": _Part()}) for _ in range(3))
+        self.blocks = nn.ModuleList(_Block() for _ in range(3))
 
     def forward(self, x):
         for block in self.blocks:
-            x = block["part"](x)
+            x = block.second(block.first(x))
         return x.square().mean()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
-def test_a_part_that_is_called_alone_waits_for_its_values(ranks, stage):
-    engine, model = Case(stage).build(ranks, _OfParts()), _OfParts()
+def _trains_parts(rank, world_size, stage):
+    engine, model = Case(stage).build(None, _OfParts()), _OfParts()
     seeded = torch.Generator().manual_seed(0)  # the same samples on both ranks
-    batches = [{"x": torch.randn(4, 9, generator=seeded)} for _ in range(STEPS)]
+    batches = [{"x": torch.randn(4, 64, generator=seeded)} for _ in range(STEPS)]
     expected, optimizer = [], adamw(model)
     for given in batches:
         loss = model(**given)
@@ -394,3 +402,8 @@ def test_a_part_that_is_called_alone_waits_for_its_values(ranks, stage):
         optimizer.zero_grad()
         expected.append(loss.item())
     assert train(engine, batches) == expected
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_part_that_is_called_alone_waits_for_its_values(stage):
+    spawn(_trains_parts, 2, stage)
