@@ -253,7 +253,7 @@ def _train(model, config, ranks):
     engine = zero_core.build(model, config, process_group=ranks)
     seen = []
     for step in range(STEPS):
-        loss = engine.train_batch(_batches(step, engine.rank)).item()
+        loss = engine.train_batch(iter(_batches(step, engine.rank))).item()
         seen.append((loss, repr(engine.get_global_grad_norm())))
     values = engine.full_state_dict(dtype=torch.float32)
     engine.close()
