@@ -60,6 +60,15 @@ def test_a_configuration_comes_as_a_dict_a_text_base64_or_a_file_as_people_write
     assert settings.monitors.wandb.project == "a // b, }"
 
 
+@pytest.mark.parametrize(
+    "text", ['{"a": 1e1, "b": 4.0, "c": 0.5, "d": 1e10}', "{a: 1e1\nb: 4.0\nc: 0.5\nd: 1e10}"]
+)
+def test_whole_numbers_are_integers_as_in_hjson(text):
+    pytest.importorskip("hjson", reason="an optional package")
+    found = parse_hjson(text, "it")
+    assert [repr(value) for value in found.values()] == ["10", "4", "0.5", "10000000000.0"]
+
+
 def test_hjson_is_read_by_the_package_of_deepspeed():
     pytest.importorskip("hjson", reason="an optional package")
     text = "{a: 1 # one\n'b': two words, {}[]\nc: 5e8}"

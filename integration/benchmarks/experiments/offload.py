@@ -103,7 +103,7 @@ def compared(rows: Rows, job: Job) -> dict[str, Row]:
         is_close = bool(exact) and math.isclose(row["last_loss"], exact[0], rel_tol=BARS["loss"])
         moved = (row["counted"][key] / len(row["times_s"]) for key in ("bytes_d2h", "bytes_h2d"))
         found[name] = row | {
-            "moved_mib": [count / job.ranks / MIB for count in moved],
+            "moved_mib": [count / job.ranks / MIB for count in moved] if rival else None,
             "overhead_s": overhead(name),
             "overhead_to_rival": quotient(overhead(name), overhead(rival)),
             "memory_to_rival": quotient(row["added_mib_per_rank"], memory),
@@ -137,7 +137,7 @@ def section(title: str, rows: Rows) -> Section:
         Column("memory", "added_mib_per_rank", ".0f"),
         against("to rival", "memory_to_rival"),
         against("overlap", "overlap", ".0%"),
-        Column("moved", lambda row: " + ".join(f"{mib:.1f}" for mib in row["moved_mib"])),
+        Column("moved", lambda row: " + ".join(f"{mib:.1f}" for mib in row["moved_mib"] or ())),
         Column("loss", loss),
     )
     overhead, memory, overlap, losses = BARS.values()

@@ -162,8 +162,7 @@ def train(
                 arguments.append("--overwrite")
             if resume is not None:
                 arguments.append(f"--resume={resume}")
-            command = ["train", *arguments]
-            code = launch(command, num_ranks=num_ranks, max_restarts=max_restarts)
+            code = launch(["train", *arguments], num_ranks=num_ranks, max_restarts=max_restarts)
     except ZeroError as error:
         fail(error)
     sys.exit(code)

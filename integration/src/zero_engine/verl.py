@@ -1,11 +1,11 @@
-"""Engines of verl (0.9): the strategy ``zero`` trains verl's actors, critics and references.
+"""Engines of verl (0.9): the strategy ``zero`` trains actors, and evaluates references.
 
     actor_rollout_ref.actor.strategy=zero
     actor_rollout_ref.actor.fsdp_config._target_=zero_engine.verl.ZeroEngineConfig
     +actor_rollout_ref.actor.fsdp_config.zero=stage3-offload
 
-``actor_rollout_ref.ref.fsdp_config`` and ``critic.fsdp`` have the same two keys. verl loads the
-model, makes micro-batches, losses and the schedule, and sends the weights to the rollout.
+``actor_rollout_ref.ref.fsdp_config`` has the same two keys. ``critic.fsdp`` takes them, untried.
+verl loads the model, makes micro-batches, losses and schedule, and sends weights to the rollout.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ class ZeroEngine(fsdp.FSDPEngine):  # type: ignore[misc]
     def _build_model_optimizer(self) -> None:
         config = self._read_config()
         module = self._build_module()
+        self.pass_packed_cu_seqlens = "cu_seqlens" in signature(module.forward).parameters
         if any(param.is_meta for param in module.parameters()):  # rank 0 has the values
             module.to_empty(device="cpu")
         if self._is_lora:
@@ -86,22 +88,29 @@ class ZeroEngine(fsdp.FSDPEngine):  # type: ignore[misc]
 
     def _read_config(self) -> dict[str, Any]:
         """Return the engine's configuration. Raises ConfigError for keys that are not served."""
-        given, optim = self.engine_config, self.optimizer_config
-        is_hybrid = 0 < given.fsdp_size < dist.get_world_size()
-        has_merge = self._is_lora and self.model_config.lora.get("merge", False)
-        if is_hybrid or has_merge or given.offload_policy or given.qat.enable:
-            raise ConfigError(
-                "strategy=zero serves neither fsdp_size, lora.merge, offload_policy nor qat: leave "
-                "them at their defaults"
-            )
+        given, optim, model = self.engine_config, self.optimizer_config, self.model_config
+        refused = {
+            "fsdp_size": 0 < given.fsdp_size < dist.get_world_size(),
+            "lora.merge": self._is_lora and model.lora.get("merge", False),
+            "enable_activation_offload": model.enable_activation_offload,
+            "offload_policy": given.offload_policy,
+            "qat": given.qat.enable,
+        }
+        if found := [key for key, is_set in refused.items() if is_set]:
+            raise ConfigError(f"strategy=zero does not serve {', '.join(found)}: use the default")
         config = read_zero(convert_to_regular_types(given.zero))
         for key in _OF_VERL:
             if config.pop(key, "auto") != "auto":
                 raise ConfigError(f"zero has the key {key}, which verl decides: leave it out")
-        config["train_micro_batch_size_per_gpu"] = 1  # for the engine's reports only
+        # More than 1, so that a tier adds up gradients: `forward_backward_batch` sets boundaries.
+        config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
         if optim is not None:
             config["gradient_clipping"] = float(optim.clip_grad)
-        dtype = PrecisionType.to_dtype((given.mixed_precision or {}).get("param_dtype", "bf16"))
+        given = {"param_dtype": "bf16", "reduce_dtype": "fp32", **(given.mixed_precision or {})}
+        dtype, reduced = (
+            PrecisionType.to_dtype(given[f"{of}_dtype"]) for of in ("param", "reduce")
+        )
+        config.setdefault("communication_data_type", PrecisionType.to_str(reduced))
         if dtype != torch.float32 and not config.keys() & {"bf16", "fp16", "torch_autocast"}:
             config["fp16" if dtype == torch.float16 else "bf16"] = {"enabled": True}
         return config
@@ -156,7 +165,9 @@ class ZeroEngine(fsdp.FSDPEngine):  # type: ignore[misc]
             self.engine.reload_states()
             return
         parts = ["parameters", "buffers"] * model + ["gradients"] * grad
-        self.engine.offload_states(parts + ["master_weights", "optimizer_states"] * optimizer)
+        if optimizer or self._is_offload_optimizer:  # `reload_states` reloads all before evaluation
+            parts += ["master_weights", "optimizer_states"]
+        self.engine.offload_states(parts)
 
     @contextmanager
     def _reloaded(self) -> Iterator[None]:

@@ -253,8 +253,7 @@ def _calls(make: _Make, rows: int, width: int) -> Iterator[_Call]:
         yield getattr(aten, f"{name}_backward").default, (y, x)
     out, mean, deviation = aten.native_layer_norm.default(x, [width], scale, scale, 1e-5)
     yield aten.native_layer_norm.default, (x, [width], scale, scale, 1e-5)
-    masks = [True, True, True]
-    norm = (y, x, [width], mean, deviation, scale, scale, masks)
+    norm = (y, x, [width], mean, deviation, scale, scale, [True, True, True])
     yield aten.native_layer_norm_backward.default, norm
     for name in ("_softmax", "_log_softmax"):
         yield getattr(aten, name).default, (x, -1, False)
@@ -357,8 +356,7 @@ def time_exchanges(watch: Stopwatch) -> None:
         for name, call in (("gather", gather), ("reduce", reduce)):
             cpu_at, started_at = time.process_time(), time.perf_counter()
             seconds = watch.seconds(call, is_together=True)
-            passed = time.perf_counter() - started_at
-            share = (time.process_time() - cpu_at) / passed
+            share = (time.process_time() - cpu_at) / (time.perf_counter() - started_at)
             found[f"{name}.{way}"].append((sent, seconds))
             if way == "between":
                 found[f"{name}.between.cpu"].append((sent, seconds * share))
@@ -508,8 +506,7 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
     trace = trace_step(model, config, [ids], [model])
     assert trace.backward is not None, "a model of plain operators"
     calls = sum(trace.forward.values(), trace.backward)
-    curves = {name: Curve(tuple(points)) for name, points in watch.curves.items()}
-    rates = Rates(1, 1, 1, curves)
+    rates = Rates(1, 1, 1, {name: Curve(tuple(points)) for name, points in watch.curves.items()})
     kernels = {True: 0.0, False: 0.0}
     for call, number in calls.items():
         kernels[call.is_product] += number * rates.operator_s(call)
@@ -549,8 +546,7 @@ def time_engine(watch: Stopwatch, threads: int, cores: int | None) -> None:
             engine.step()
 
         assert planned.step_time is not None, "there are inputs and a calibration"
-        seconds = watch.typical_seconds(run, is_together=True)
-        rest.append(seconds - planned.step_time.total_s)
+        rest.append(watch.typical_seconds(run, is_together=True) - planned.step_time.total_s)
         engine.close()
     per_pass = max((rest[1] - rest[0]) / (2 * (DEPTHS[1] - DEPTHS[0])), 0.0)
     watch.curves["pass"] = _constant(per_pass)

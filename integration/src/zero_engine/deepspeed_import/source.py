@@ -385,8 +385,7 @@ def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> So
                         raise CheckpointCorruptError(
                             f"{where}: {kind} of {name} is at {start} to {stop} of {values.numel()}"
                         )
-                    by_kind = fragments.setdefault(name, {})
-                    by_kind.setdefault(kind, []).append(values[start:stop])
+                    fragments.setdefault(name, {}).setdefault(kind, []).append(values[start:stop])
     trained = {
         name: (shape, fragments.get(name, {MASTER: []}), steps.get(name, 0))
         for name, shape in param_groups(model)
@@ -554,8 +553,7 @@ def read_stage_0(place: Path, frozen: Iterable[str]) -> Source:
         for name, (states, step) in found.items()
     }
     params = _params(place, [model], names, trained)
-    scale = loss_scale_of(saved, has_zero=False)
-    return make_source(model, params, inner["param_groups"], scale)
+    return make_source(model, params, inner["param_groups"], loss_scale_of(saved, has_zero=False))
 
 
 def _by_shape(place: Path, inner: Mapping[str, Any], values: Mapping[str, Tensor]) -> _States:

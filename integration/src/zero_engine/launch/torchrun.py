@@ -29,8 +29,7 @@ _OF_A_PEER = CollectiveError.__name__
 
 def pass_on_warnings() -> None:
     """Make torchrun pass SIGUSR1, SLURM's warning, to ranks. Call it before torchrun's parser."""
-    signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", signals)
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 
 
 def local_address_only() -> dict[str, str]:

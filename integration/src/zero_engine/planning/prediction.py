@@ -461,8 +461,7 @@ class Prediction:
         lanes = dict.fromkeys(LANES, 0.0)
         for work in program.last:
             lanes[work.lane] += work.seconds
-        samples = self.config.train_batch_size
-        return StepTime(stop - start, lanes, samples, tuple(spans))
+        return StepTime(stop - start, lanes, self.config.train_batch_size, tuple(spans))
 
 
 def run_steps(shape: StepShape, units: Sequence[UnitTime], cores: float | None) -> StepProgram:

@@ -130,8 +130,7 @@ class TimedPlan(Plan):
                 for lane in LANES
             ]
             busy.append(("step", _seconds(time.total_s), "100%"))
-            heads = ("lane", "busy", "of the step")
-            others.append(Table("Predicted step", heads, tuple(busy)))
+            others.append(Table("Predicted step", ("lane", "busy", "of the step"), tuple(busy)))
         hidden = len(choices.rows) - len(rows)
         title = f"Choices, {hidden} more by --all" if hidden else "Choices"
         return (*others, Table(title, (*choices.headings, "step", "bound", ""), tuple(rows)))

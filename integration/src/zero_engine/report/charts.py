@@ -128,8 +128,7 @@ def lanes(ranks: Sequence[Rank]) -> list[Spec]:
         if not rank.details:
             continue
         detail = rank.details[-1]
-        spans = _joined(detail)
-        longest = sorted(spans, key=lambda span: span[2] - span[3])[:_MAX_SPANS]
+        longest = sorted(_joined(detail), key=lambda span: span[2] - span[3])[:_MAX_SPANS]
         for lane, name, start, stop, is_wait in longest:
             kind = "wait" if is_wait else _kind(lane, name)
             times = {"start": start * 1e3, "stop": stop * 1e3, "ms": (stop - start) * 1e3}

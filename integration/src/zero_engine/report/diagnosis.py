@@ -114,8 +114,7 @@ def _not_finite(found: Measured) -> Iterator[Cause]:
 
 def _memory(found: Measured, limit: int | None) -> Iterator[Cause]:
     moment, transient = transient_bytes(found)[1], _activation_bytes(found)
-    config = found.run.run.config
-    checkpointing = config.get("activation_checkpointing") or {}
+    checkpointing = found.run.run.config.get("activation_checkpointing") or {}
     peak = max(rank.peak_bytes for rank in found.ranks)
     num_blocks = max(len(found.run.run.units) - 1, 1)
     if checkpointing.get("enabled") or num_blocks < 2 or not limit:

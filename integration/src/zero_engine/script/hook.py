@@ -125,8 +125,7 @@ def _mended(
 ) -> ModuleSpec | None:
     # foreign: finders of other projects. Old ones have no find_spec.
     others = (f for f in sys.meta_path if not isinstance(f, _Served) and hasattr(f, "find_spec"))
-    found = (finder.find_spec(fullname, path, target) for finder in others)
-    spec = next(filter(None, found), None)
+    spec = next(filter(None, (f.find_spec(fullname, path, target) for f in others)), None)
     if spec is None or spec.loader is None:
         return None
     run = spec.loader.exec_module

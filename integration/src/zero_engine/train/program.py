@@ -116,8 +116,7 @@ def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> Tensor:
 
     engine.train_batch(batches, compute_loss, client_state={"step": step + 1})
     # If "auto" repeats a failed vertical step with the horizontal schedule, only that pass counts.
-    last = losses[-engine.gradient_accumulation_steps :]
-    return torch.stack(last).to(torch.float64).sum()
+    return torch.stack(losses[-engine.gradient_accumulation_steps :]).to(torch.float64).sum()
 
 
 @torch.no_grad()

@@ -167,8 +167,7 @@ class TrainingRun:
         held = [0.0] * engine.world_size
         held[engine.rank] = float(used_bytes(engine.device))
         shared = [0.0, *self._request.as_flags(), *held]
-        is_accelerated = engine.device.type != "cpu"
-        sent = torch.tensor(shared, dtype=torch.float64, pin_memory=is_accelerated)
+        sent = torch.tensor(shared, dtype=torch.float64, pin_memory=engine.device.type != "cpu")
         sums = sent.to(engine.device, non_blocking=True)
         sums[0] = loss
         with engine.place.waiting("sum of losses"):

@@ -10,7 +10,7 @@ from zero_core.errors import MissingPartError
 FOUND: dict[tuple[str, str], EntryPoint] = {}
 """Entry points that `load_part` has found, because a search reads all packages' metadata."""
 _FOLDERS = {p: f"packages/{p}" for p in ("cpu-adam", "zero-comm", "zero-core", "zero-offload")}
-_FOLDERS["zero-parts"] = "packages/cpu-adam packages/zero-comm packages/zero-offload ./integration"
+_FOLDERS["zero-parts"] = " ".join((*_FOLDERS.values(), "./integration"))
 """This project's packages, which no index has, and what pip installs them from in a clone."""
 
 

@@ -21,6 +21,12 @@ _LAST_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
 _NO_COMMA = re.compile(rf"(?:{_STRING}|[}}\]\w])(?=[^\S\n]*\n\s*\")")
 
 
+def _number(text: str) -> int | float:
+    """Return a whole number below 1e10 as an int, as the package hjson does."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 1e10 else value
+
+
 def parse_hjson(text: str, name: str) -> dict[str, Any]:
     """Parse the text of an object. Error messages call it ``name``."""
 
@@ -36,7 +42,7 @@ def parse_hjson(text: str, name: str) -> dict[str, Any]:
     plain = _NO_COMMA.sub(r"\g<0>,", plain)
     try:
         try:
-            value = json.loads(plain, object_pairs_hook=unique)
+            value = json.loads(plain, object_pairs_hook=unique, parse_float=_number)
         except json.JSONDecodeError as error:
             if find_spec("hjson") is None:
                 hint = 'to read Hjson: pip install "hjson>=3.1"'

@@ -168,8 +168,7 @@ def main() -> None:
     parser.add_argument("--safe_serialization", action="store_true")
     parser.add_argument("-t", "--tag")
     parser.add_argument("--exclude_frozen_parameters", action="store_true")
-    options = parser.parse_args()
-    convert_zero_checkpoint_to_fp32_state_dict(**vars(options))
+    convert_zero_checkpoint_to_fp32_state_dict(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -343,8 +343,7 @@ class Init:
         if enabled:
             init_distributed()
             if module is not None:
-                made = partitioned.partition_module(module, self._group, dtype=self._dtype)
-                self._describe(made)
+                self._describe(partitioned.partition_module(module, self._group, dtype=self._dtype))
 
     def _describe(self, params: Iterable[nn.Parameter]) -> None:
         world, size = groups.get_data_parallel_group(), groups.get_data_parallel_world_size()
