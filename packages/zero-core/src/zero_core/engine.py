@@ -452,6 +452,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """Set whether this micro-step and each later one is the last of its step.
 
         None restores the default: the count decides. Every rank must call it, before the backward.
+        Offloaded states then need ``gradient_accumulation_steps`` above 1: with 1 a tier of 16-bit
+        gradients rounds the sum in each micro-step.
         """
         self._device_states.check("set_gradient_accumulation_boundary()", NO_PARTS)
         self._train.declared_boundary = is_boundary
