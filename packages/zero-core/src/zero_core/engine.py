@@ -19,11 +19,10 @@ from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from zero_core._torch import cast_floats, has_step_pre_hooks, mark_stepped
@@ -241,9 +240,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """Drop the step's gradient and start the step again from its first micro-step.
 
         Needed only after a loop was left between backward and `step`. Every rank must call it.
-
-        Raises:
-            RuntimeError: units have been updated in backward.
+        Raises RuntimeError if units have been updated in backward.
         """
         self._device_states.check_here("zero_grad()")
         self._gradient.policy.check_unused("dropping gradients")
@@ -263,12 +260,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 "step() while gradients are not reduced: leave no_sync(), or "
                 "set_requires_gradient_sync(True)"
             )
-        if isinstance(cast(object, train.lr_scheduler), ReduceLROnPlateau):
-            raise RuntimeError(
-                "engine.step() has no measured value for a ReduceLROnPlateau: make it over "
-                "engine.optimizer after build(), and call its step(value) after engine.step(). "
-                "An engine of deepspeed.initialize takes step(lr_kwargs={'metrics': value})"
-            )
+        train.check_schedule()
         rates = [group["lr"] for group in self.optimizer.param_groups]
         micro_steps = train.num_accumulated + 1
         with _deferred_interrupt(is_on=self.should_defer_sigint):
@@ -321,15 +313,13 @@ class Engine(TrainingCheckpoints, ShardedModel):
     ) -> Tensor:
         """Run one step: forward and backward of all its micro-batches, and the update.
 
-        Like DeepSpeed's method of this name. The key ``accumulation_schedule`` sets the order of
-        the work, but not results: see `zero_core.vertical.schedule`. Every rank must call it.
-        Torch's generators are seeded for each micro-batch from torch's seed and the number of the
-        micro-step, and restored at the end. ``over`` is as in `scale`, ``client_state`` as in
-        `step`.
+        The key ``accumulation_schedule`` sets the order of the work, but not results: see
+        `zero_core.vertical.schedule`. Every rank must call it. Torch's generators are seeded for
+        each micro-batch from torch's seed and the number of the micro-step, and restored at the
+        end. ``over`` is as in `scale`, ``client_state`` as in `step`.
 
         Args:
-            batches: an iterator, of which ``gradient_accumulation_steps`` micro-batches are taken,
-                or a collection of exactly as many.
+            batches: an iterator, or a collection of exactly ``gradient_accumulation_steps``.
             compute_loss: computes the loss of one micro-batch by one call of the engine. None: a
                 micro-batch is the model's keyword arguments (mapping) or positional ones (tuple,
                 list or one tensor), and the loss is the model's output or its entry "loss".
@@ -338,12 +328,11 @@ class Engine(TrainingCheckpoints, ShardedModel):
             The mean of this rank's losses, 0-dim, fp32 or wider, without gradient.
 
         Raises:
-            ValueError: there are fewer micro-batches than a step has, or a sequence or DataLoader
-                has more: it would begin again at each call.
+            ValueError: too few micro-batches, or more in a sequence or DataLoader.
             TypeError: without ``compute_loss``, the model returned no loss.
-            RuntimeError: as for `step` and `backward`; or the call is in the middle of a step,
-                within ``no_sync``, or after `set_gradient_accumulation_boundary`.
-                After an exception in a forward or backward, the next call starts the step again.
+            RuntimeError: as for `step` and `backward`; or within a step or ``no_sync``, or after
+                `set_gradient_accumulation_boundary`. After an exception in a forward or backward,
+                the next call starts the step again.
             AccumulationScheduleError: the model cannot be computed with the vertical schedule.
         """
         self._device_states.check("train_batch()", NO_PARTS)
@@ -354,17 +343,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 "train_batch() runs a whole step: call it after step(), outside of no_sync(), and "
                 "without set_gradient_accumulation_boundary()"
             )
-        remaining = iter(batches)
-        begins_again = isinstance(batches, Sequence | DataLoader)
-        found = list(islice(remaining, steps))
-        if len(found) < steps:
-            raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
-        if begins_again and next(remaining, None) is not None:
-            raise ValueError(
-                f"train_batch: a step has {steps} micro-batches, and {type(batches).__name__} has "
-                "more, of which each call would take the first ones: call iter() on it once, and "
-                "give that iterator to each call"
-            )
+        found = _micro_batches(batches, steps)
         compute = compute_loss or partial(_loss_of, self)
         seed = torch.initial_seed()  # read before micro-batches change the seed
         num_steps = self.global_steps
@@ -452,8 +431,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """Set whether this micro-step and each later one is the last of its step.
 
         None restores the default: the count decides. Every rank must call it, before the backward.
-        Offloaded states then need ``gradient_accumulation_steps`` above 1: with 1 a tier of 16-bit
-        gradients rounds the sum in each micro-step.
+        With ``gradient_accumulation_steps`` 1, offloaded 16-bit sums are rounded each time.
         """
         self._device_states.check("set_gradient_accumulation_boundary()", NO_PARTS)
         self._train.declared_boundary = is_boundary
@@ -466,10 +444,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Set whether later backwards reduce gradients, or keep them local as in `no_sync`.
 
-        Like FSDP2's method of this name. Every rank must call it.
-
-        Raises:
-            RuntimeError: with ``world_size_invariant`` every backward must reduce.
+        Like FSDP2's method of this name. Every rank must call it. Raises RuntimeError with
+        ``world_size_invariant``, where every backward must reduce.
         """
         self._device_states.check("set_requires_gradient_sync()", NO_PARTS)
         if not requires_gradient_sync:
@@ -501,9 +477,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
         """Return a context whose backwards keep gradients on the rank, unreduced, as in DDP.
 
         This saves reductions and takes memory for the whole gradient. Every rank must enter it.
-
-        Raises:
-            RuntimeError: with ``world_size_invariant`` every backward must reduce.
+        Raises RuntimeError with ``world_size_invariant``, where every backward must reduce.
         """
         self._device_states.check("no_sync()", NO_PARTS)
         for follow in self._extensions.before_local_sums:
@@ -543,6 +517,21 @@ def _loss_of(engine: Engine, batch: Any) -> Tensor:
 def _drop_gradient(optimizer: EngineOptimizer, module: nn.Module, set_to_none: bool = True) -> None:
     optimizer.zero_grad()
     type(module).zero_grad(module, set_to_none)
+
+
+def _micro_batches(batches: Iterable[Any], steps: int) -> list[Any]:
+    """Return the micro-batches of one step. Raise ValueError if there are not so many."""
+    remaining = iter(batches)
+    found = list(islice(remaining, steps))
+    if len(found) < steps:
+        raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
+    if isinstance(batches, Sequence | DataLoader) and next(remaining, None) is not None:
+        raise ValueError(
+            f"train_batch: a step has {steps} micro-batches, and {type(batches).__name__} has "
+            "more, of which each call would take the first ones: call iter() on it once, and give "
+            "that iterator to each call"
+        )
+    return found
 
 
 @contextmanager

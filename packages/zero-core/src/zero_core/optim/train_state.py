@@ -6,10 +6,11 @@ import logging
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zero_core.config import Config, Fp16Config
 from zero_core.errors import CheckpointCorruptError, CheckpointError
@@ -153,6 +154,15 @@ class TrainState:
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in g.items() if k != "params"} for g in self._param_groups]
+
+    def check_schedule(self) -> None:
+        """Raise RuntimeError if the schedule's step needs a measured value."""
+        if isinstance(cast(object, self.lr_scheduler), ReduceLROnPlateau):
+            raise RuntimeError(
+                "engine.step() has no measured value for a ReduceLROnPlateau: make it over "
+                "engine.optimizer after build(), and call its step(value) after engine.step(). "
+                "An engine of deepspeed.initialize takes step(lr_kwargs={'metrics': value})"
+            )
 
     def step_taken(self) -> None:
         """Update the loss scale and the schedule after a step that was not skipped."""

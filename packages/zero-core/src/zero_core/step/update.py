@@ -289,8 +289,8 @@ class StepGradient:
         # function that returns the sum of squares.
         self._norms: dict[int, Tensor | Callable[[], Tensor]] = {}
         self.policy = choose_policy(state.tier, train, config, rank=state.control.rank)
-        is_sharded = config.zero_optimization.stage > 0
-        why_none = SHARDED if is_sharded else UPDATED_IN_BACKWARD * self.policy.is_final
+        at_stage_0 = UPDATED_IN_BACKWARD * self.policy.is_final
+        why_none = SHARDED if config.zero_optimization.stage else at_stage_0
         self.param_grads = ParamGrads(state, self.params_with_grad, why_none)
 
     @property
@@ -303,8 +303,7 @@ class StepGradient:
 
     def scale(self, loss: Tensor, over: int | None) -> Tensor:
         """Return ``loss`` times the loss scale, divided by ``over`` or by the micro-steps."""
-        train = self._train
-        steps = train.accumulation_steps if over is None else over
+        train, steps = self._train, self._train.accumulation_steps if over is None else over
         if steps < 1:
             raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
         if self._config.world_size_invariant:
@@ -337,13 +336,12 @@ class StepGradient:
             self.policy.check_unused("a further backward of the same step")
             for before in self._extensions.before_early_update:
                 before()
-        scaler = self._train.scaler
+        train, scaler = self._train, self._train.scaler
         if scaler.config.enabled and not scaler.is_applied:
             raise RuntimeError(
                 "Loss scaling is required in fp16: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        train = self._train
         train.num_rounds += is_new_round
         if is_new_round and train.num_rounds > train.usual_rounds:
             train.check_rounds()
