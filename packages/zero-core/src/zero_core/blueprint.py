@@ -50,13 +50,14 @@ class Blueprint:
         is_training: bool = True,
     ) -> Blueprint:
         """Describe ``model``. If not ``is_training``, no parameter counts as trainable."""
-        wrapped = [part for part in model.modules() if isinstance(part, DataParallel | DDP)]
-        wrapped = [w for w in wrapped if any(p.requires_grad for p in w.parameters())]
-        if wrapped and is_training:
-            raise ConfigError(
-                f"build(): the model is or contains a {type(wrapped[0]).__name__}, which would "
-                "reduce gradients a second time: give the module inside it (its attribute module)"
-            )
+        for part in model.modules() if is_training else ():
+            is_wrapper = isinstance(part, DataParallel | DDP)
+            if is_wrapper and any(param.requires_grad for param in part.parameters()):
+                raise ConfigError(
+                    f"build(): the model is or contains a {type(part).__name__}, which would "
+                    "reduce gradients a second time: give the module inside it (its attribute "
+                    "module)"
+                )
         leaf, given = config.zero_optimization.leaf_module, optimizer
         found = discover(model, None if leaf is None else ModuleRule(**leaf.model_dump()))
         for param, names in zip(found.params, found.names, strict=True):
