@@ -1,4 +1,4 @@
-"""Chromium without a window: it shows a report, at whose end a probe looks at the charts."""
+"""Opens a report in headless Chromium, with a script appended that measures the charts."""
 
 from __future__ import annotations
 

@@ -277,10 +277,10 @@ AXOLOTL: dict[str, tuple[Config, Config]] = {
 
 
 def axolotl(name: str, zero: Config, further: Config) -> Case:
-    """Return a case that trains on packed rows with one of axolotl's files.
+    """Return a case that trains on packed rows with one of axolotl's DeepSpeed configurations.
 
-    Files named "torch_compile" compile the model. aot_eager replaces inductor, which takes minutes
-    on a CPU.
+    If ``name`` has "torch_compile", aot_eager compiles the model, as inductor takes minutes on a
+    CPU.
     """
     compiled = "torch_compile" in name
     return trained(

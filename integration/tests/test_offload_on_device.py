@@ -61,7 +61,7 @@ def _case(
 _early = partial(_case, update_in_backward=True)
 _upload = partial(_case, lossless_upload=True, width=200, top=SLOW)  # long enough for differences
 AUTO = _case(2, top=NADAM, ratio="auto")
-CASES = [  # all stages, some ratios, accumulation, undo (by clipping), and locations of parameters
+CASES = [  # stages 1 to 3, some ratios, accumulation, undo (by clipping), locations of parameters
     _case(1, 0.0, top=UNCHECKED),
     _case(2, accumulation=2),
     _case(3, 0.0, top={**UNCHECKED, **NADAM}, ratio=0.4),

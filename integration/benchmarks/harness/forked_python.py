@@ -3,7 +3,7 @@
 Imports take most of the time of a short program. A server process imports libraries once and forks
 a process for each command line. Its client is a program with the interpreter's command line, to be
 used as ``sys.executable`` or as torchrun's ``PYTHON_EXEC``. The client sends its arguments,
-environment, working directory and open files to the server, forwards signals, and exits with the
+environment, folder and standard streams to the server, forwards signals, and exits with the
 forked process's status.
 
 A server runs until its owner closes its connection (`hold_server`). The server is the process that

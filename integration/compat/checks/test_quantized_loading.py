@@ -28,7 +28,7 @@ SLACK_BYTES = 10 * 2**20
 
 def _loaded(folder: str, kind: str) -> Any:
     """Load the model in ``folder``, quantized by ``BASES[kind]``."""
-    # Imported here, because the process must serve deepspeed before it imports transformers.
+    # Imported here, because `_serve_deepspeed` must run before transformers is imported.
     from test_quantized_bases import BASES
     from transformers import AutoModelForCausalLM
 

@@ -330,7 +330,7 @@ def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> Non
         tier.step([GROUP], range(units), grad_scale=1.0)
     for part in tier.parts:
         part.drain()
-    side.wait_stream(torch.accelerator.current_stream())  # ``side`` may own memory of the tier
+    side.wait_stream(torch.accelerator.current_stream())  # before its memory is reused
 
 
 def _device_tier() -> None:

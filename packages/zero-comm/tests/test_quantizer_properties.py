@@ -30,7 +30,7 @@ def rounding(y: Tensor) -> Tensor:
 
 
 def spacing_in_steps(x: Tensor, y: Tensor, steps: Tensor, fmt: BlockFormat) -> Tensor:
-    """Return the distance between neighbouring codes at the larger of ``x`` and ``y``, in steps."""
+    """Return the spacing of the format at the larger of ``abs(x)`` and ``abs(y)``, in steps."""
     if fmt.kind in ("int8", "int4"):
         return torch.ones(len(x), dtype=torch.float64)
     emin, mantissa_bits = {"e4m3": (-6, 3), "e5m2": (-14, 2)}[fmt.kind]

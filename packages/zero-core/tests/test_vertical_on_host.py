@@ -114,7 +114,7 @@ def _rise(ranks, steps):
 def test_device_has_two_gradients_however_many_micro_batches():
     fake_cuda.set_delays(seed=1, copy_s=1e-2)  # copies are slower than kernels
     (few,), (many,) = (simulate_on_devices(_rise, 1, steps) for steps in (4, 8))
-    # The allowance covers gradients between two blocks, which have the size of an input.
+    # Each further micro-batch may keep one gradient of a block's input, but none of weights.
     assert many - few < 4 * INPUT_BYTES + GRADIENT_BYTES / 2
 
 

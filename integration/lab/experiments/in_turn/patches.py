@@ -1,9 +1,8 @@
 """Step time with a log of changed weights (``weight_patches``) and without.
 
-Two engines fine-tune the same GPT-2 in bf16 over fp32 master weights with AdamW, in turn. After
-each turn of the engine with the log a patch is made, whose time is not part of the step times. The
-model was not trained before, so all weights move by the learning rate, and patches are at their
-largest.
+Two engines train the same GPT-2 in bf16 over fp32 master weights with AdamW, in turn. Each turn of
+the engine with the log is followed by a patch, whose time is not part of the step times. At the
+start of training most weights move by about the learning rate, so patches are larger than later.
 
 [Note: figures]
 step     median over the turns of the seconds per step, without a log

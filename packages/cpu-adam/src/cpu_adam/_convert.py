@@ -93,10 +93,10 @@ def _convert(
 
 
 def _split(master: Tensor, param: Tensor | None) -> Tensor:
-    """Return the bits of master weights minus those of their bf16 parameters, as int16.
+    """Return the fp32 bits of master weights minus those of their widened parameters, as int16.
 
-    A difference of 32768, of a midway value that was rounded toward zero, is clipped to 32767. The
-    remainder of NaNs and zeros is 0.
+    The difference of NaNs and zeros is 0. That of a midway value that was rounded toward zero is
+    32768, which is clipped to 32767.
     """
     whole = _memory_order(master).numpy()
     upper = reference.float32_to_bfloat16(whole) if param is None else _bits(param)

@@ -201,7 +201,7 @@ class CommFootprint:
 
         Args:
             shards: elements, dtype and trainability of each segment's shard of weights.
-            reduced: elements, communication dtype and sum dtype of each segment's gradients.
+            reduced: elements, communication dtype and sum dtype of each shard of gradients.
         """
         kept: defaultdict[str, list[int]] = defaultdict(list)
         buffers: Counter[object] = Counter()  # bytes per purpose: the maximum over segments

@@ -134,7 +134,7 @@ class Ownership:
                 stack.callback(self.hooks.pop(0).remove)
 
     def dropped(self) -> None:
-        """Call `close` after the engine was garbage-collected, except at exit."""
+        """Call `close` when the engine is garbage-collected, if that is safe here."""
         # close() could deadlock on a thread other than the one that built the engine. In that case
         # `check_is_free` calls it when an engine is next built on the model.
         if not self._is_exiting() and self._thread == threading.get_ident():

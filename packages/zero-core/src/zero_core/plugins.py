@@ -119,7 +119,7 @@ def make_collectives(
     layout: Layout,
     per_node: int,
 ) -> Collectives:
-    """Return ``given`` or its result, or what the configuration asks for, or else ``transport``."""
+    """Return ``given`` (called, if a factory), or else what the configuration asks for."""
     if isinstance(given, Collectives):
         return given
     zero = config.zero_optimization

@@ -426,7 +426,8 @@ class ChangeWatcher(Protocol):
     def before_change(self, start: int, stop: int) -> None:
         """Called before states of ``[start, stop)`` change, in the thread that will change them.
 
-        May block. The states may then stay unchanged, and a range may be announced repeatedly.
+        The call may block. States of an announced range need not change, and a range may be
+        announced repeatedly.
         """
 
 

@@ -108,7 +108,7 @@ class LocalPart:
         return found
 
     def shape(self, values: Tensor) -> Tensor:
-        """Return 1-D CPU values in the parameter's shape and placements. Inverts `flatten`."""
+        """Return ``values`` (1-D, on the CPU) as a tensor like the parameter. Inverts `flatten`."""
         local = _local_of(self.param)
         kept = values[: local.numel()].as_strided(local.size(), local.stride())
         if not _is_dtensor(self.param):

@@ -73,8 +73,8 @@ class Watch:
 
     def __init__(self, settings: Settings, engine: ShardedModel, batch_size: int) -> None:
         self.monitor = monitoring.Monitor(settings.monitors, rank=engine.rank)
-        # Only rank 0 prints and counts operations. Every rank measures times, memory and traffic,
-        # so that all ranks do the same work.
+        # Only rank 0 prints, writes scalars and counts operations. Every rank measures times,
+        # memory and traffic.
         say: Callable[[str], None] = print if engine.rank == 0 else lambda text: None
         self.observers: list[monitoring.StepObserver] = []
         if self.monitor.enabled:

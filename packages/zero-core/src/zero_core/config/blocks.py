@@ -468,7 +468,7 @@ SCHEDULER_PARAMS = _params(
 
 
 class OptimizerConfig(_Block):
-    """``optimizer``: an optimizer by name, with the ``params`` of `zero_core.optim.factory`."""
+    """``optimizer``: an optimizer by name and its ``params``, as `zero_core.optim` makes it."""
 
     type: str
     params: Annotated[dict[str, Any], params_of(OPTIMIZER_PARAMS)] = Field(default_factory=dict)
@@ -604,9 +604,9 @@ class Config(_Block):
     def is_vertical(self) -> bool:
         """Whether each unit processes all micro-batches of a step before the next unit starts.
 
-        "auto" selects this if units are gathered for each use (stage 3, with other ranks or
-        offloaded parameters) and recomputed, so that only the inputs of blocks are kept, and if
-        the package greenlet is installed, on which the schedule runs.
+        Always False with one micro-batch per step. ``accumulation_schedule = "auto"`` selects this
+        at stage 3 with other ranks or offloaded parameters, if blocks are recomputed and the
+        package greenlet, which the schedule needs, is installed.
         """
         steps, zero = self.gradient_accumulation_steps, self.zero_optimization
         if steps == 1 or self.accumulation_schedule != "auto":

@@ -132,7 +132,7 @@ class BufferPool:
     def acquire(self, numel: int, dtype: torch.dtype, user: Hashable) -> Tensor:
         """Borrow a 1-D view of ``numel`` elements of a free or new buffer, uninitialized.
 
-        ``user`` identifies the content. If it is the same in every step, so is the address.
+        ``user`` identifies the content. The class describes when its address stays the same.
         """
         if len(self._free) > self._num_spare:
             address = self._last.get(user, 0)

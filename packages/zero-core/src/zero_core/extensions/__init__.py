@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 def attach_extensions(
     given: Sequence[Extension], state: ShardedState, ownership: Ownership
 ) -> None:
-    """Attach the user's extensions. ``ownership`` removes them at the end, or if a build fails.
+    """Attach the user's extensions. ``ownership`` removes them when the engine ends.
 
     Raises ConfigError for a state with a wrong name, shape, dtype or device.
     """

@@ -72,7 +72,7 @@ class Choice:
     ratio: float  # share of the optimizer state on the host; 0 is no offload
     device_bytes: int  # bytes on the compute device
     host_bytes: int  # bytes of host memory
-    is_fitting: bool  # whether device and host memory suffice
+    is_fitting: bool  # within the given limits, and no package is missing
     device: str = "none"  # location of the offloaded state: "none", "cpu" or "nvme"
     micro_batch: int = 1  # samples per rank and micro-step
     micro_steps: int = 1  # micro-steps per optimizer step

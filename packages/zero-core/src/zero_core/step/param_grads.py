@@ -307,7 +307,7 @@ def _of_param(grads: FlatGrads, position: int) -> Tensor:
 
 
 def _elements(grads: FlatGrads, changes: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
-    """Return each parameter's first element in the segment, and its new gradient, flat."""
+    """Return the start in the segment and the new gradient, flat, of each changed parameter."""
     slots, forms = grads.segment.slots, grads.views.forms
     return [(slots[at].start, forms[at].to_elements(grad)) for at, grad in changes.items()]
 

@@ -81,9 +81,9 @@ _log = logging.getLogger(__name__)
 
 
 class OffloadTiers:
-    """Factory of host and device tiers. `zero_offload.create_tier` explains the arguments.
+    """Factory of host and device tiers. `zero_offload.create_tier` explains the settings.
 
-    ``rule`` is the update by a kernel, or None for torch's own update.
+    Attribute ``rule`` is the host kernel's update rule, or None if torch's optimizer updates.
     """
 
     def __init__(
