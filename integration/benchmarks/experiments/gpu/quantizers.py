@@ -31,7 +31,7 @@ from benchmarks.experiments.gpu.part import Context, Part
 from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import Place, Row
 from benchmarks.harness.report import US, Column, Section
-from benchmarks.harness.rounds import has_figures, measured, take_turns
+from benchmarks.harness.rounds import has_figures, take_turns
 from zero_comm import BlockFormat
 from zero_comm.quantizer.backend import Backend, find_backend
 from zero_comm.quantizer.torch_backend import TorchBackend
@@ -221,11 +221,6 @@ def compare(job: Operation, backend: Backend, rounds: int, calls: int) -> Row:
 
 
 def _section(found: Row) -> Section:
-    title, rows = f"{found['backend']} kernels, the largest tensors", found["rows"]
-    there = measured(rows)
-    largest = max((row["numel"] for row in there.values()), default=0)
-    of_largest = {name: row for name, row in there.items() if row["numel"] == largest}
-
     def microseconds(row: Row) -> float:
         return float(row["median_s"][row["backend"]]) / US
 
@@ -236,9 +231,8 @@ def _section(found: Row) -> Section:
         Column("torch / it", "times_torch", ".1f"),
         Column("bar", "is_met"),
     )
-    left_out = {name: row for name, row in rows.items() if name not in there}
-    caption = f"bar: {BAR} of copy bandwidth"
-    return Section(title, {**of_largest, **left_out}, columns, caption, "operation")
+    title, caption = f"{found['backend']} kernels", f"bar: {BAR} of copy bandwidth"
+    return Section(title, found["rows"], columns, caption, "operation")
 
 
 PART = Part("quantizers", "Triton's quantizer kernels against copy bandwidth", 3.0, _run, _section)
