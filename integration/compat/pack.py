@@ -29,7 +29,6 @@ class Case:
         files: further files by name, written to the folder of the configuration. ``{config}`` is
             replaced.
         ddp: arguments for the same training with DDP, where DeepSpeed cannot run on the CPU.
-        tolerance: largest relative difference of a loss.
         compared: entry of a Trainer's log to compare; not "loss" where the loss is always 0.
         needs: required modules that may be missing.
     """
@@ -42,7 +41,6 @@ class Case:
     launcher: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     ddp: tuple[str, ...] = ()
-    tolerance: float = 1e-3
     compared: str = "loss"
     needs: tuple[str, ...] = ()
 
@@ -118,7 +116,7 @@ TRL_RUN = (
     *("--gradient_accumulation_steps=1", "--learning_rate=1e-3", *QUIET),
 )
 GENERATES = (
-    *("--dataset_name={data}/prompts", "--reward_funcs=scripts.texts.distinct_words"),
+    *("--dataset_name={data}/prompts", "--reward_funcs=scripts.trl_trainer.reward"),
     *("--num_generations=4", "--max_completion_length=12", "--beta=0.04"),
 )
 
@@ -160,24 +158,16 @@ TRL = [
 ]
 
 
-# All trainers of TRL that need no server, compared with DDP.
-def trl_trainer_case(name: str, setting: str, config: Config) -> Case:
-    trainer = "DPOTrainer with BEMA" if name == "bema_dpo" else trl_trainer.CASES[name].trainer
-    common = (name, "--model={model}", "--output_dir={output}")
-    return Case(
-        "TRL",
-        f"{trainer}, {setting}",
-        "trl_trainer.py",
-        (*common, "--deepspeed={config}"),
-        config,
-        ddp=common,
+# All trainers of TRL that need no server, compared with DDP. TRL's experimental trainers call
+# DeepSpeed for their teachers and to gather parameters.
+TRL_TRAINERS = [
+    trained(
+        *("TRL", f"{'DPOTrainer with BEMA' if name == 'bema_dpo' else case.trainer}, {setting}"),
+        *(("trl_trainer.py", name), config, "--model={model}", "--output_dir={output}"),
+        is_by_ddp=True,
         needs=NEEDS_TRL,
     )
-
-
-TRL_TRAINERS = [
-    trl_trainer_case(name, setting, config)
-    for name in trl_trainer.CASES
+    for name, case in trl_trainer.CASES.items()
     for setting, config in (
         ("stage 2", TRL_2),
         ("stage 3", TRL_3),

@@ -2,19 +2,15 @@
 
 Overhead is the step time minus the time of the bare forward and backward in the same run.
 
-[Note: what is measured]
-overhead  CPU time of forward and backward in the engine's main thread minus the bare model's time,
-          per unit and pass. The model's tensors are tiny and the collectives do nothing. The rest
-          is Python and torch's dispatch of the engine's few operations (gradient copies, norms)
-Python    profiled time of the engine's own Python functions, without the functions they call. The
-          profiler's cost per call, measured on empty functions, is subtracted
+[Note: the engine itself]
+CPU time of forward and backward in the engine's main thread minus the bare model's time, per unit
+and pass. The model's tensors are tiny and the collectives do nothing. What remains is Python and
+torch's dispatch of the engine's few operations (gradient copies, norms).
 """
 
 from __future__ import annotations
 
-import cProfile
 import gc
-import pstats
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,9 +49,8 @@ SMALL = Job(
     # The silent collectives leave arbitrary values, whose norm must not stop the step.
     top={"check_grad_overflow": False},
 )
-NUM_CALIBRATION = 20_000
 SHORT_STEPS = 10
-"""Steps in which Python time is measured, as a multiple of ``--steps``."""
+"""Steps in which the engine itself is measured, as a multiple of ``--steps``."""
 VOCAB = 8192
 Contenders = Mapping[str, tuple[str, int, Mapping[str, Any]]]
 """Maps a name to side, stage and further keys of ``zero_optimization``. ``zero-N`` is this engine
@@ -84,7 +79,7 @@ def main(
         (jobs[0], race_on_cpu(jobs, rounds, runner))
         for jobs in races(chosen, size or ("6x512", "12x896"), ranks or (2, 4), steps)
     ]
-    python = {f"stage {number}": python_time(number, steps, runner) for number in range(4)}
+    python = {f"stage {number}": overhead(number, steps, runner) for number in range(4)}
     sections = [section(job.title, rows) for job, rows in found]
     report = {**report_of(found, rounds=rounds), "python": python}
     publish(output, "engine", report, [*sections, python_section(python)], columns=2)
@@ -126,12 +121,12 @@ def panels(title: str, rows: Rows) -> list[Panel]:
     ]
 
 
-def python_time(stage: int, steps: int, runner: Runner) -> Row:
-    """Return the figures of the rank with the most Python time. See [Note: what is measured]."""
+def overhead(stage: int, steps: int, runner: Runner) -> Row:
+    """Return the rank with the most overhead. See [Note: the engine itself]."""
     job = replace(SMALL, stage=stage)
     arguments = {"job": job, "steps": SHORT_STEPS * steps}
     found = start_ranks(f"{__name__}:measure", arguments, job, runner)
-    return max(found.get("ranks", [found]), key=lambda row: float(row.get("python_us", 0.0)))
+    return max(found.get("ranks", [found]), key=lambda row: float(row.get("overhead_us", 0.0)))
 
 
 class _Silent:
@@ -150,7 +145,7 @@ class _Silent:
 
 
 def measure(place: Place, job: Mapping[str, Any], steps: int) -> Row:
-    """Return microseconds per unit and pass over ``steps`` steps. See [Note: what is measured]."""
+    """Return microseconds per unit and pass over ``steps`` steps. See [Note: the engine itself]."""
     what = Job.of(job)
     torch.set_num_threads(1)
     place.join()
@@ -175,15 +170,8 @@ def measure(place: Place, job: Mapping[str, Any], steps: int) -> Row:
             added_s.append(times)
         engine.step()
         bare.zero_grad()
-    profile = cProfile.Profile()
-    for _ in range(steps):
-        profile.runcall(run_engine, next(batches))
-        engine.step()
     bare_s, engine_s = (statistics.median(found) for found in zip(*added_s, strict=True))
-    return {
-        "overhead_us": (engine_s - bare_s) / passes * 1e6,
-        "python_us": _own_seconds(profile) / (steps * passes) * 1e6,
-    }
+    return {"overhead_us": (engine_s - bare_s) / passes * 1e6}
 
 
 def _thread_seconds(run: Callable[[Tensor], None], ids: Tensor) -> float:
@@ -192,51 +180,10 @@ def _thread_seconds(run: Callable[[Tensor], None], ids: Tensor) -> float:
     return time.thread_time() - started_at
 
 
-def _own_seconds(profile: cProfile.Profile) -> float:
-    """Return the seconds in the engine's own functions, without the profiler's cost."""
-    per_call, per_child, per_builtin = _calibrate()
-    spent = 0.0
-    for (file, *_), (_, num_calls, own_s, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        if "zero_core" in file:
-            spent += own_s - num_calls * per_call
-        cost = per_builtin if file == "~" else per_child
-        spent -= cost * sum(calls[1] for by, calls in callers.items() if "zero_core" in by[0])
-    return spent
-
-
-def _calibrate() -> tuple[float, float, float]:
-    """Return the seconds the profiler adds to a call, to its caller, and to a builtin's caller."""
-
-    def empty() -> None:
-        return None
-
-    def call(act: Callable[[], object]) -> None:
-        for _ in range(NUM_CALIBRATION):
-            act()
-
-    def profiled(act: Callable[[], object]) -> tuple[dict[str, float], float]:
-        profile = cProfile.Profile()
-        profile.runcall(call, act)
-        found = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-        own = {name: row[2] / NUM_CALIBRATION for (_, _, name), row in found.items()}
-        started_at = time.perf_counter()
-        call(act)
-        plain = (time.perf_counter() - started_at) / NUM_CALIBRATION
-        return own, max(own["call"] - plain, 0.0)
-
-    with_python, in_caller = profiled(empty)
-    return with_python["empty"], in_caller, profiled([].copy)[1]
-
-
 def python_section(by_stage: Rows) -> Section:
-    columns = (
-        Column("overhead, us", "overhead_us", ".0f"),
-        Column("Python, us", "python_us", ".0f"),
-    )
-    return Section(
-        *("the engine itself, per unit and pass", by_stage, columns),
-        caption="no compute, no communication; overhead: Python and torch's dispatch",
-    )
+    columns = (Column("overhead, us", "overhead_us", ".0f"),)
+    caption = "no compute, no communication: Python and torch's dispatch"
+    return Section("the engine itself, per unit and pass", by_stage, columns, caption)
 
 
 def section(title: str, rows: Rows) -> Section:

@@ -61,9 +61,3 @@ def images(count: int, classes: int = 10, size: int = 32) -> list[tuple[torch.Te
     patterns = torch.randn(classes, 3, size, size, generator=generator)
     noise = torch.randn(count, 3, size, size, generator=generator)
     return [(patterns[n % classes] + noise[n], n % classes) for n in range(count)]
-
-
-def distinct_words(completions: list, **_columns) -> list[float]:
-    """Reward completions by their share of distinct words."""
-    found = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-    return [len(set(text.split())) / (1 + len(text.split())) for text in found]

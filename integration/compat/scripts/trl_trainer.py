@@ -1,7 +1,7 @@
 """Trains with one of TRL's trainers on local data: ``trl_trainer.py NAME --model FOLDER ...``.
 
-This file does not mention zero-engine. ``--deepspeed FILE`` goes to the trainer's configuration.
-Without the option, ranks train with DDP on the CPU.
+This file does not mention zero-engine. ``--deepspeed FILE`` and ``--use_cpu=True`` go to the
+trainer's configuration. With the latter, ranks train with DDP.
 """
 
 from __future__ import annotations
@@ -143,8 +143,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of models")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--deepspeed", help="a configuration of DeepSpeed's")
+    parser.add_argument("--use_cpu", type=bool, default=False)
     options = parser.parse_args()
-    place = {"use_cpu": True} if options.deepspeed is None else {"deepspeed": options.deepspeed}
+    place = {"deepspeed": options.deepspeed, "use_cpu": options.use_cpu}
     arguments = {**ARGUMENTS, "output_dir": str(options.output_dir), **place}
     kind, given = prepare(options.name, options.model, arguments)
     trainer = kind(**given)

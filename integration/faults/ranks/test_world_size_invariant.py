@@ -1,9 +1,9 @@
 """With ``world_size_invariant`` a run has the same bits on 1, 2, 4 and 8 ranks, killed or not.
 
 The grid combines stages 0 to 3 with optimizer states on the device, half or all on the host, and on
-NVMe. Each combination uses one of the variants (``ZERO_INVARIANT_GRID=full``: all). A run has 50
-steps of a model with dropout. The reference is a run on one rank. Without dropout, a run on one
-rank is compared with plain torch.
+NVMe. Each combination uses one of the variants. A run has 50 steps of a model with dropout. The
+reference is a run on one rank, which zero-core's test_world_size_invariant.py compares with plain
+torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from zero_core.testing import spawn, training
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, WIDTH = 50, 8, 2, 40
 WORLDS = (2, 4, 8)
-IS_FULL = os.environ.get("ZERO_INVARIANT_GRID") == "full"
 OFFLOADS = ("none", "half", "cpu", "nvme")
 _ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
@@ -138,12 +137,8 @@ def count_differing_bits(path: Path, reference: Path) -> int:
 
 
 def grid() -> Grid:
-    found = []
-    for number, (stage, offload) in enumerate(itertools.product(range(4), OFFLOADS)):
-        names = list(VARIANTS)
-        turn = [names[(number + number // 4) % 4]]
-        found += [(stage, offload, variant) for variant in (names if IS_FULL else turn)]
-    return found
+    names, points = list(VARIANTS), itertools.product(range(4), OFFLOADS)
+    return [(*point, names[(number + number // 4) % 4]) for number, point in enumerate(points)]
 
 
 @pytest.fixture(scope="module")
@@ -223,27 +218,3 @@ def test_the_train_program_logs_and_exports_the_same_when_it_moves_between_ranks
     assert logged(tmp_path / "moved") == logged(tmp_path / "alone")
     moved, alone = (tmp_path / run / "hf/model.safetensors" for run in ("moved", "alone"))
     assert count_differing_bits(moved, alone) == 0
-
-
-def compare_with_torch(rank: int, world_size: int) -> None:
-    """Compare one rank with plain torch that accumulates micro-batches in order."""
-    # Disables dropout, for which plain torch would draw other random numbers.
-    net = make_net().eval()
-    given = {**config(0, "none", "fp32", Path()), "check_grad_overflow": False}
-    engine = zero_core.build(make_net().eval(), given)
-    optimizer = torch.optim.AdamW(net.parameters(), fused=True, **_ADAMW["params"])
-    for step in range(STEPS):
-        for number in range(MICRO_BATCHES):
-            loss = net(**batch(step, number))
-            (loss / MICRO_BATCHES).backward()
-            engine.backward(engine(**batch(step, number)))
-            engine.step()
-        optimizer.step()
-        optimizer.zero_grad()
-    values = engine.full_state_dict()
-    assert all(torch.equal(values[name], param) for name, param in net.named_parameters())
-    engine.close()
-
-
-def test_one_rank_has_the_bits_of_plain_torch() -> None:
-    spawn(compare_with_torch, 1)

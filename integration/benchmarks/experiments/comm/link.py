@@ -109,11 +109,11 @@ class Link:
 
     def plain_rates(self, num_bytes: int) -> list[float]:
         """Return the bytes per second that each node sends while both nodes send at once."""
+        # Source rank, target rank and target address of each transfer.
         ways = [(0, 2, self.addresses[1]), (3, 1, self.addresses[0])]
-        return _transfer(ways, num_bytes, self.nodes)
-
-    def plain_rate_within(self, num_bytes: int) -> float:
-        return _transfer([(0, 1, self.addresses[0])], num_bytes, self.nodes[:1])[0]
+        arguments = {"ways": ways, "num_bytes": num_bytes}
+        found = run_ranks(f"{__name__}:transfer", arguments, 4, nodes=self.nodes)
+        return [found[target]["bytes_per_s"] for _, target, _ in ways]
 
     def _make(self) -> None:
         for namespace in self._namespaces:
@@ -136,15 +136,6 @@ def _do(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LinkError(f"'{' '.join(command)}' failed: {done.stderr.strip()}")
-
-
-def _transfer(
-    ways: Sequence[tuple[int, int, str]], num_bytes: int, nodes: Sequence[Node]
-) -> list[float]:
-    """Return the rates of transfers, each given as source rank, target rank and target address."""
-    arguments = {"ways": ways, "num_bytes": num_bytes}
-    found = run_ranks(f"{__name__}:transfer", arguments, 2 * len(ways), nodes=nodes)
-    return [found[target]["bytes_per_s"] for _, target, _ in ways]
 
 
 def transfer(place: Place, ways: Sequence[tuple[int, int, str]], num_bytes: int) -> Row:

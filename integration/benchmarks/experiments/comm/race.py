@@ -60,8 +60,6 @@ from benchmarks.harness.train import timed_apart
 VOCAB = 512
 LINK_SECONDS = 1.0
 """Duration of the plain TCP transfer that measures the link."""
-NODE_NBYTES = 512 * 2**20
-"""Bytes of the plain TCP transfer between two processes of one node."""
 CONTENDERS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
     "bare": ("bare", {}, False),
     "fsdp2": ("fsdp2", {}, False),
@@ -176,17 +174,16 @@ def compare(
 
 
 def _measure_link(link: Link, rate: int) -> Row:
-    """Return plain TCP's rates between the nodes, in both directions at once, and within a node."""
+    """Return plain TCP's rates between the nodes, in both directions at once."""
     link.limit(rate)
     num_bytes = int(rate * MEGA / BITS * LINK_SECONDS)
     across = [speed / MEGA * BITS for speed in link.plain_rates(num_bytes)]
-    within = link.plain_rate_within(NODE_NBYTES) / MEGA * BITS
     print(
         f"link of {rate} Mbit/s: plain TCP reaches {across[0]:.0f} and {across[1]:.0f} Mbit/s, "
-        f"both ways at once; within a node {within:.0f} Mbit/s",
+        "both ways at once",
         flush=True,
     )
-    return {"rate_mbit": rate, "across_mbit": across, "within_mbit": within}
+    return {"rate_mbit": rate, "across_mbit": across}
 
 
 def measure(place: Place, job: Mapping[str, Any], rates: Sequence[int]) -> Row:

@@ -99,14 +99,13 @@ def speed_jobs(first: Job) -> list[Job]:
             zero={"offload_optimizer": {**PINNED, **offload}},
         )
 
-    peers = [(f"deepspeed-3 ratio {ratio}", ratio) for ratio in DEEPSPEED_RATIOS]
     return [
         *(job(f"ratio {ratio}", "zero", first.stage, ratio=ratio) for ratio in RATIOS),
         job("fsdp2", "fsdp2", 3),
         job("fsdp2, units kept", "fsdp2", 2),
         job("deepspeed-2", "deepspeed", 2),
         job("deepspeed-3", "deepspeed", 3),
-        *(job(name, "deepspeed", 3, ratio=ratio) for name, ratio in peers),
+        *(job(f"deepspeed-3 ratio {r}", "deepspeed", 3, ratio=r) for r in DEEPSPEED_RATIOS),
     ]
 
 

@@ -4,9 +4,9 @@
 A row is one operation (encode, decode, decode_sum of 8 rows), kind, dtype and size. Its moved bytes
 are the bytes that the operation must read and write. Three contenders take turns in the same
 rounds: the Triton kernel, the plain torch backend on the device, and a device-to-device copy of as
-many bytes. The share is the copy's time over the kernel's. The bar (0.8) applies to sizes of at
-least 64 Mi elements, which no cache holds. A kernel whose result differs from plain torch's on the
-device, which zero-comm's tests compare with the host's, becomes a row with a failure.
+many bytes. The share is the copy's time over the kernel's. No cache holds the tensors. A kernel
+whose result differs from plain torch's on the device, which zero-comm's tests compare with the
+host's, becomes a row with a failure.
 
 A dry run uses Triton's interpreter, or only the torch backend where triton is not installed. Its
 figures of an accelerator are null.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import math
 import os
 import statistics
 import timeit
@@ -32,8 +31,7 @@ from benchmarks.experiments.gpu.part import Context, Part
 from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import Place, Row
 from benchmarks.harness.report import US, Column, Section
-from benchmarks.harness.rounds import has_figures, measured, take_turns
-from benchmarks.harness.train import synchronize
+from benchmarks.harness.rounds import has_figures, take_turns
 from zero_comm import BlockFormat
 from zero_comm.quantizer.backend import Backend, find_backend
 from zero_comm.quantizer.torch_backend import TorchBackend
@@ -42,12 +40,11 @@ MI: Final = 1 << 20
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BAR: Final = 0.8
 """Minimum share of copy bandwidth."""
-BAR_NUMEL: Final = 64 * MI
-"""Elements of the smallest tensor to which the bar applies."""
 SUM_ROWS: Final = 8
 FIRST_KINDS, OTHER_KINDS = ("int8", "int4"), ("e4m3", "e5m2")
-_BUSY_WIDTH = 4096
-REAL: Final = ((MI, 4 * MI, 16 * MI, 64 * MI, 256 * MI), 7, 10)
+_BUSY_WIDTH = 8192
+"""Width of a matrix product of about 1.5 ms, as long as the launches of 10 calls."""
+REAL: Final = ((64 * MI, 256 * MI), 7, 10)
 DRY: Final = ((1 << 10, 1 << 12), 1, 1)
 """Sizes, rounds, and calls of each contender in a round, which are timed together."""
 
@@ -70,17 +67,13 @@ def measure(place: Place, is_dry_run: bool) -> Row:
     sizes, rounds, calls = DRY if is_dry_run else REAL
     device = find_device()
     backend = kernels(device)
-    stopwatch = Stopwatch(device)
     found: Row = {"backend": backend.name, "rows": []}
-    # The kinds and sizes with a bar are measured first, because the time may end before the last
-    # row.
-    large = [numel for numel in sizes if numel >= BAR_NUMEL]
-    small = [numel for numel in sizes if numel < BAR_NUMEL]
-    for kinds, numels in itertools.product((FIRST_KINDS, OTHER_KINDS), (large, small)):
-        for job in operations(kinds, numels, device):
+    # The usual kinds are measured first, because the time may end before the last row.
+    for kinds in (FIRST_KINDS, OTHER_KINDS):
+        for job in operations(kinds, sizes, device):
             row = dict(job.about)
             try:
-                row |= compare(job, backend, rounds, calls, stopwatch)
+                row |= compare(job, backend, rounds, calls)
             except Exception as error:  # wrong results and failed compilations become rows
                 row["failure"] = f"{type(error).__name__}: {error}"
             found["rows"].append(row)
@@ -168,48 +161,26 @@ def _about(operation: str, fmt: BlockFormat, dtype: str, numel: int, moved_bytes
     return {**about, "moved_bytes": moved_bytes}
 
 
-class Stopwatch:
-    """Measures the time of calls, by events on an accelerator and by the clock on a CPU.
+def time_s(run: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Return the seconds per call of ``run``, which must have been called once already.
 
-    The host takes longer to launch a call than a small kernel takes to run. The device therefore
-    first gets other work, during which the host launches all calls. The calls then run back to
-    back, and nothing else runs between the two events.
+    The host takes longer to launch a call than a small kernel takes to run. An accelerator
+    therefore first gets another product, during which the host launches all calls. The calls then
+    run back to back, and nothing else runs between the two events.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._busy_s = 0.0
-        if device.type != "cpu":
-            self._busy = torch.zeros(_BUSY_WIDTH, _BUSY_WIDTH, dtype=torch.bfloat16, device=device)
-            self._keep_busy(3)
-            self._busy_s = self._between_events(lambda: self._keep_busy(1), 10)
-
-    def time_s(self, run: Callable[[], object], calls: int) -> float:
-        """Return the seconds per call of ``run``, which must have been called once already."""
-        # timeit turns the garbage collector off while it measures.
-        if self._device.type == "cpu":
-            return timeit.timeit(run, number=calls) / calls
-        synchronize(self._device)
-        host_s = calls * timeit.timeit(run, number=1)
-        synchronize(self._device)
-        self._keep_busy(math.ceil(2 * host_s / self._busy_s))
-        return self._between_events(run, calls)
-
-    def _keep_busy(self, times: int) -> None:
-        for _ in range(times):
-            torch.mm(self._busy, self._busy)
-
-    def _between_events(self, run: Callable[[], object], calls: int) -> float:
-        start, stop = (torch.Event(self._device.type, enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            run()
-        stop.record()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3 / calls
+    if device.type == "cpu":
+        return timeit.timeit(run, number=calls) / calls
+    busy = torch.zeros(_BUSY_WIDTH, _BUSY_WIDTH, dtype=torch.bfloat16, device=device)
+    start, stop = (torch.Event(device.type, enable_timing=True) for _ in range(2))
+    torch.mm(busy, busy)
+    start.record()
+    timeit.timeit(run, number=calls)  # turns the garbage collector off while it launches
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3 / calls
 
 
-def compare(job: Operation, backend: Backend, rounds: int, calls: int, stopwatch: Stopwatch) -> Row:
+def compare(job: Operation, backend: Backend, rounds: int, calls: int) -> Row:
     """Check ``backend``, then time ``backend``, plain torch, and a copy of as many bytes."""
     device = job.out.device
     backends: dict[str, Backend] = {"torch": TorchBackend(), backend.name: backend}
@@ -231,11 +202,11 @@ def compare(job: Operation, backend: Backend, rounds: int, calls: int, stopwatch
         else:
             job.run(backends[name])
 
-    def time_s(name: str, _: int) -> Row:
-        return {"s": stopwatch.time_s(lambda: run(name), calls)}
+    def take_turn(name: str, _: int) -> Row:
+        return {"s": time_s(lambda: run(name), calls, device)}
 
     run("copy")  # allocates the copy's memory, as the checks above did for the others
-    found = take_turns(["copy", *backends], rounds, time_s)
+    found = take_turns(["copy", *backends], rounds, take_turn)
     times = {name: statistics.median(row["s"] for row in rows) for name, rows in found.items()}
     share = times["copy"] / times[backend.name]
     figures = {
@@ -243,18 +214,13 @@ def compare(job: Operation, backend: Backend, rounds: int, calls: int, stopwatch
         "copy_bytes_per_s": job.about["moved_bytes"] / times["copy"],
         "share": share,
         "times_torch": times["torch"] / times[backend.name],
-        "is_met": share >= BAR if job.about["numel"] >= BAR_NUMEL else None,
+        "is_met": share >= BAR,
     }
     shown = dict.fromkeys(figures) if device.type == "cpu" else figures
     return {"backend": backend.name, "median_s": times, **shown}
 
 
 def _section(found: Row) -> Section:
-    title, rows = f"{found['backend']} kernels, the largest tensors", found["rows"]
-    there = measured(rows)
-    largest = max((row["numel"] for row in there.values()), default=0)
-    of_largest = {name: row for name, row in there.items() if row["numel"] == largest}
-
     def microseconds(row: Row) -> float:
         return float(row["median_s"][row["backend"]]) / US
 
@@ -265,9 +231,8 @@ def _section(found: Row) -> Section:
         Column("torch / it", "times_torch", ".1f"),
         Column("bar", "is_met"),
     )
-    left_out = {name: row for name, row in rows.items() if name not in there}
-    caption = f"bar: {BAR} of copy bandwidth from {BAR_NUMEL // MI} Mi elements on"
-    return Section(title, {**of_largest, **left_out}, columns, caption, "operation")
+    title, caption = f"{found['backend']} kernels", f"bar: {BAR} of copy bandwidth"
+    return Section(title, found["rows"], columns, caption, "operation")
 
 
 PART = Part("quantizers", "Triton's quantizer kernels against copy bandwidth", 3.0, _run, _section)

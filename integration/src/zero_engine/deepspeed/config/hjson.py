@@ -17,7 +17,7 @@ from zero_core.errors import ConfigError
 
 _STRING = r'("(?:\\.|[^"\\])*")'
 _IGNORED = re.compile(rf"{_STRING}|#[^\r\n]*|//[^\r\n]*|/\*.*?\*/", re.DOTALL)
-_LAST_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
+_LAST_COMMA = re.compile(rf"{_STRING}|(?<=[^{{\[\s])\s*,(?=\s*[}}\]])")
 _NO_COMMA = re.compile(rf"(?:{_STRING}|[}}\]\w])(?=[^\S\n]*\n\s*\")")
 
 
