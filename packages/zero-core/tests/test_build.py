@@ -165,9 +165,19 @@ def test_a_factory_of_schedules_gets_the_configured_optimizer_and_wins_over_the_
     assert type(engine.lr_scheduler) is StepLR
 
 
-@pytest.mark.parametrize("wrong", ["WarmupLR", lambda optimizer: None])
-def test_what_is_no_schedule_is_refused_at_build(wrong):
-    with pytest.raises(ConfigError, match=r"lr_scheduler is or makes .* lacks step, state_dict"):
+_STRANGER = StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        ("WarmupLR", "lacks step, state_dict"),
+        (lambda optimizer: None, "lacks step, state_dict"),
+        (_STRANGER, "StepLR .*, which steps another optimizer"),
+    ],
+)
+def test_what_is_no_schedule_is_refused_at_build(wrong, cause):
+    with pytest.raises(ConfigError, match=f"lr_scheduler is .*{cause}"):
         zero_core.build(nn.Linear(3, 2), BASE | ADAMW, lr_scheduler=wrong)
 
 

@@ -175,7 +175,9 @@ def test_wrong_saves_and_loads_are_refused_before_anything_is_written(tmp_path):
         engine.load_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"client_state\.x is a object .* keeps JSON"):
         engine.save_checkpoint(tmp_path, client_state={"x": object()})
-    for tag in ("", "a/b", ".hidden", "latest"):
+    with pytest.raises(CheckpointError, match=r"client_state = \[1\]: give a dict"):
+        engine.save_checkpoint(tmp_path, client_state=[1])
+    for tag in ("", "a/b", ".hidden", "latest", 5):
         with pytest.raises(CheckpointError, match="plain folder name"):
             engine.save_checkpoint(tmp_path, tag=tag)
     train_steps(engine, 0, 1)
@@ -184,6 +186,9 @@ def test_wrong_saves_and_loads_are_refused_before_anything_is_written(tmp_path):
     assert not list(tmp_path.iterdir())
     engine.save_checkpoint(tmp_path, drops_partial=True)
     other = _build(gradient_accumulation_steps=2)
+    for load in (other.load_checkpoint, other.resume):
+        with pytest.raises(CheckpointError, match=f"single checkpoint: give .* '{tmp_path}'"):
+            load(tmp_path / "step-0")
     with pytest.raises(CheckpointError, match="latest is a file: give a folder"):
         other.save_checkpoint(tmp_path / "latest")
     with pytest.raises(CheckpointError, match=rf"is not a checkpoint: .* of {tmp_path}: step-0"):
@@ -281,6 +286,8 @@ def test_a_large_export_is_split_and_one_without_room_leaves_no_part(tmp_path, m
     failed = pytest.raises(CheckpointError, match=r"export failed on rank 0.*part-\d.tmp")
     with files_up_to(2000), failed:
         engine.export_safetensors(tmp_path)
+    with pytest.raises(CheckpointError, match="names a file: give its folder"):
+        engine.export_safetensors(tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
     engine.export_safetensors(tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())

@@ -100,6 +100,7 @@ def quantized(stage=3, **keys):
         ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
         ({"zero_optimization": {"stages": 3}}, "did you mean 'stage'"),
         ({"stage": 3}, "did you mean 'zero_optimization.stage'"),
+        ({"offload_optimizer": {}}, "did you mean 'zero_optimization.offload_optimizer'"),
         ({"learning_rate": 3}, "did you mean 'optimizer.params.lr'"),
         ({"optimizer": {"type": "AdamW", "lr": 3}}, "did you mean 'optimizer.params.lr'"),
         (offload(devise="cpu"), "offload_optimizer.devise: unknown key; did you mean 'device'"),

@@ -190,6 +190,7 @@ def test_wrong_parameters_shapes_and_ranks_are_refused(ranks, stage):
 
     gain, stranger = engine.module.gain, nn.Parameter(torch.ones(2, 3))
     refuses([gain, stranger], None, r"\(2, 3\) is not this engine's")
+    refuses(["gain"], None, "'gain' is not this engine's")
     with (
         pytest.raises(ValueError, match="gain was given another shape"),
         engine.gathered(params=[gain], modifier_rank=0),

@@ -289,7 +289,9 @@ def _lay_out(
     transport, shared = joined.transport, joined.shared
     per_node = joined.meter.links.ranks_per_node
     used = make_collectives(collectives, transport, config, layout, per_node)
-    communicator = Communicator(used, joined.control, layout.describe_segments())
+    named = {unit.index: f"unit {unit.index} ({unit.name or 'root'})" for unit in layout.units}
+    described = {segment.index: named[segment.unit] for segment in layout.segments}
+    communicator = Communicator(used, joined.control, described)
     joined.arithmetic.check(config, communicator, ranks)
     exchanged = shared.zeros if shared is not None and communicator.reduces_in_place else None
     with on_all_ranks(joined.control, CollectiveError):  # also if only one device lacks memory
@@ -363,11 +365,17 @@ def _make_engine(
     communicator, memory, state = held.communicator, held.memory, held.state
     arithmetic = joined.arithmetic
     schedule = lr_scheduler(drawn.optimizer) if callable(lr_scheduler) else lr_scheduler
+    wrong, groups = "", [id(group) for group in drawn.optimizer.param_groups]
     if lr_scheduler is not None and not isinstance(schedule, Schedule):
+        wrong = "lacks step, state_dict or load_state_dict"
+    elif isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
+        is_own = any(id(group) in groups for group in schedule.optimizer.param_groups)
+        wrong = "" if is_own else "steps another optimizer than the engine's"
+    if wrong:
         raise ConfigError(
-            f"lr_scheduler is or makes {schedule!r:.100}, which lacks step, state_dict or "
-            "load_state_dict: pass a scheduler as of torch.optim.lr_scheduler, or a function of "
-            "the optimizer that returns one"
+            f"lr_scheduler is or makes {schedule!r:.100}, which {wrong}: pass a scheduler as of "
+            "torch.optim.lr_scheduler over build(optimizer=...), or a function of the optimizer "
+            "that returns one"
         )
     if schedule is None and (wanted := config.scheduler) is not None:
         schedule = make_scheduler(drawn.optimizer, wanted.type, wanted.params)

@@ -64,6 +64,8 @@ class ModelCheckpoints(GatheredCalls):
         self._device_states.check_states("export_safetensors()")
         with self.place.during("export_safetensors()"):
             place = local_path(directory, "an export")
+            if place.suffix == ".safetensors":
+                raise CheckpointError(f"export_safetensors: {place} names a file: give its folder")
             return whole_models.export_safetensors(self.sharded_state, place, dtype=dtype)
 
     def save_checkpoint(

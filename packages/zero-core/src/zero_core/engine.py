@@ -328,7 +328,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
             The mean of this rank's losses, 0-dim, fp32 or wider, without gradient.
 
         Raises:
-            ValueError: too few micro-batches, or more in a sequence or DataLoader.
+            ValueError: too few micro-batches, or more in a sequence, DataLoader or tensor.
             TypeError: without ``compute_loss``, the model returned no loss.
             RuntimeError: as for `step` and `backward`; or within a step or ``no_sync``, or after
                 `set_gradient_accumulation_boundary`. After an exception in a forward or backward,
@@ -525,7 +525,7 @@ def _micro_batches(batches: Iterable[Any], steps: int) -> list[Any]:
     found = list(islice(remaining, steps))
     if len(found) < steps:
         raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
-    if isinstance(batches, Sequence | DataLoader) and next(remaining, None) is not None:
+    if isinstance(batches, Sequence | DataLoader | Tensor) and next(remaining, None) is not None:
         raise ValueError(
             f"train_batch: a step has {steps} micro-batches, and {type(batches).__name__} has "
             "more, of which each call would take the first ones: call iter() on it once, and give "

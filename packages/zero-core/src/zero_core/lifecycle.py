@@ -4,10 +4,6 @@ A rank may close its engine because of a failure, so closing needs no collective
 it may wait for other ranks: `zero_core.watch.watch.Watch.leave`.) After `Ownership.close`, a
 parameter whose whole current value is not on this rank has no value, because a mix of current and
 stale values would look like a valid model.
-
-[Note: copies of a model]
-`copy.deepcopy` of a module copies its hooks, too. A copy with the engine's hooks would gather
-parameters for the engine, so these hooks are removed while `copy.deepcopy` runs.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +30,7 @@ from zero_core.object_methods import ObjectMethods, SuspendableHooks
 from zero_core.sharded.sharded_state import ShardedState
 
 _log = logging.getLogger(__name__)
-_KEY = "__deepcopy__"  # `copy.deepcopy` looks up this name on the object
+_KEYS = ("__deepcopy__", "__reduce_ex__")  # looked up on an object by copy.deepcopy and pickle
 
 
 class LeftShard(NamedTuple):
@@ -263,7 +259,10 @@ class EngineParameter(nn.Parameter):
 
 
 class ModelCopies:
-    """Makes `copy.deepcopy` leave out an engine's hooks. See [Note: copies of a model]."""
+    """Refuses pickle, and removes an engine's hooks while `copy.deepcopy` copies a module.
+
+    A copy with these hooks would gather parameters for the engine.
+    """
 
     engine: object = None  # keeps the engine alive as long as its model, if set
 
@@ -275,12 +274,23 @@ class ModelCopies:
 
     def remove(self) -> None:
         for module in self._modules:
-            vars(module).pop(_KEY, None)
+            for key in _KEYS:
+                vars(module).pop(key, None)
+
+    @staticmethod
+    def refuse_pickle(*_: object) -> NoReturn:
+        raise TypeError(
+            "an engine cannot be copied or pickled, nor its model be pickled (torch.save): values "
+            "are sharded over ranks. Copy the model by copy.deepcopy(engine.module) within "
+            "engine.gathered(); keep a training by engine.save_checkpoint(), and weights by "
+            "engine.full_state_dict()"
+        )
 
     def _attach(self) -> None:
         # setattr on a compiled module would set the attribute on the original module
         for module in self._modules:
-            vars(module)[_KEY] = partial(self._copy, module)
+            methods = partial(self._copy, module), self.refuse_pickle
+            vars(module).update(zip(_KEYS, methods, strict=True))
 
     def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for param in module.parameters():

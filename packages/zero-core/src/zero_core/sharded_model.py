@@ -425,10 +425,9 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         """
         self._device_states.check("offload_states()", NO_PARTS)
         wanted = list(StatePart if parts is None else parts)
-        if unknown := set(wanted) - set(StatePart):
+        if set(wanted) - set(StatePart):
             raise ValueError(
-                f"offload_states: no part {', '.join(sorted(map(repr, unknown)))}; there are "
-                f"{', '.join(StatePart)}"
+                f"offload_states: {parts!r:.300} must list some of: {', '.join(StatePart)}"
             )
         if self.is_gathered:
             raise RuntimeError("offload_states() within gathered(): call it after that has ended")
@@ -528,12 +527,7 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         """Keep the engine alive as long as its model: sharded values are lost with the engine."""
         self._copies.engine = self
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "an engine cannot be copied or pickled: its state is sharded over ranks. Copy the "
-            "model by copy.deepcopy(engine.module) within engine.gathered(); keep a training by "
-            "engine.save_checkpoint(), and weights by engine.full_state_dict()"
-        )
+    __reduce_ex__ = ModelCopies.refuse_pickle
 
     def memory_report(self) -> dict[str, int]:
         """Return bytes on this rank by kind, without activations and the state tier's memory."""

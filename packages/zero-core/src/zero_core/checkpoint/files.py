@@ -57,8 +57,8 @@ _RNG_WORDS = 624  # words of a Mersenne Twister's state, as in torch's CPU gener
 _ADVICE = "load an older checkpoint by its tag"
 
 
-def check_tag(tag: str) -> None:
-    if not is_plain(tag) or tag == LATEST:
+def check_tag(tag: object) -> None:
+    if not isinstance(tag, str) or not is_plain(tag) or tag == LATEST:
         raise CheckpointError(f"a tag must be a plain folder name, found {tag!r:.300}")
 
 
@@ -93,8 +93,7 @@ def find(directory: Location, tag: str | None) -> Location:
     if tag is None:
         missing = "no file 'latest'" if directory.exists() else "there is no such folder"
         raise CheckpointError(
-            f"{directory} holds no checkpoint ({missing}): give the folder that save_checkpoint() "
-            "was given"
+            f"{directory} holds no checkpoint ({missing}): give the folder of save_checkpoint()"
         )
     check_tag(tag)
     # A save that is replacing a checkpoint first renames the old one, and may then be killed.
@@ -109,7 +108,8 @@ def find(directory: Location, tag: str | None) -> Location:
 
 
 def holds_checkpoint(directory: Location) -> bool:
-    return (directory / LATEST).is_file()
+    """Whether ``directory`` has checkpoints, or is one itself, which `find` refuses."""
+    return any((directory / name).is_file() for name in (LATEST, MANIFEST))
 
 
 def newest_step(directory: Location) -> int:

@@ -126,7 +126,7 @@ def check_fits(
     if not is_complete and "frozen" not in without:
         raise CheckpointError(
             f"{place} was saved without the values of frozen parameters: give the model its own "
-            "first, and load without 'frozen'"
+            'first, and call load_checkpoint(..., without=("frozen",))'
         )
     progress.check(reader.read_progress()[0], without)
 

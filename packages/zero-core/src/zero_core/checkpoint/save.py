@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -246,6 +246,8 @@ class Saver:
         def prepare() -> tuple[dict[str, Any], list[Any], _Files]:
             check_tag(request.tag)
             check_kept(request.keep_last, request.keep_every)
+            if not isinstance(cast("object", request.client_state), Mapping):
+                raise CheckpointError(f"client_state = {request.client_state!r:.60}: give a dict")
             words = {
                 "progress": encode(kept, "progress"),
                 "client_state": encode(request.client_state, "client_state"),

@@ -296,11 +296,10 @@ def explain(
             cause += shown(found["input"])
         if found["type"] == "extra_forbidden":
             known = sorted(block.model_fields) if block is not None else []
-            name, tree = (
-                str(path[-1])[:_MAX_SHOWN],
-                _OF_OPTIMIZERS | dict(reversed([*_leaves(Config)])),
-            )
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            name = str(path[-1])[:_MAX_SHOWN]
+            tree = _OF_OPTIMIZERS | dict(reversed([*_leaves(Config)]))
+            close = [tree[name]] if name in tree else []
+            close += difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             close += [tree[n] for n in difflib.get_close_matches(name, tree, n=1, cutoff=0.8)]
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
             cause = f"unknown key; {hint}"

@@ -254,11 +254,6 @@ class Layout:
         """All segments in the order of their ``index``."""
         return tuple(s for unit in self.units for s in unit.segments)
 
-    def describe_segments(self) -> dict[int, str]:
-        """Return a description of each segment's unit by segment index: "unit 3 (blocks.2)"."""
-        named = {unit.index: f"unit {unit.index} ({unit.name or 'root'})" for unit in self.units}
-        return {segment.index: named[segment.unit] for segment in self.segments}
-
     def state_range(self, segment: Segment, rank: int, *, is_sharded: bool) -> tuple[int, int]:
         """Return the range of ``segment`` that ``rank``'s optimizer state covers."""
         return segment.shard_range(rank) if is_sharded else (0, segment.padded_numel)

@@ -212,16 +212,11 @@ def _choose(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
             "master weights are; with offload_optimizer, state_dtype = 'bfloat16' or 'int8' makes "
             "those of Adam smaller"
         )
-    if kind == "lamb":
-        raise ConfigError(
-            "optimizer.type = 'Lamb' is not served: torch has none; pass an object of a Lamb class "
-            "to build(), or use AdamW, Lion or Muon"
-        )
     if kind not in _BY_NAME:
         close = [f" did you mean {n!r}?" for n in difflib.get_close_matches(kind, _BY_NAME, n=1)]
         raise ConfigError(
-            f"optimizer.type = {name!r} is not served;{''.join(close)} known: {sorted(_BY_NAME)}; "
-            "any other torch optimizer can be passed to build() as an object"
+            f"optimizer.type = {name!r} is not served;{''.join(close)} known: "
+            f"{sorted([*_BY_NAME, 'muon'])}; pass build() an object of any other class"
         )
     if kind not in ("adam", "adamw"):
         return _BY_NAME[kind]

@@ -35,7 +35,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -385,10 +385,9 @@ class GatheredParams:
         wanted = set[tuple[FlatParams, int]]()
         for param in params:
             if id(param) not in self.state.places_of:
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is not this engine's: gather "
-                    "those of engine.module"
-                )
+                is_name = isinstance(cast("object", param), str)
+                shown = repr(param) if is_name else f"a parameter of shape {tuple(param.shape)}"
+                raise ValueError(f"{shown} is not this engine's: gather those of engine.module")
             wanted.update(self.state.places_of[id(param)])
         found: dict[int, list[tuple[FlatParams, int]]] = {}
         for place in self.state.places.values():

@@ -245,7 +245,8 @@ class ParamGrads:
                 wanted = torch.zeros_like(home) if grad is None else grad
                 owns_grads = self._state.tier.owns_grads
                 is_view = not owns_grads and wanted.data_ptr() == home.data_ptr()
-                if not (is_view or _are_same(home.to(wanted.dtype), wanted)):
+                bits = [t.reshape(-1).view(torch.uint8) for t in (home.to(wanted.dtype), wanted)]
+                if not (is_view or torch.equal(*bits)):  # bits, because no NaN equals another
                     own[position] = wanted
             before = one.checksums.items()
             if own or any(
@@ -316,8 +317,3 @@ def _checksum(values: Tensor) -> Tensor:
     """Return the sum of ``values`` viewed as integers, which has no rounding."""
     integer = torch.int16 if values.itemsize == 2 else torch.int32
     return values.reshape(-1).view(integer).sum(dtype=torch.int64)
-
-
-def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of the same dtype have equal bits, including those of NaN."""
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
