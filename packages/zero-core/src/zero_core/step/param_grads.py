@@ -54,9 +54,9 @@ UPDATED_IN_BACKWARD = (
 )
 SHARDED = (
     "param.grad is None at stages 1 to 3, where no rank has the whole gradient, so "
-    "torch.nn.utils.clip_grad_norm_ clips nothing: set gradient_clipping in the configuration, or "
-    "call engine.clip_grad_norm_(); engine.states reads and sets gradients, engine.zero_grad() "
-    "drops them"
+    "torch.nn.utils.clip_grad_norm_ clips nothing and a GradScaler scales nothing: set "
+    "gradient_clipping or fp16 in the configuration, or call engine.clip_grad_norm_(); "
+    "engine.states reads and sets gradients, engine.zero_grad() drops them"
 )
 
 
