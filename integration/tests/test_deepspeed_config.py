@@ -220,6 +220,8 @@ def test_unknown_keys_and_misspelt_words_are_told_or_refused() -> None:
     assert list(_notes(settings)) == ["scheduler.params.warmup_type"]
     # DeepSpeed uses "log" for an unknown type too.
     assert settings.core["scheduler"]["params"] == {"warmup_num_steps": 4, "warmup_type": "log"}
+    with pytest.raises(ConfigError, match="'OneBitAdam' is not served: removed from DeepSpeed"):
+        read({"optimizer": {"type": "OneBitAdam"}})
     with pytest.raises(ConfigError, match="needs Adam or AdamW, found 'SGD'"):
         read({"optimizer": {"type": "SGD", "params": {"fp32_optimizer_states": False}}})
 
@@ -229,7 +231,7 @@ def test_the_configuration_in_effect_is_told_once_with_what_has_no_effect(capsys
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 3,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
-        "zero_optimization": {"stage": 1, "overlap_comm": False},
+        "zero_optimization": {"stage": 3, "overlap_comm": False, "param_persistence_threshold": 1},
         "vocabulary_size": 7,
     }
     engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
@@ -237,7 +239,8 @@ def test_the_configuration_in_effect_is_told_once_with_what_has_no_effect(capsys
     assert told.count("configuration in effect") == 1
     assert "batch: 6 samples a step = 2 a rank and micro-step * 3 micro-steps * 1 rank" in told
     for line in (
-        "zero_optimization.stage = 1",
+        "zero_optimization.stage = 3",
+        "zero_optimization.stage3_param_persistence_threshold = 1\n",  # it has an effect
         'optimizer.params = {"lr": 0.5}',
         "gradient_clipping = 1.0",
         "vocabulary_size = 7: DeepSpeed only warns",

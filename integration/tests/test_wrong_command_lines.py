@@ -78,7 +78,7 @@ PLAN = [
     ("--device-memory 24", "--device-memory 24: 24 bytes? Give a unit, as in 24GB"),
     ("7b", "cannot read MODEL '7b': no file 7b. Give a local config.json"),
     ("--size big", "--size big: expected parameters, such as 350m or 7b"),
-    ("--size 7b @", "--size and MODEL exclude each other"),
+    ("--size 7b @", "--size 7b and MODEL '@' exclude each other"),
     ("--device h100 --rates x --seq-length 8", "exclude each other"),
     ("--no-rates --rates x", "--rates and --no-rates exclude each other"),
     ("--batch-size 0", "--batch-size 0: must be at least 1"),
@@ -105,7 +105,7 @@ RUN = [
     ("@/nothing.py", "there is no script"),
     ("-m", "the following arguments are required: training_script"),
     ("--num_gpu 3 x.py", "did you mean --num_gpus?"),
-    ("--no-such-option x.py", "unrecognized arguments: --no-such-option"),
+    ("--deepspeed_config x.py", "--deepspeed_config; the script's own options follow its name"),
 ]
 CHECKPOINTS = [
     *((verb, "@/none", "@/none") for verb in ("verify", "inspect")),

@@ -366,7 +366,7 @@ def doctor(
     output: Annotated[str, typer.Option(help="Where --measure writes them.")] = "rates.json",
     ranks: Annotated[
         list[int] | None,
-        option("Ranks that --measure starts at once. Repeatable. Default: docs/large-models.md."),
+        option("Ranks that --measure starts. Repeatable. Default: 1 and one per GPU or core."),
     ] = None,
     disk: Annotated[
         Text, option("Folder on the disk of NVMe offload, for --measure to time.")

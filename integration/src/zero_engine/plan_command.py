@@ -178,7 +178,7 @@ class PlanRequest:
         path, tokens, sizes = self.model, self.tokens, self.sizes
         if self.size is not None:
             if path is not None:
-                raise ConfigError("--size and MODEL exclude each other")
+                raise ConfigError(f"--size {self.size} and MODEL {path!r} exclude each other")
             sizes = {**sizes, **_sizes_of(self.size, sizes["vocab"])}
         given = sizes if path is None else {}
         for name, value in (given if tokens is None else {**given, "tokens": tokens}).items():
@@ -245,7 +245,7 @@ def show_plan(plan: TimedPlan, settings: Mapping[str, Any], console: Console, ro
     for part in plan.tables(rows):
         table = Table(title=part.title)
         for number, heading in enumerate(part.headings):
-            table.add_column(heading, justify="right" if number else "left")
+            table.add_column(heading, justify="right" if number else "left", overflow="fold")
         for row in part.rows:
             table.add_row(*row)
         console.print(table)

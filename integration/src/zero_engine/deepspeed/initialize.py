@@ -320,6 +320,8 @@ def describe(settings: Settings, config: Config, world_size: int) -> str:
     # The fields of `Settings` that hold keys, by path in a configuration.
     own = {PATHS.get(f.name, f.name): f.name for f in fields(Settings) if f.name not in _NO_KEYS}
     unneeded = list(find_unneeded(settings.core, config))
+    if config.zero_optimization.stage == 3:  # `keep_small_params` uses them without offload_param
+        unneeded = [row for row in unneeded if not row[0].endswith("_persistence_threshold")]
     skipped = {*_BATCH, *own, *(path for path, _, _ in unneeded)}
     different = [row for row in _leaves("", config, None) if row[0] not in skipped]
     for path, name in own.items():

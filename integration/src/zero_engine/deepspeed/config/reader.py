@@ -96,15 +96,9 @@ UNNEEDED: Mapping[str, str] = {
     "activation_checkpointing.partition_activations": "there are no model-parallel ranks",
     "activation_checkpointing.contiguous_memory_optimization": "a block keeps its inputs alone",
     "activation_checkpointing.number_checkpoints": "each call is one checkpoint",
-    "activation_checkpointing.synchronize_checkpoint_boundary": (
-        "nothing waits for the host at a checkpoint's border"
-    ),
+    "activation_checkpointing.synchronize_checkpoint_boundary": "nothing waits for the host there",
     "activation_checkpointing.profile": "wall_clock_breakdown tells forward and backward",
-    **_alike(
-        "aio",
-        _NVME,
-        "files are read and written by zero-offload, which has its own block size and queue",
-    ),
+    **_alike("aio", _NVME, "zero-offload has its own block size and queue"),
     "checkpoint.load_universal": "every checkpoint loads at any stage and world size",
     **_alike(
         "checkpoint",
@@ -379,6 +373,9 @@ def _optimizer(block: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     if not isinstance(block.get("params", {}), Mapping):
         found = shown(block["params"])
         raise ConfigError(f"optimizer.params: expected a block of keys, found {found}")
+    if str(block["type"]).lower() in ("onebitadam", "onebitlamb", "zerooneadam"):
+        reason = f"{_GONE}: use AdamW, and zero_quantized_gradients for smaller messages"
+        raise ConfigError(f"optimizer.type = {block['type']!r} is not served: {reason}")
     params = dict(block.get("params", {}))
     for key in list(params):
         path = f"optimizer.params.{key}"

@@ -35,9 +35,10 @@ _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "rprop": torch.optim.Rprop,
     "adafactor": torch.optim.Adafactor,
     "lion": Lion,
+    "muon": Muon,
 }
 
-_ELEMENTWISE = set(_BY_NAME.values()) - {torch.optim.Adafactor}
+_ELEMENTWISE = set(_BY_NAME.values()) - {torch.optim.Adafactor, Muon}
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with fused kernels for CPUs and accelerators. The update of a slice whose ends are
@@ -213,7 +214,7 @@ def _choose(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
             "those of Adam smaller"
         )
     if kind not in _BY_NAME:
-        close = [f" did you mean {n!r}?" for n in difflib.get_close_matches(kind, _BY_NAME, n=1)]
+        close = [f" did you mean {n!r}?" for n in difflib.get_close_matches(kind, _BY_NAME, 1, 0.8)]
         raise ConfigError(
             f"optimizer.type = {name!r} is not served;{''.join(close)} known: "
             f"{sorted([*_BY_NAME, 'muon'])}; pass build() an object of any other class"
