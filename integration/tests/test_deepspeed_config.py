@@ -73,9 +73,9 @@ def test_hjson_is_read_by_the_package_of_deepspeed():
     pytest.importorskip("hjson", reason="an optional package")
     text = "{a: 1 # one\n'b': two words, {}[]\nc: 5e8}"
     assert parse_hjson(text, "it") == {"a": 1, "b": "two words, {}[]", "c": 5e8}
-    for alone in ("{,}", '{"a": [ ,]}'):
+    for wrong in ("{,}", '{"a": [ ,]}', "{a: 5e999}"):
         with pytest.raises(ConfigError, match="it is neither JSON nor Hjson"):
-            parse_hjson(alone, "it")
+            parse_hjson(wrong, "it")
 
 
 def test_texts_are_read_as_what_they_stand_for():

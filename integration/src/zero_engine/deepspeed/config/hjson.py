@@ -52,7 +52,7 @@ def parse_hjson(text: str, name: str) -> dict[str, Any]:
             value = hjson.loads(text, object_pairs_hook=unique)
     except ConfigError:
         raise
-    except (ValueError, IndexError, RecursionError) as error:
+    except (ValueError, IndexError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{name} is neither JSON nor Hjson: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: expected an object of keys, found {str(value)[:40]!r}")
