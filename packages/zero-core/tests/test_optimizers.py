@@ -173,6 +173,11 @@ def _schedule(optimizer):
     return LambdaLR(optimizer, factors)
 
 
+def _halve_rates(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
 def test_groups_schedules_and_empty_groups_follow_ddp(ranks):
@@ -180,6 +185,7 @@ def test_groups_schedules_and_empty_groups_follow_ddp(ranks):
     for begins_empty, stages in ((False, (1, 2, 3)), (True, (0, 3))):
         model = make_tower()
         ddp, optimizer = SimulatedDDP(model, ranks), _optimizer(model, begins_empty=begins_empty)
+        optimizer.register_step_pre_hook(_halve_rates)
         schedule = _schedule(optimizer)
         for inputs in batches:
             step_ddp(ddp, optimizer, inputs)
@@ -187,6 +193,7 @@ def test_groups_schedules_and_empty_groups_follow_ddp(ranks):
         for stage in stages:
             own = make_tower()
             given = _optimizer(own, begins_empty=begins_empty)
+            given.register_step_pre_hook(_halve_rates)
             engine = Case(stage).build(ranks, own, optimizer=given, lr_scheduler=_schedule(given))
             seen = []
             engine.optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("before"))
@@ -196,6 +203,16 @@ def test_groups_schedules_and_empty_groups_follow_ddp(ranks):
             found = [group["lr"] for group in engine.optimizer.param_groups]
             assert found == [group["lr"] for group in optimizer.param_groups]
             assert_same(engine.full_state_dict(), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_hooks_of_a_given_optimizer_run_once_a_step(kind):
+    model, seen = make_tower(), []
+    given = kind(model.parameters(), lr=0.01)
+    given.register_step_pre_hook(lambda *_: seen.append("before"))
+    given.register_step_post_hook(lambda *_: seen.append("after"))
+    train(Case(1).build(None, model, optimizer=given), [rows(0, 0)])
+    assert seen == ["before", "after"]
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 0), (3, 1), (3, 2), (3, 3)])

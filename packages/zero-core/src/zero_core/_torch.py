@@ -244,6 +244,11 @@ def set_found_inf(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Iterat
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
+def copy_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    target._optimizer_step_pre_hooks.update(source._optimizer_step_pre_hooks)
+    target._optimizer_step_post_hooks.update(source._optimizer_step_post_hooks)
+
+
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer.step()`` has pre-hooks, which may change the parameter groups."""
     return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)

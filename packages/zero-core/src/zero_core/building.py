@@ -55,6 +55,7 @@ from zero_core.init.values import (
 )
 from zero_core.lifecycle import Ownership, Removable, check_is_free
 from zero_core.optim.train_state import TrainState
+from zero_core.optim.whole_tier import WholeTier
 from zero_core.plugins import make_collectives, make_param_tier, make_state_tier
 from zero_core.protocols import (
     Collectives,
@@ -435,7 +436,10 @@ def _make_engine(
     edits.begin()
     micro_batches = make_micro_batches(config, passes, modules, train, state, host_inputs)
     installed += micro_batches.handles
-    optimizer = EngineOptimizer(drawn.optimizer, gradient, passes, meter, train, state.param_names)
+    optimizer = EngineOptimizer(
+        *(drawn.optimizer, gradient, passes, meter, train, state.param_names),
+        is_given_stepped=isinstance(state.tier, WholeTier),
+    )
     engine = Engine(parts, optimizer, gradient, micro_batches, patches, extensions)
     engine.remove_at_end([*installed, guard.watch()])
     if (asked := config.step_records) is not None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from zero_core._torch import cast_floats, has_step_pre_hooks, mark_stepped
+from zero_core._torch import cast_floats, copy_step_hooks, has_step_pre_hooks, mark_stepped
 from zero_core.checkpoint.patches import PatchWriter
 from zero_core.checkpointing import TrainingCheckpoints
 from zero_core.comm.meter import Meter
@@ -55,8 +55,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         meter: Meter,
         train: TrainState,
         names: Mapping[int, str],
+        *,
+        is_given_stepped: bool,
     ) -> None:
-        """Share the groups of ``given``. ``names``: the model's parameter names by ``id``."""
+        """Share the groups of ``given``. ``names``: the model's parameter names by ``id``.
+
+        ``is_given_stepped``: whether the state tier calls ``given.step()``, which runs its hooks.
+        """
         super().__init__(given.param_groups, given.defaults)
         self._has_all_groups = True
         self._names = names
@@ -70,6 +75,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._train = train
         self._may_step = False
         self.state = given.state
+        if not is_given_stepped:
+            copy_step_hooks(given, self)
         self.guard = given.register_step_pre_hook(self._refuse_step)  # refuses given.step()
 
     def engine_step(self) -> None:
