@@ -280,7 +280,7 @@ def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | 
 _WORDS = {
     'without=("optimizer", "lr_scheduler", "progress")': "load_module_only=True",
     'without=("lr_scheduler",)': "load_lr_scheduler_states=False",
-    "load without 'frozen'": "load with load_module_strict=False",
+    'without=("frozen",)': "load_module_strict=False",
 }
 """Zero-core's arguments in error messages, and DeepSpeed's arguments with the same effect."""
 
