@@ -43,6 +43,9 @@ from zero_offload.tiers.shares import check_patterns, host_share
 from zero_offload.tiers.twin import TwinTier
 from zero_offload.transfers.mover import resolve_upload_codec
 
+_Entry = tuple[dict[str, float], dict[str, Tensor]]
+"""Scalars and flat states of one part."""
+
 
 class LocalPart:
     """The local part of one parameter, with its range ``[start, stop)`` in the flat space.
@@ -452,7 +455,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state_dict has other groups, or the state of another optimizer.
         """
-        entries: list[tuple[dict[str, float], dict[str, Tensor]]] = []
+        entries: list[_Entry] = []
 
         def check(_: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
             entries.extend(self._checked_entries(final))
@@ -479,9 +482,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             before.remove()
             after.remove()
 
-    def _checked_entries(
-        self, state_dict: dict[str, Any]
-    ) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
+    def _checked_entries(self, state_dict: dict[str, Any]) -> list[_Entry]:
         """Return each part's scalars and flat states, or raise ValueError."""
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         live = [p for group in self.param_groups for p in group["params"]]
@@ -495,9 +496,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             states = {k: part.flatten(found.pop(k)) for k in self.tier.state_names() if k in found}
             for name, value in found.items():
                 if isinstance(value, Tensor) and value.numel() != 1:
-                    raise ValueError(
-                        f"the optimizer has no state {name!r}: it is another optimizer's"
-                    )
+                    raise ValueError(f"{name!r} is no state of this optimizer but another's")
             scalars = {k: float(v) for k, v in found.items()}
             # DCP merges a dictionary of torch into this class's own, which has num_steps of before.
             count = scalars.get("num_steps", float(bool(found or states)))

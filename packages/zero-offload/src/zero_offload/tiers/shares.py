@@ -206,28 +206,8 @@ BLOCK_NUMEL = 1 << 22
 """Maximum elements of one state that are copied at once: 16 MiB of fp32."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeldState:
-    """State in host memory while it moves from an old tier to a new one."""
-
-    numel: int
-    states: dict[str, Tensor] = field(default_factory=dict)
-
-    def state_names(self) -> Sequence[str]:
-        return tuple(self.states)
-
-    def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        return self.states[name][start:stop]
-
-    def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Copy values of one state. The first values of a state determine its dtype."""
-        if name not in self.states:
-            self.states[name] = torch.zeros(self.numel, dtype=values.dtype, device="cpu")
-        self.states[name][start : start + values.numel()].copy_(values)
-
-
 def migrate(
-    source: StateTier | HeldState,
+    source: StateTier,
     source_share: Intervals,
     write_state: Callable[[str, int, Tensor], None],
     share: Intervals,
@@ -548,13 +528,22 @@ class Shares:
         """Copy the state to host memory, drop the old device tier, and fill a new one."""
         on_host = Intervals() if self._host_part is None else self._host_part.share
         kept = share.difference(on_host)
-        held = HeldState(kept.numel)
-        self._migrate_to(held.write_state, kept)
+        held: dict[str, Tensor] = {}
+
+        def hold(name: str, start: int, values: Tensor) -> None:
+            if name not in held:
+                held[name] = torch.zeros(kept.numel, dtype=values.dtype, device="cpu")
+            held[name][start : start + values.numel()].copy_(values)
+
+        self._migrate_to(hold, kept)
         self._has_dropped |= self._device_part is not None
         self._set_parts(self._host_part, None)
         if share:
             new = self._make_device(share)
-            migrate(held, kept, new.write_state, share)
+            for name, values in held.items():
+                for low, high in kept.spans:
+                    at = kept.local(low)
+                    new.write_state(name, share.local(low), values[at : at + high - low])
             self._migrate_to(new.write_state, share)
             self._set_parts(self._host_part, new)
 
