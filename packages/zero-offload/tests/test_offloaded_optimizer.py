@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict as dcp
 from support.models import groups_of, loop, make_model, weights
 from support.tiers import BF16, RATIOS
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from zero_offload import OffloadedOptimizer
 
@@ -69,9 +65,9 @@ def test_a_plain_torch_state_dict_loads(
     target = OffloadedOptimizer(cls, groups_of(ours), ratio=0.5, **settings)
     if way == "full by DCP":
         optim.lr_scheduler.StepLR(target, step_size=2)  # adds initial_lr, as in the source
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        found = get_optimizer_state_dict(plain, source, options=options)
-        set_optimizer_state_dict(ours, target, copy.deepcopy(found), options=options)
+        options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        found = dcp.get_optimizer_state_dict(plain, source, options=options)
+        dcp.set_optimizer_state_dict(ours, target, copy.deepcopy(found), options=options)
     else:
         saved = copy.deepcopy(source.state_dict())
         for entry in saved["state"].values():

@@ -122,13 +122,6 @@ class LocalPart:
         return placed  # type: ignore[no-any-return]
 
 
-def common_device(parts: Sequence[LocalPart]) -> torch.device:
-    devices = sorted({str(part.shard.device) for part in parts})
-    if len(devices) > 1:
-        raise ValueError(f"the parameters must be on one device, they are on {devices}")
-    return parts[0].shard.device if parts else torch.device("cpu")
-
-
 def check_not_replicated(parts: Sequence[LocalPart]) -> None:
     """Raise ValueError if ranks may hold the same elements. Each would choose its own ratio.
 
@@ -260,7 +253,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "the Adam kernel updates fp32, bf16 and fp16 parameters, not float64; use "
                 "torch.optim.AdamW"
             )
-        device = common_device(self._parts)
+        devices = sorted({str(part.shard.device) for part in self._parts})
+        if len(devices) > 1:
+            raise ValueError(f"the parameters must be on one device, they are on {devices}")
+        device = self._parts[0].shard.device if devices else torch.device("cpu")
         geometry = Geometry(numel, pieces, shards, len(self.param_groups))
         asked = {
             "ratio": ratio,
@@ -321,7 +317,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             names,
             self._update.torch_class,
             groups,
-            is_accelerated=common_device(self._parts).type != "cpu",
+            is_accelerated=not all(part.shard.is_cpu for part in self._parts),
         )
         return settings, host
 
@@ -428,22 +424,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         DTensors with its placements and CPU memory.
         """
         self._follow_params()
-        noted = self.state
-        entries = {part.param: self._entry(i) for i, part in enumerate(self._parts)}
-        self.state = defaultdict(dict, entries)
+        noted, self.state = self.state, defaultdict(dict)
         try:
+            for i, part in enumerate(self._parts):
+                scalars, a, b = self.tier.read_scalars(i), part.start, part.stop
+                names = self.tier.state_names() if scalars["num_steps"] else [MASTER]
+                states = {name: part.shape(self.tier.read_state(name, a, b)) for name in names}
+                self.state[part.param] = {**states, **scalars}
             return super().state_dict()
         finally:
             self.state = noted  # Only the tier keeps state.
-
-    def _entry(self, index: int) -> dict[str, Any]:
-        scalars = self.tier.read_scalars(index)
-        names = self.tier.state_names() if scalars["num_steps"] else [MASTER]
-        part = self._parts[index]
-        entry: dict[str, Any] = {
-            name: part.shape(self.tier.read_state(name, part.start, part.stop)) for name in names
-        }
-        return {**entry, **scalars}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

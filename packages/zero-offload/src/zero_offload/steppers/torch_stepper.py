@@ -93,8 +93,8 @@ class EntryTemplate:
         try:
             self.probe.step()
         except Exception as error:
-            name = type(self.probe).__name__
-            raise ValueError(f"{name} cannot step with {group}: {error!r}; change them") from error
+            asked = f"{type(self.probe).__name__} cannot step with {group}"
+            raise ValueError(f"{asked}: {error!r}; change these settings") from error
 
     def restored(
         self, scalars: Mapping[str, float], elements: Callable[[str, torch.dtype], Tensor]
