@@ -145,16 +145,13 @@ class DevicePart(Part):
         return self.tier.offer_grad(start, self._memory_of(start, grad).copy_(grad))
 
     def _memory_of(self, start: int, grad: Tensor) -> Tensor:
-        whole = self._allocate(self._kept_dtype(grad.dtype), grad.device)
-        return whole[start : start + grad.numel()]
-
-    def _kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.geometry.master_dtype if self.has_sum else dtype
+        return self._allocate(grad.dtype, grad.device)[start : start + grad.numel()]
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if dtype not in self._memory:
-            self._memory[dtype] = torch.empty(self.geometry.numel, dtype=dtype, device=device)
-        return self._memory[dtype]
+        kept = self.geometry.master_dtype if self.has_sum else dtype
+        if kept not in self._memory:
+            self._memory[kept] = torch.empty(self.geometry.numel, dtype=kept, device=device)
+        return self._memory[kept]
 
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
         """Enqueue a sum of squares, see `TwinTier.square_sum`. The result is on the device."""
@@ -165,9 +162,7 @@ class DevicePart(Part):
         return lambda: found
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]], device: torch.device) -> None:
-        kept = [(start, stop, self._kept_dtype(dtype)) for start, stop, dtype in grads]
-        for *_, dtype in kept:
-            self._allocate(dtype, device)
+        kept = [(a, b, self._allocate(dtype, device).dtype) for a, b, dtype in grads]
         if isinstance(self.tier, ReservingTier):
             self.tier.reserve(kept)
 
