@@ -486,7 +486,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             states = {k: part.flatten(found.pop(k)) for k in self.tier.state_names() if k in found}
             for name, value in found.items():
                 if isinstance(value, Tensor) and value.numel() != 1:
-                    raise ValueError(f"{name!r} is no state of this optimizer but another's")
+                    raise ValueError(f"the optimizer has no state {name!r}: it is another's")
             scalars = {k: float(v) for k, v in found.items()}
             # DCP merges a dictionary of torch into this class's own, which has num_steps of before.
             count = scalars.get("num_steps", float(bool(found or states)))
