@@ -241,6 +241,9 @@ def test_misuse_is_refused_with_the_reason() -> None:
         OffloadedOptimizer(optim.SGD([weight]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="0 of 1 parameters are named"):
         OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(1))], parameters=["x"])
+    shown = repr(OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(4))], ratio=0.5))
+    assert shown.startswith("OffloadedOptimizer (")
+    assert shown.endswith("): 2 of 4 elements, 8 bytes on the host")
     with pytest.raises(ValueError, match="Invalid learning rate"):
         OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(1))], lr=-1.0)
 

@@ -502,5 +502,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 )
         return entries
 
+    def __repr__(self) -> str:
+        parts = [part for part in self.tier.report() if part.is_host]
+        numel = sum(stop - start for part in parts for start, stop in part.spans)
+        whole = sum(part.shard.numel() for part in self._parts)
+        nbytes = sum(part.tier.host_bytes for part in parts if part.tier)
+        shown = f"{numel:,} of {whole:,} elements, {nbytes:,} bytes on the host"
+        return f"{super().__repr__()}: {shown}"
+
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an OffloadedOptimizer is not copied or pickled; use its state_dict")

@@ -57,7 +57,6 @@ class EntryTemplate:
 
     initial: Mapping[str, Any]
     stepped: Mapping[str, Any]
-    probe: torch.optim.Optimizer
 
     def elementwise(self) -> dict[str, torch.dtype]:
         """Return names and dtypes of the states with one number per element."""
@@ -85,16 +84,6 @@ class EntryTemplate:
                 f"the state is another optimizer's: scalars {unknown} are unknown to this one, "
                 f"{missing} are missing"
             )
-
-    def check_settings(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError if torch cannot step with a group's settings."""
-        (own,) = self.probe.param_groups
-        self.probe.param_groups = [{**group, "params": own["params"]}]
-        try:
-            self.probe.step()
-        except Exception as error:
-            asked = f"{type(self.probe).__name__} cannot step with {group}"
-            raise ValueError(f"{asked}: {error!r}; change these settings") from error
 
     def restored(
         self, scalars: Mapping[str, float], elements: Callable[[str, torch.dtype], Tensor]
@@ -142,7 +131,7 @@ def probe_entry(
     initial = deepcopy(optimizer.state.get(param, {}))
     param.grad = ones
     optimizer.step()
-    template = EntryTemplate(initial, deepcopy(dict(optimizer.state.get(param, {}))), optimizer)
+    template = EntryTemplate(initial, dict(optimizer.state.get(param, {})))
     template.elementwise()
     return template
 
@@ -181,7 +170,6 @@ class TorchStepper(Stepper):
         self._templates: list[EntryTemplate] = [
             probe_entry(optimizer_class, group, device, self._dtype) for group in groups
         ]
-        self._checked: Groups = ()  # settings with which the probes have stepped
         self.states = {k: v for t in self._templates for k, v in t.elementwise().items()}
         self._buffers: dict[str, Tensor] = {}
         self._params = [nn.Parameter(self._masters.view(p.start, p.stop)) for p in geometry.pieces]
@@ -208,12 +196,6 @@ class TorchStepper(Stepper):
 
     def plan(self, active: Sequence[int], groups: Groups, grads: GradLedger) -> list[Chunk]:
         groups = served_groups(groups, self.device)
-        # Schedulers change lr at each step, and no update fails for its value.
-        settings = [{k: v for k, v in group.items() if k != "lr"} for group in groups]
-        if settings != self._checked:
-            for template, group in zip(self._templates, groups, strict=True):
-                template.check_settings(group)
-            self._checked = settings
         chunks: list[Chunk] = []
         pending: list[Run] = []
         numel = 0

@@ -145,13 +145,16 @@ class DevicePart(Part):
         return self.tier.offer_grad(start, self._memory_of(start, grad).copy_(grad))
 
     def _memory_of(self, start: int, grad: Tensor) -> Tensor:
-        return self._allocate(grad.dtype, grad.device)[start : start + grad.numel()]
+        whole = self._allocate(self._kept_dtype(grad.dtype), grad.device)
+        return whole[start : start + grad.numel()]
+
+    def _kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.geometry.master_dtype if self.has_sum else dtype
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        kept = self.geometry.master_dtype if self.has_sum else dtype
-        if kept not in self._memory:
-            self._memory[kept] = torch.empty(self.geometry.numel, dtype=kept, device=device)
-        return self._memory[kept]
+        if dtype not in self._memory:
+            self._memory[dtype] = torch.empty(self.geometry.numel, dtype=dtype, device=device)
+        return self._memory[dtype]
 
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
         """Enqueue a sum of squares, see `TwinTier.square_sum`. The result is on the device."""
@@ -162,7 +165,9 @@ class DevicePart(Part):
         return lambda: found
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]], device: torch.device) -> None:
-        kept = [(a, b, self._allocate(dtype, device).dtype) for a, b, dtype in grads]
+        kept = [(start, stop, self._kept_dtype(dtype)) for start, stop, dtype in grads]
+        for *_, dtype in kept:
+            self._allocate(dtype, device)
         if isinstance(self.tier, ReservingTier):
             self.tier.reserve(kept)
 
@@ -201,8 +206,28 @@ BLOCK_NUMEL = 1 << 22
 """Maximum elements of one state that are copied at once: 16 MiB of fp32."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """State in host memory while it moves from an old tier to a new one."""
+
+    numel: int
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+    def state_names(self) -> Sequence[str]:
+        return tuple(self.states)
+
+    def read_state(self, name: str, start: int, stop: int) -> Tensor:
+        return self.states[name][start:stop]
+
+    def write_state(self, name: str, start: int, values: Tensor) -> None:
+        """Copy values of one state. The first values of a state determine its dtype."""
+        if name not in self.states:
+            self.states[name] = torch.zeros(self.numel, dtype=values.dtype, device="cpu")
+        self.states[name][start : start + values.numel()].copy_(values)
+
+
 def migrate(
-    source: StateTier,
+    source: StateTier | HeldState,
     source_share: Intervals,
     write_state: Callable[[str, int, Tensor], None],
     share: Intervals,
@@ -331,10 +356,7 @@ def state_bytes(optimizer_class: OptimizerClass, groups: Groups, dtype: torch.dt
 
 
 class Shares:
-    """The host's and the device's part of a flat space, one of which may be missing.
-
-    Counters include host tiers which a resplit replaced.
-    """
+    """The host's and the device's part of a flat space, one of which may be missing."""
 
     def __init__(
         self, geometry: Geometry, groups: Groups, host: Intervals, factory: OffloadTiers
@@ -523,22 +545,13 @@ class Shares:
         """Copy the state to host memory, drop the old device tier, and fill a new one."""
         on_host = Intervals() if self._host_part is None else self._host_part.share
         kept = share.difference(on_host)
-        held: dict[str, Tensor] = {}
-
-        def hold(name: str, start: int, values: Tensor) -> None:
-            if name not in held:
-                held[name] = torch.zeros(kept.numel, dtype=values.dtype, device="cpu")
-            held[name][start : start + values.numel()].copy_(values)
-
-        self._migrate_to(hold, kept)
+        held = HeldState(kept.numel)
+        self._migrate_to(held.write_state, kept)
         self._has_dropped |= self._device_part is not None
         self._set_parts(self._host_part, None)
         if share:
             new = self._make_device(share)
-            for name, values in held.items():
-                for low, high in kept.spans:
-                    at = kept.local(low)
-                    new.write_state(name, share.local(low), values[at : at + high - low])
+            migrate(held, kept, new.write_state, share)
             self._migrate_to(new.write_state, share)
             self._set_parts(self._host_part, new)
 
@@ -547,6 +560,10 @@ class Shares:
     ) -> None:
         for part in self._present:
             migrate(part.tier, part.share, write_state, share)
+
+
+class ReportingShares(Shares):
+    """`Shares` with sizes, and counters that include host tiers which a resplit replaced."""
 
     def report(self) -> tuple[PartReport, ...]:
         return tuple(part.report() for part in self._present)
