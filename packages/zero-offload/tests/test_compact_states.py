@@ -26,8 +26,9 @@ from support.tiers import (
     train,
     trained,
 )
-from torch import optim
+from torch import nn, optim
 
+from zero_offload import OffloadedOptimizer
 from zero_offload.rules import compact
 from zero_offload.rules.compact import Bf16AdamRule
 
@@ -214,3 +215,14 @@ def test_a_block_that_is_not_finite_is_lost_alone() -> None:
         assert found[128:256].isnan().all()
         assert torch.equal(found[:128], values[:128])
         assert torch.equal(found[256:], values[256:])
+
+
+def test_a_write_of_equal_values_keeps_split_masters_at_ties(kernel: Any) -> None:
+    weight, tie = nn.Parameter(torch.ones(4, dtype=BF16)), torch.full((4,), 1 + 2**-8)
+    keys = {"adam_kernel": kernel, "state_dtype": "bfloat16", "ratio": 0.5}
+    optimizer = OffloadedOptimizer(optim.AdamW, [weight], lr=0.1, **keys)
+    state = {0: {"master_weight": tie, "num_steps": 0}}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    with torch.no_grad():
+        weight.clamp_(-9, 9)
+    assert torch.equal(optimizer.state_dict()["state"][0]["master_weight"], tie)

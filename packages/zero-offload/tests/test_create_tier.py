@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -204,6 +206,22 @@ def test_no_thread_is_started_before_the_first_step() -> None:
     weight.grad = torch.ones(2)
     optimizer.step()
     assert len(workers() - before) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_step_in_a_process_forked_after_the_first_is_refused() -> None:
+    optimizer = OffloadedOptimizer(optim.SGD, [weight := nn.Parameter(torch.ones(2))], lr=0.1)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    if not (child := os.fork()):
+        signal.alarm(30)  # ends a process that hangs
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            os._exit(7 if "was forked" in str(error) else 1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 @pytest.mark.parametrize("other", [torch.float32, torch.bfloat16])

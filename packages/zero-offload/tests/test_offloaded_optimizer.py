@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict as dcp
 from support.models import groups_of, loop, make_model, weights
 from support.tiers import BF16, RATIOS
 from torch import Tensor, nn, optim
@@ -52,26 +53,67 @@ def test_state_dict_survives_a_weights_only_file(tmp_path: Any) -> None:
     assert entry["exp_avg"].shape == next(iter(model.parameters())).shape
 
 
+@pytest.mark.parametrize("way", ["itself", "full by DCP", "as DCP unflattens"])
 @pytest.mark.parametrize(("cls", "settings"), CLASSES)
 def test_a_plain_torch_state_dict_loads(
-    cls: type[optim.Optimizer], settings: dict[str, Any]
+    cls: type[optim.Optimizer], settings: dict[str, Any], way: str
 ) -> None:
     plain, ours = make_model(), make_model()
     source = cls(groups_of(plain), **settings)
     loop(plain, source, steps=range(3))
     ours.load_state_dict(plain.state_dict())
     target = OffloadedOptimizer(cls, groups_of(ours), ratio=0.5, **settings)
-    target.load_state_dict(copy.deepcopy(source.state_dict()))
+    if way == "full by DCP":
+        optim.lr_scheduler.StepLR(target, step_size=2)  # adds initial_lr, as in the source
+        options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        found = dcp.get_optimizer_state_dict(plain, source, options=options)
+        dcp.set_optimizer_state_dict(ours, target, copy.deepcopy(found), options=options)
+    else:
+        saved = copy.deepcopy(source.state_dict())
+        for entry in saved["state"].values():
+            if way == "as DCP unflattens":  # a missing state is an empty dictionary
+                entry.update(master_weight={}, num_steps={})
+        target.load_state_dict(saved)
+    for entry in target.state_dict()["state"].values():
+        assert entry["num_steps"] == entry.get("step", 1)
     assert loop(plain, source, steps=range(3, 6)) == loop(ours, target, steps=range(3, 6))
 
 
-def test_another_optimizers_state_dict_is_refused() -> None:
-    model, other = make_model(), make_model()
-    source = optim.Adam(model.parameters())
-    loop(model, source, steps=range(1))
-    target = OffloadedOptimizer(optim.SGD, other.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="exp_avg"):
-        target.load_state_dict(source.state_dict())
+def test_load_hooks_give_the_state_and_see_it_loaded() -> None:
+    model, seen = make_model(), []
+    optimizer = OffloadedOptimizer(optim.AdamW, model.parameters(), lr=1e-2)
+    loop(model, optimizer)
+
+    def doubled(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        state = {k: {**v, "exp_avg": 2 * v["exp_avg"]} for k, v in saved["state"].items()}
+        return {**saved, "state": state}
+
+    optimizer.register_load_state_dict_pre_hook(doubled)
+    optimizer.register_load_state_dict_post_hook(lambda found: seen.append(found.state_dict()))
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert torch.equal(seen[0]["state"][0]["exp_avg"], 2 * saved["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "match"),
+    [("shape", "99"), ("groups", "betas"), ("states", "square_avg"), ("scalars", "mu_product")],
+)
+def test_a_refused_state_dict_changes_nothing(fault: str, match: str) -> None:
+    model = make_model()
+    optimizer = OffloadedOptimizer(optim.AdamW, model.parameters(), lr=1e-2)
+    loop(model, optimizer)
+    before, saved = optimizer.state_dict(), optimizer.state_dict()
+    saved["state"][0]["master_weight"] = torch.zeros_like(saved["state"][0]["master_weight"])
+    name, value = {"shape": "exp_avg"}.get(fault, match), torch.zeros(99)
+    saved["state"][len(saved["state"]) - 1][name] = 1.0 if fault == "scalars" else value
+    if fault == "groups":
+        saved = optim.SGD(model.parameters(), lr=5).state_dict()
+    with pytest.raises(ValueError, match=match):
+        optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert torch.equal(after["state"][0]["master_weight"], before["state"][0]["master_weight"])
 
 
 def test_memory_formats_scalars_and_empty_parameters_are_served() -> None:
@@ -186,6 +228,8 @@ def test_misuse_is_refused_with_the_reason() -> None:
     optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(4))]
     with pytest.raises(RuntimeError, match="other parameters than at construction"):
         optimizer.step()
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match="twice"):
+        OffloadedOptimizer(optim.SGD, [weight, weight], lr=0.1)
     with pytest.raises(ValueError, match="without gaps"):
         OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(4, 4)[:, :2])], lr=0.1)
     mixed = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))]

@@ -71,6 +71,10 @@ def test_what_no_kernel_computes_is_left_to_torch(
         (optim.Adagrad, {"lr": float("nan")}, "lr = nan"),
         (optim.Adam, {"amsgrad": True}, "amsgrad"),
         (NamedLion, {"weight_decay": -1.0}, "weight_decay"),
+        (NamedLion, {"betas": (0.9, 1.0)}, "betas"),
+        (optim.AdamW, {"betas": (0.9, 1.5), "lr": 1.0}, "betas"),
+        (optim.AdamW, {"lr": 1e39}, "lr"),
+        (optim.SGD, {"dampening": float("nan")}, "dampening"),
     ],
 )
 def test_settings_changed_to_what_a_kernel_cannot_do_are_refused_before_anything_is_updated(

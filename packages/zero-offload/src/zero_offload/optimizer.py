@@ -43,6 +43,9 @@ from zero_offload.tiers.shares import check_patterns, host_share
 from zero_offload.tiers.twin import TwinTier
 from zero_offload.transfers.mover import resolve_upload_codec
 
+_Entry = tuple[dict[str, float], dict[str, Tensor]]
+"""Scalars and flat states of one part."""
+
 
 class LocalPart:
     """The local part of one parameter, with its range ``[start, stop)`` in the flat space.
@@ -117,26 +120,6 @@ class LocalPart:
         placed: Any = torch.empty_like(self.param.detach(), dtype=values.dtype, device="cpu")
         _local_of(placed).copy_(kept)
         return placed  # type: ignore[no-any-return]
-
-
-def lay_out(groups: Sequence[dict[str, Any]]) -> tuple[list[LocalPart], list[tuple[int, int, int]]]:
-    """Return the local parts of all nonempty parameters, and ``(start, stop, group)`` of each."""
-    parts: list[LocalPart] = []
-    pieces: list[tuple[int, int, int]] = []
-    for g, group in enumerate(groups):
-        for param in group["params"]:
-            if param.numel():
-                part = LocalPart(param, parts[-1].stop if parts else 0)
-                parts.append(part)
-                pieces.append((part.start, part.stop, g))
-    return parts, pieces
-
-
-def common_device(parts: Sequence[LocalPart]) -> torch.device:
-    devices = sorted({str(part.shard.device) for part in parts})
-    if len(devices) > 1:
-        raise ValueError(f"the parameters must be on one device, they are on {devices}")
-    return parts[0].shard.device if parts else torch.device("cpu")
 
 
 def check_not_replicated(parts: Sequence[LocalPart]) -> None:
@@ -252,15 +235,28 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._update = resolve_update(optimizer_class, optimizer_kwargs, adam_kernel)
         super().__init__(params, dict(self._update.defaults))
         self._grouped = [[*map(id, group["params"])] for group in self.param_groups]
-        self._parts, pieces = lay_out(self.param_groups)
-        numel = pieces[-1][1] if pieces else 0
+        if any(len(set(ids)) < len(ids) for ids in self._grouped):
+            raise ValueError("a parameter is twice in one group: give each parameter once")
+        self._parts: list[LocalPart] = []
+        pieces: list[tuple[int, int, int]] = []
+        numel = 0
+        for g, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                if param.numel():
+                    part = LocalPart(param, numel)
+                    numel = part.stop
+                    self._parts.append(part)
+                    pieces.append((part.start, part.stop, g))
         shards = [(part.start, part.shard) for part in self._parts]
         if self._update.is_kernels_own and any(t.dtype == torch.float64 for _, t in shards):
             raise ValueError(
                 "the Adam kernel updates fp32, bf16 and fp16 parameters, not float64; use "
                 "torch.optim.AdamW"
             )
-        device = common_device(self._parts)
+        devices = sorted({str(part.shard.device) for part in self._parts})
+        if len(devices) > 1:
+            raise ValueError(f"the parameters must be on one device, they are on {devices}")
+        device = self._parts[0].shard.device if devices else torch.device("cpu")
         geometry = Geometry(numel, pieces, shards, len(self.param_groups))
         asked = {
             "ratio": ratio,
@@ -321,7 +317,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             names,
             self._update.torch_class,
             groups,
-            is_accelerated=common_device(self._parts).type != "cpu",
+            is_accelerated=not all(part.shard.is_cpu for part in self._parts),
         )
         return settings, host
 
@@ -392,8 +388,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if part.version() != version:
                 values = part.shard.to("cpu", copy=True)
                 master = self.tier.read_state(MASTER, part.start, part.stop)
-                is_same = master.to(values.dtype) == values
-                merged = torch.where(is_same, master, values.to(master.dtype))
+                rounded = torch.empty_like(values)
+                self.tier.round_values(part.start, master, rounded)
+                merged = torch.where(rounded == values, master, values.to(master.dtype))
                 self.tier.write_state(MASTER, part.start, merged)
         self._note_versions()
 
@@ -427,22 +424,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         DTensors with its placements and CPU memory.
         """
         self._follow_params()
-        noted = self.state
-        entries = {part.param: self._entry(i) for i, part in enumerate(self._parts)}
-        self.state = defaultdict(dict, entries)
+        noted, self.state = self.state, defaultdict(dict)
         try:
+            for i, part in enumerate(self._parts):
+                scalars, a, b = self.tier.read_scalars(i), part.start, part.stop
+                names = self.tier.state_names() if scalars["num_steps"] else [MASTER]
+                states = {name: part.shape(self.tier.read_state(name, a, b)) for name in names}
+                self.state[part.param] = {**states, **scalars}
             return super().state_dict()
         finally:
             self.state = noted  # Only the tier keeps state.
-
-    def _entry(self, index: int) -> dict[str, Any]:
-        scalars = self.tier.read_scalars(index)
-        names = self.tier.state_names() if scalars["num_steps"] else [MASTER]
-        part = self._parts[index]
-        entry: dict[str, Any] = {
-            name: part.shape(self.tier.read_state(name, part.start, part.stop)) for name in names
-        }
-        return {**entry, **scalars}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -454,34 +445,62 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state_dict has other groups, or the state of another optimizer.
         """
-        super().load_state_dict({**state_dict, "state": {}})
+        entries: list[_Entry] = []
+
+        def check(_: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            entries.extend(self._checked_entries(final))
+            return {**final, "state": {}}  # The base class would cast states.
+
+        def restore(_: torch.optim.Optimizer) -> None:
+            for i, (scalars, states) in enumerate(entries):
+                if MASTER not in states:
+                    self._take_param(i)
+                self.tier.write_scalars(i, scalars)
+                for name, values in states.items():
+                    if name == MASTER or scalars["num_steps"]:
+                        self.tier.write_state(name, self._parts[i].start, values)
+                if scalars["num_steps"]:
+                    self._note_state([i])
+            self._note_versions()
+
+        # `check` runs after the caller's pre-hooks, and `restore` before the caller's post-hooks.
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(restore, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _checked_entries(self, state_dict: dict[str, Any]) -> list[_Entry]:
+        """Return each part's scalars and flat states, or raise ValueError."""
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         live = [p for group in self.param_groups for p in group["params"]]
-        keys = dict(zip(live, saved, strict=True))
+        keys = dict(zip(live, saved, strict=False))  # The base class compares the numbers.
+        entries = []
         for i, part in enumerate(self._parts):
-            if self._load_entry(i, state_dict["state"].get(keys[part.param], {})):
-                self._note_state([i])
-        self._note_versions()
-
-    def _load_entry(self, index: int, entry: Mapping[str, Any]) -> bool:
-        """Load one parameter's entry. Return whether the parameter has been updated before."""
-        part = self._parts[index]
-        found = {k: v for k, v in entry.items() if v is not None}
-        names = [name for name in self.tier.state_names() if name in found]
-        scalars = {k: v for k, v in found.items() if k not in names}
-        for name, value in scalars.items():
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise ValueError(f"the optimizer has no state {name!r}: it is another optimizer's")
-            scalars[name] = float(value)
-        if "num_steps" not in scalars:
-            scalars["num_steps"] = scalars.get("step", 1.0 if found else 0.0)
-        if MASTER not in found:
-            self._take_param(index)
-        self.tier.write_scalars(index, scalars)
-        for name in names:
-            if name == MASTER or scalars["num_steps"]:
-                self.tier.write_state(name, part.start, part.flatten(found[name]))
-        return bool(scalars["num_steps"])
+            part.check_home(i)
+            entry = state_dict["state"].get(keys.get(part.param), {})
+            # DCP gives {} for a state that a flattened dictionary does not have.
+            found = {k: v for k, v in entry.items() if isinstance(v, Tensor) or v not in (None, {})}
+            states = {k: part.flatten(found.pop(k)) for k in self.tier.state_names() if k in found}
+            for name, value in found.items():
+                if isinstance(value, Tensor) and value.numel() != 1:
+                    raise ValueError(f"the optimizer has no state {name!r}: it is another's")
+            scalars = {k: float(v) for k, v in found.items()}
+            # DCP merges a dictionary of torch into this class's own, which has num_steps of before.
+            count = scalars.get("num_steps", float(bool(found or states)))
+            scalars["num_steps"] = scalars.get("step", count)
+            entries.append((scalars, states))
+        self.tier.check_states((), [scalars for scalars, _ in entries])
+        numbers = {k for k, v in self.defaults.items() if not isinstance(v, bool | str | None)}
+        for g, group in enumerate(state_dict["param_groups"]):
+            if missing := sorted(numbers - group.keys()):
+                raise ValueError(
+                    f"param_groups[{g}] has no {missing}: it is another optimizer's; load a "
+                    f"state_dict of the optimizer class that was given"
+                )
+        return entries
 
     def __repr__(self) -> str:
         parts = [part for part in self.tier.report() if part.is_host]

@@ -107,9 +107,6 @@ class Intervals:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Intervals) and self.spans == other.spans
 
-    def __hash__(self) -> int:
-        return hash(self.spans)
-
     def __bool__(self) -> bool:
         return bool(self.spans)
 

@@ -12,7 +12,6 @@ span    elements of one call. A rule with ``block`` 1 updates any span. Other ru
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
@@ -34,6 +33,7 @@ from zero_offload.threads import num_kernel_threads
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients and parameters that host kernels read and write."""
+_LARGEST = torch.finfo(torch.float32).max
 MASTER = "master_weight"
 PARAM = "param"
 REMAINDER = "remainder"
@@ -138,13 +138,15 @@ class Rule(ABC):
         stored[name][start : start + values.numel()].copy_(values)
 
 
-def setting(group: Mapping[str, Any], name: str, *, default: float | None = None) -> float:
-    """Return a group's setting as a finite number >= 0, or raise ValueError."""
+def setting(
+    group: Mapping[str, Any], name: str, *, default: float | None = None, least: float = 0.0
+) -> float:
+    """Return a group's setting as a number >= ``least`` of fp32's range, or raise ValueError."""
     value = float(group[name] if default is None else group.get(name, default))
-    if not math.isfinite(value) or value < 0:
+    if not least <= value <= _LARGEST:
         raise ValueError(
-            f"{name} = {value} cannot be served by a host kernel, which takes finite numbers from "
-            f"0 up; pass adam_kernel=None for torch's own update"
+            f"{name} = {value} cannot be served by a host kernel, which takes fp32 numbers from "
+            f"{least} up; pass adam_kernel=None for torch's own update"
         )
     return value
 
@@ -225,7 +227,7 @@ class SgdRule(Rule):
             "step": min(step, 2),  # the kernel distinguishes only step 1
             "lr": setting(group, "lr"),
             "momentum": momentum,
-            "dampening": float(group["dampening"]),
+            "dampening": setting(group, "dampening", least=-_LARGEST),
             "weight_decay": setting(group, "weight_decay"),
             "nesterov": bool(group["nesterov"]),
         }
@@ -250,5 +252,7 @@ class LionRule(Rule):
 
 
 def _rate_and_betas(group: Mapping[str, Any]) -> dict[str, float]:
-    beta1, beta2 = group["betas"]
-    return {"lr": setting(group, "lr"), "beta1": float(beta1), "beta2": float(beta2)}
+    beta1, beta2 = map(float, group["betas"])
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"betas = {(beta1, beta2)} must be from 0 up and below 1")
+    return {"lr": setting(group, "lr"), "beta1": beta1, "beta2": beta2}

@@ -209,6 +209,10 @@ class FlatTier(ABC):
                 if event is not None:
                     self.mover.arrive(event)
 
+    def round_values(self, start: int, values: Tensor, out: Tensor) -> None:
+        """Write master weights to ``out``, rounded as in a step."""
+        self._stepper.round_values(start, values, out)
+
     def read_scalars(self, piece: int) -> Mapping[str, float]:
         self._settle()
         return self._stepper.read_scalars(piece)

@@ -16,6 +16,7 @@ from torch import Tensor
 from zero_offload.flat.geometry import Geometry, Intervals, check_active
 from zero_offload.protocols import Groups
 from zero_offload.tiers.factory import OffloadTiers
+from zero_offload.tiers.flat_tier import FlatTier
 from zero_offload.tiers.shares import AnyPart, ReportingShares, state_bytes, within_budget
 
 
@@ -215,6 +216,15 @@ class TwinTier(ReportingShares):
         for part in self.parts:
             for a, b in part.share.overlaps(start, stop):
                 part.write_state(name, part.share.local(a), values[a - start : b - start])
+
+    def round_values(self, start: int, values: Tensor, out: Tensor) -> None:
+        """Write ``values``, master weights from ``start`` on, to ``out``, rounded as in a step."""
+        out.copy_(values)
+        for part in self.parts:
+            for a, b in part.share.overlaps(start, start + values.numel()):
+                span = slice(a - start, b - start)
+                if isinstance(part.tier, FlatTier):
+                    part.tier.round_values(part.share.local(a), values[span], out[span])
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
         for part in self.parts:

@@ -21,6 +21,7 @@ A `HostThread`, or a simulation of it, calls `Worker.run_next`, which updates on
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -385,11 +386,18 @@ class HostThread:
         self.changed = threading.Condition()
         self._device = with_index(device)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload")
+        self._pid: int | None = None  # the process in which the thread was started
 
     def now(self) -> float:
         return perf_counter()
 
     def submit(self, worker: Worker, job: Job) -> None:
+        pid, self._pid = os.getpid(), self._pid or os.getpid()
+        if pid != self._pid:
+            raise RuntimeError(
+                f"process {pid} was forked after the first step in process {self._pid}, and a fork "
+                f"does not copy the thread of the updates: make the optimizer in the child process"
+            )
         worker.add(job)
         self._executor.submit(self._run_all, worker, len(job.chunks))
 
