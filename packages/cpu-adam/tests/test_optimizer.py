@@ -178,6 +178,11 @@ class TestRefusals:
     def test_parameters_that_cannot_be_updated(self, value, error, match):
         refused(error, match, lambda: CPUAdam([torch.nn.Parameter(value)]))
 
+    @pytest.mark.filterwarnings("ignore:.*duplicate parameters")
+    def test_a_parameter_given_twice(self):
+        (param,) = make_params([(3,)])
+        refused(ValueError, "^params: a group has a parameter twice", lambda: CPUAdam([param] * 2))
+
     def test_a_bad_value_in_a_later_group_touches_nothing(self):
         params = make_params([(4,), (5,)])
         optimizer = CPUAdam([{"params": [param]} for param in params])
@@ -192,6 +197,7 @@ class TestRefusals:
             (torch.zeros(5), ValueError),
             (torch.zeros(4, dtype=torch.float64), TypeError),
             (torch.zeros(4, device="meta"), ValueError),
+            (torch._neg_view(torch.zeros(4)), ValueError),
             ([0.0] * 4, TypeError),
         ]:
             optimizer = CPUAdam(params)

@@ -150,6 +150,9 @@ def count_ddp(rank: int, world_size: int) -> Outcomes:
 def fail_in_the_hook(rank: int, world_size: int) -> Outcomes:
     if world_size == 1:
         return {}
+    sparse = ddp(nn.Embedding(4, 3, sparse=True), ddp_comm_hook())
+    with pytest.raises(TypeError, match=r"must be dense: use sparse=False; got torch.sparse_coo"):
+        sparse(torch.tensor(1)).sum().backward()
     fmt = BlockFormat("int8" if rank % 2 else "e4m3", 256)
     model = ddp(make_model(), ddp_comm_hook(fmt))
     try:

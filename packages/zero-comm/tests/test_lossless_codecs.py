@@ -204,6 +204,13 @@ def test_functions_take_any_shape_and_address_and_fill_values_in_place(
             values = torch.nn.Parameter(old.T.contiguous(), requires_grad=dtype.is_floating_point)
             fmt.decode_checked(given_buffer, values)
             assert torch.equal(integers_of(values.detach()), integers_of(new.T.contiguous()))
+        lazy = [torch._neg_view(x) for x in (old, new)]
+        if dtype.is_floating_point:
+            values = lazy[0].resolve_neg()
+            fmt.decode_checked(fmt.encode_checked(*lazy), values)
+            assert torch.equal(integers_of(values), integers_of(lazy[1].resolve_neg()))
+        with pytest.raises(ValueError, match="lazily negated"):
+            fmt.decode_checked(buffer, lazy[0])
         one = torch.zeros(1, 2, dtype=dtype)[:, 0]  # contiguous despite its stride of 2
         fmt.decode_checked(fmt.encode_checked(one, torch.ones_like(one)), one)
         assert one.tolist() == [1]

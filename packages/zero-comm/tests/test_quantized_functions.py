@@ -19,6 +19,9 @@ def gather_with_the_function(rank: int, world_size: int) -> Outcomes:
         "int4": quantized_all_gather(matrix, "int4", group=dist.group.WORLD),
         "small": quantized_all_gather(torch.tensor([rank + 0.1])),
         "integers": quantized_all_gather(torch.tensor([[rank, 3]])),
+        "negated": quantized_all_gather(torch._neg_view(matrix)),
+        "small, negated": quantized_all_gather(torch._neg_view(torch.tensor([rank + 0.1]))),
+        "conjugate": quantized_all_gather(torch.tensor([rank + 3j]).conj()),
     }
 
 
@@ -31,7 +34,9 @@ def reduce_with_the_function(rank: int, world_size: int) -> Outcomes:
         found[f"int8 e4m3 {dtype}"] = reduce(full, "int8", between="e4m3", op="sum")
     matrix = values_of(rank, 700 * world_size).view(100 * world_size, 7)
     found["matrix"] = reduce(matrix, "int8")
+    found["negated"] = reduce(torch._neg_view(matrix), "int8")
     found["small"] = reduce(values_of(rank, world_size))
+    found["small, negated"] = reduce(torch._neg_view(values_of(rank, world_size)))
     found["one hop"] = reduce(matrix, ranks_per_node=1)
     found["seeds"] = [reduce(matrix, seed=seed) for seed in (1, 1, 2)]
     found["huge"] = reduce(torch.full((512 * world_size,), 6e4, dtype=torch.float16))
@@ -117,7 +122,10 @@ def test_the_sum_is_that_of_the_two_hops(ranks: list[Outcomes]) -> None:
     fulls = [values_of(r, 700 * size).view(size, -1) for r in range(size)]
     for rank, outcomes in enumerate(ranks):
         average = two_hops(fulls, rank, "int8", "int8") * (1 / size)
-        assert outcomes["reduce_with_the_function"]["matrix"].equal(average.view(100, 7))
+        got = outcomes["reduce_with_the_function"]
+        assert got["matrix"].equal(average.view(100, 7))
+        assert got["negated"].equal(-got["matrix"])
+        assert got["small, negated"].equal(-got["small"])
 
 
 def test_a_slice_that_would_not_shorten_is_averaged_exactly(ranks: list[Outcomes]) -> None:
@@ -158,6 +166,9 @@ def test_gathers_join_shards_along_the_first_dimension(ranks: list[Outcomes]) ->
             assert got[kind].equal(expected.view(-1, 7))
         assert got["small"].equal(torch.tensor([r + 0.1 for r in range(len(ranks))]))
         assert got["integers"].tolist() == [[r, 3] for r in range(len(ranks))]
+        assert got["negated"].equal(-got["int8"])
+        assert got["small, negated"].equal(-got["small"])
+        assert got["conjugate"].tolist() == [r - 3j for r in range(len(ranks))]
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,13 @@ def test_a_name_means_the_default_block_size_and_input_is_not_changed(
 
 def test_any_shape_is_read_in_flat_order_and_without_a_graph() -> None:
     whole = torch.nn.Parameter(torch.randn(40, 30))
-    for x in (whole[::2].t(), whole.view(-1)[::2]):
+    for x in (whole[::2].t(), whole.view(-1)[::2], torch._neg_view(whole[:20])):
         buffer = quantize(x)
-        assert torch.equal(buffer, quantize(x.contiguous().view(-1)))
+        assert torch.equal(buffer, quantize(x.resolve_neg().contiguous().view(-1)))
+        if x.is_contiguous():
+            rows = torch.empty_like(buffer)
+            quantize_rows(x.view(-1), "int8", rows.view(1, -1))
+            assert torch.equal(rows, buffer)
         assert not buffer.requires_grad
         assert not dequantize(buffer, 600).requires_grad
     with pytest.raises(ValueError, match=r"must have \d+ elements for numel = 9999, got"):
@@ -198,6 +202,7 @@ REFUSED: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, list[Any]]]] =
                 torch.empty(200, dtype=torch.float64),
                 torch.empty(199),
                 torch.empty(400)[::2],
+                torch._neg_view(torch.empty(200)),
                 torch.empty(200, device="meta"),
             ],
         },

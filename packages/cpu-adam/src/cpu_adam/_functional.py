@@ -347,13 +347,13 @@ def _describe(types: tuple[int, ...], **values: Any) -> dict[str, Block]:
 
 
 def _describe_grads(grad: Any) -> dict[str, Block]:
-    if not isinstance(grad, list | tuple):
-        return {"grad": describe("grad", grad, is_written=False, types=_ANY_FLOAT)}
-    if not grad:
+    is_list = isinstance(grad, list | tuple)
+    named = {f"grad[{i}]": value for i, value in enumerate(grad)} if is_list else {"grad": grad}
+    if not named:
         raise ValueError("grad: needs at least one gradient, got an empty sequence")
     return {
-        f"grad[{i}]": describe(f"grad[{i}]", value, is_written=False, types=_ANY_FLOAT)
-        for i, value in enumerate(grad)
+        name: describe(name, value, is_written=False, types=_ANY_FLOAT)
+        for name, value in named.items()
     }
 
 

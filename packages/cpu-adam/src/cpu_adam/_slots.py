@@ -170,8 +170,8 @@ def _check_tensor(name: str, state: Any) -> Tensor:
 
 def _check_state(name: str, state: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
     local = _check_tensor(name, state)
-    if not local.is_cpu or local.layout is not torch.strided:
-        raise ValueError(f"state {name!r}: must be a dense CPU tensor, got {state.device}")
+    if not local.is_cpu or local.layout is not torch.strided or local.is_neg():
+        raise ValueError(f"state {name!r}: must be a dense CPU tensor and no lazily negated view")
     if local.dtype is not dtype:
         raise TypeError(
             f"state {name!r}: dtype must be {dtype}, got {state.dtype}; "

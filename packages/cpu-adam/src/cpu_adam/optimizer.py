@@ -39,6 +39,7 @@ _KERNELS = {
     "bfloat16": _kernels.adam_bfloat16,
     "int8": _kernels.adam_int8,
 }
+_HYPER = ("lr", "eps", "weight_decay", "adamw_mode", "bias_correction")
 _STATES = ("exp_avg", "exp_avg_sq", *SCALES, MASTER, REMAINDER)
 
 
@@ -49,7 +50,9 @@ class CPUAdam(Optimizer):
     fp32 parameters are updated directly. bf16 and fp16 parameters are the rounded copy of an fp32
     master weight, which is updated. The state has the names of torch's Adam: ``step`` (0-d fp32
     tensor), ``exp_avg`` and ``exp_avg_sq`` (by default fp32). With fp32 parameters and moments,
-    `CPUAdam` and torch's Adam can load each other's ``state_dict``.
+    `CPUAdam` loads the ``state_dict`` of torch's Adam or AdamW. Its own is for torch's AdamW with
+    ``adamw_mode``, and for torch's Adam without: torch reads the mode under a key that it lacks.
+    DCP loads torch's dict with neither ``full_state_dict`` nor flattening, as groups differ.
 
     ``master_dtype`` is the format of master weights. ``"float32"`` is a copy in the state
     (``master_weight``). ``"split"``, for bf16 parameters only, uses the parameter as the upper half
@@ -61,8 +64,9 @@ class CPUAdam(Optimizer):
     `cpu_adam.adam_step_8bit` and `cpu_adam.adam_step_bf16`). With a split master, parameter and
     state take 6.0625 or 8 bytes per element. 8-bit moments have ``exp_avg_scale`` and
     ``exp_avg_sq_scale`` (fp32, one per 128 elements). These scales refer to a DTensor's local
-    tensor: convert to fp32 before resharding. `cpu_adam.convert_state` changes the formats of
-    moments and masters. A loaded state dict keeps its formats.
+    tensor, and DCP would save those of one rank: convert to fp32 before DCP or resharding.
+    `cpu_adam.convert_state` changes the formats of moments and masters. A loaded state dict keeps
+    its formats.
 
     A DTensor parameter is updated through its local tensor. Its moments and master are DTensors.
     ``GradScaler`` leaves unscaling, and skipping after an overflow, to this class.
@@ -138,14 +142,18 @@ class CPUAdam(Optimizer):
         """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does.
 
         Raises:
-            TypeError, ValueError: as for the class. Nothing has been added then.
+            TypeError, ValueError: as for the class, or the group has a parameter twice. Nothing has
+                been added then.
         """
         count = len(self.param_groups)
         super().add_param_group(param_group)
         try:
             for group in self.param_groups[count:]:
                 _check_group(group)
-                for param in group["params"]:
+                params = group["params"]
+                if len(set(params)) < len(params):
+                    raise ValueError("params: a group has a parameter twice; pass it once")
+                for param in params:
                     check_param(param, group["master_dtype"])
         except (TypeError, ValueError):
             del self.param_groups[count:]
@@ -353,14 +361,5 @@ def _scalars_of(group: dict[str, Any], step: int, grad_scale: float) -> tuple[fl
     if group["state_dtype"] != "float32":
         seed = check_seed(group["seed"]) if group["state_dtype"] == "bfloat16" else None
         derive = partial(compact_adam_scalars, seed)
-    return derive(
-        step=step,
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        adamw_mode=group["adamw_mode"],
-        bias_correction=group["bias_correction"],
-        grad_scale=grad_scale,
-    )
+    hyper = {name: group[name] for name in _HYPER}
+    return derive(step=step, beta1=beta1, beta2=beta2, grad_scale=grad_scale, **hyper)

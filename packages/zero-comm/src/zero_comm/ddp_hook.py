@@ -143,6 +143,8 @@ class _BucketAverager:
             future: Future[Tensor] = Future()
             future.set_result(values)
             return future
+        if values.layout is not torch.strided:
+            raise TypeError(f"gradients must be dense: use sparse=False; got {values.layout}")
         if self._queue is None:
             self._queue = open_queue(values.device)
         # Read now, because DDP reuses the bucket object after this call.

@@ -43,7 +43,7 @@ def quantized_all_gather(
     packing = Packing(format, has_checksum=has_checksum)
     if shard.dim() == 0:
         raise ValueError("shard must have at least one dimension, got a scalar")
-    shard = shard.detach().contiguous()
+    shard = shard.detach().resolve_conj().resolve_neg().contiguous()
     collectives = TorchCollectives(group)
     out = shard.new_empty(collectives.world_size * shard.shape[0], *shard.shape[1:])
     gather_slices(collectives, packing, out.view(-1), shard.view(-1))
@@ -93,7 +93,7 @@ def quantized_reduce_scatter(
             f"full must have a first dimension divisible by {world_size} ranks, got shape "
             f"{tuple(full.shape)}"
         )
-    full = full.detach().contiguous()
+    full = full.detach().resolve_neg().contiguous()
     reducer = SliceReducer(collectives, fmt, ranks_per_node=ranks_per_node, seed=seed or 0)
     out = full.new_empty(full.shape[0] // world_size, *full.shape[1:])
     scale = 1 / world_size if op == "avg" else 1.0

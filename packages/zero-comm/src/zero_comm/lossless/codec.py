@@ -109,7 +109,7 @@ def decode_values(buffer: Tensor, values: Tensor) -> None:
 
 
 def _encode(coding: Coding, *operands: Tensor) -> Tensor:
-    flat = [_flat(x.detach().contiguous()) for x in operands]
+    flat = [_flat(x.detach().resolve_conj().resolve_neg().contiguous()) for x in operands]
     nbytes = max_buffer_nbytes(flat[0].numel(), flat[0].element_size())
     out = torch.empty(nbytes, dtype=torch.uint8, device=flat[0].device)
     length = find_codec(coding, out.device).encode(*flat, out=out)
@@ -120,6 +120,8 @@ def _decode(coding: Coding, name: str, buffer: Tensor, values: Tensor) -> None:
     _check_itemsize("values", values)
     if not values.is_contiguous():
         raise ValueError(f"values must be contiguous, got strides {values.stride()}")
+    if values.is_neg() or values.is_conj():
+        raise ValueError("values must be no lazily negated or conjugated view; pass them resolved")
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or buffer.device != values.device:
         raise ValueError(
             f"{name} must be 1-D uint8 on {values.device}, got {buffer.dtype} of "

@@ -66,8 +66,7 @@ class NativeBackend:
 
 def sum_words(words: Tensor, odd: Tensor) -> int:
     """Return the `zero_comm.quantizer.checksum` of ``words``: int64, contiguous, 1-D."""
-    place = on_host(words).data_ptr()
-    return _kernels.checksum(active_isa(), place, words.numel(), odd.data_ptr())
+    return _kernels.checksum(active_isa(), on_host(words).data_ptr(), words.numel(), odd.data_ptr())
 
 
 @contextmanager

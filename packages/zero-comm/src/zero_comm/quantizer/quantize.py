@@ -65,7 +65,7 @@ def quantize(
     check_float("x", x.dtype)
     if nonfinite not in ("carry", "refuse"):
         raise ValueError(f"nonfinite must be 'carry' or 'refuse', got {nonfinite!r}")
-    x = x.detach().reshape(-1).contiguous()
+    x = x.detach().resolve_neg().reshape(-1).contiguous()
     nbytes = fmt.nbytes(x.numel())
     if out is None:
         out = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
@@ -112,16 +112,14 @@ def dequantize(
     """
     fmt = BlockFormat.make(format)
     check_float("dtype", dtype)
-    if (length := fmt.nbytes(numel)) != buffer.numel():
-        found = f"for numel = {numel}, got {buffer.numel()}"
-        raise ValueError(f"buffer must have {length} elements {found}")
+    if (length := fmt.nbytes(numel)) != (found := buffer.numel()):
+        raise ValueError(f"buffer must have {length} elements for numel = {numel}, got {found}")
     _check_flat("buffer", buffer, length, torch.uint8, buffer.device)
     if out is None:
         out = torch.empty(numel, dtype=dtype, device=buffer.device)
     _check_flat("out", out, numel, dtype, buffer.device)
     row = buffer if _is_aligned(buffer) else buffer.clone()
-    with torch.no_grad():
-        find_backend(out.device).decode(row.view(1, -1), out.detach().view(1, -1), fmt)
+    dequantize_rows(row.view(1, -1), numel, fmt, out)
     return out
 
 
@@ -159,7 +157,7 @@ def quantize_rows(
         raise ValueError(f"x must be {num_rows} equal parts, got {x.numel()} elements")
     _check_rows("out", out, fmt.nbytes(numel), x.device)
     with torch.no_grad():
-        values = x.detach().view(num_rows, numel)
+        values = x.detach().resolve_neg().view(num_rows, numel)
         seed = None if seed is None else int(seed) % 2**32
         return find_backend(x.device).encode(values, out, fmt, seed)
 
@@ -238,6 +236,8 @@ def _check_flat(
         raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(f"{name} must be 1-D and contiguous, got shape {tuple(tensor.shape)}")
+    if tensor.is_neg():
+        raise ValueError(f"{name} must not be a lazily negated view; pass {name}.resolve_neg()")
     if tensor.numel() != numel:
         raise ValueError(f"{name} must have {numel} elements, got {tensor.numel()}")
     if tensor.device != device:

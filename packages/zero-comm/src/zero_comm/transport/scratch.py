@@ -25,9 +25,8 @@ class Scratch:
         key = (purpose, dtype, device)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < numel:
-            outgrown = self._buffers.pop(key, None)
             if self._transport is not None:
-                self._outgrown_nbytes += 0 if outgrown is None else outgrown.nbytes
+                self._outgrown_nbytes += 0 if buffer is None else buffer.nbytes
                 buffer = self._transport.zeros(numel, dtype, device)
             else:
                 with torch.inference_mode(False):  # training cannot write to inference tensors
