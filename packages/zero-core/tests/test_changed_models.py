@@ -161,10 +161,14 @@ def test_trained_embeddings_with_max_norm_are_refused_where_their_change_is_lost
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, pickle.dumps])
-def test_copies_of_the_engine_are_refused_with_what_to_do(how):
+def test_copies_of_the_engine_are_refused_with_what_to_do(how, tmp_path):
     engine = _build(None, 0)
-    with pytest.raises(TypeError, match=r"cannot be copied or pickled.*save_checkpoint"):
-        how(engine if how is not pickle.dumps else engine.module)
+    refusal = pytest.raises(TypeError, match=r"cannot be copied or pickled.*save_checkpoint")
+    with refusal:
+        how(engine)
+    with refusal:
+        torch.save(engine.module, tmp_path / "model")
+    assert type(copy.copy(engine.module)) is type(engine.module)
     pickle.dumps(engine.unwrap())
 
 

@@ -103,6 +103,7 @@ def quantized(stage=3, **keys):
         ({"offload_optimizer": {}}, "did you mean 'zero_optimization.offload_optimizer'"),
         ({"learning_rate": 3}, "did you mean 'optimizer.params.lr'"),
         ({"optimizer": {"type": "AdamW", "lr": 3}}, "did you mean 'optimizer.params.lr'"),
+        (offload(path="x"), "did you mean 'nvme_path'"),
         (offload(devise="cpu"), "offload_optimizer.devise: unknown key; did you mean 'device'"),
         (offload(1, host_share="first", parameters=["a.*"]), "host_share says at which end"),
         (offload(1, host_share="first", device="none", ratio=None), "host_share says at which"),

@@ -163,7 +163,7 @@ def _parser() -> ArgumentParser:
 def _refuse(known: Iterable[str], message: str) -> NoReturn:
     unknown = [word for word in message.split() if word.startswith("--")]
     near = [n for word in unknown for n in get_close_matches(word[2:].replace("-", "_"), known, 1)]
-    hint = "; the script's own options follow its name." if unknown else "."
+    hint = "; the script's own options follow its name." if "unrecognized" in message else "."
     hint = f"; did you mean --{near[0]}?" if near else hint
     raise ConfigError(f"{message}{hint} See zero-engine run --help")
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core._libc import release_free_pages
+from zero_core._torch import has_step_pre_hooks
 from zero_core.blueprint import Blueprint
 from zero_core.checkpoint.patches import PatchWriter
 from zero_core.checkpointing import load_pretrained
@@ -370,8 +371,10 @@ def _make_engine(
     if lr_scheduler is not None and not isinstance(schedule, Schedule):
         wrong = "lacks step, state_dict or load_state_dict"
     elif isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
-        is_own = any(id(group) in groups for group in schedule.optimizer.param_groups)
-        wrong = "" if is_own else "steps another optimizer than the engine's"
+        # A subclass with a constructor of its own may have no optimizer.
+        of = vars(schedule).get("optimizer", drawn.optimizer).param_groups
+        if not any(id(group) in groups for group in of):
+            wrong = "steps another optimizer than the engine's"
     if wrong:
         raise ConfigError(
             f"lr_scheduler is or makes {schedule!r:.100}, which {wrong}: pass a scheduler as of "
@@ -436,6 +439,11 @@ def _make_engine(
     edits.begin()
     micro_batches = make_micro_batches(config, passes, modules, train, state, host_inputs)
     installed += micro_batches.handles
+    if gradient.policy.begins_early and has_step_pre_hooks(drawn.optimizer):
+        raise ConfigError(
+            "the optimizer has a step pre-hook, which may change settings of updates that begin in "
+            "backward: set zero_optimization.offload_optimizer.update_in_backward to false"
+        )
     optimizer = EngineOptimizer(
         *(drawn.optimizer, gradient, passes, meter, train, state.param_names),
         is_given_stepped=isinstance(state.tier, WholeTier),

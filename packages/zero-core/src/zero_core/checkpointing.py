@@ -16,6 +16,7 @@ from torch import Tensor
 from zero_core.checkpoint import whole_models
 from zero_core.checkpoint.files import holds_checkpoint
 from zero_core.checkpoint.load import load_checkpoint
+from zero_core.checkpoint.manifest import MANIFEST
 from zero_core.checkpoint.patches import PatchWriter, WeightPatch
 from zero_core.checkpoint.safetensors_files import StoredTensor, find_tensors
 from zero_core.checkpoint.save import OnPending, PendingSave, Saver, SaveRequest
@@ -64,7 +65,7 @@ class ModelCheckpoints(GatheredCalls):
         self._device_states.check_states("export_safetensors()")
         with self.place.during("export_safetensors()"):
             place = local_path(directory, "an export")
-            if place.suffix == ".safetensors":
+            if place.suffix == ".safetensors" and not place.is_dir():
                 raise CheckpointError(f"export_safetensors: {place} names a file: give its folder")
             return whole_models.export_safetensors(self.sharded_state, place, dtype=dtype)
 
@@ -249,7 +250,11 @@ class TrainingCheckpoints(ModelCheckpoints):
             if (restore := find(place, last_step)) is not None:
                 with self.rewriting():
                     return restore()
-        is_here = control.together("checkpoint: find", partial(holds_checkpoint, place))
+
+        def is_any_here() -> bool:  # `load_checkpoint` refuses a single checkpoint's folder
+            return holds_checkpoint(place) or (place / MANIFEST).is_file()
+
+        is_here = control.together("checkpoint: find", is_any_here)
         if not control.sum(torch.tensor([float(is_here)], device=self.device)).item():
             return None
         return self.load_checkpoint(place)[1]

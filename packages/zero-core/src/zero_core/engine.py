@@ -533,10 +533,12 @@ def _micro_batches(batches: Iterable[Any], steps: int) -> list[Any]:
     if len(found) < steps:
         raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
     if isinstance(batches, Sequence | DataLoader | Tensor) and next(remaining, None) is not None:
+        advice = "call iter() on it once, and give that iterator to each call"
+        if isinstance(batches, Tensor):
+            advice = "give a list of micro-batches"
         raise ValueError(
             f"train_batch: a step has {steps} micro-batches, and {type(batches).__name__} has "
-            "more, of which each call would take the first ones: call iter() on it once, and give "
-            "that iterator to each call"
+            f"more, of which each call would take the first ones: {advice}"
         )
     return found
 

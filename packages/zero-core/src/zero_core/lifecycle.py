@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.serialization import DEFAULT_PROTOCOL
 from torch.utils.hooks import RemovableHandle
 
 from zero_core.comm.control import ControlGroup
@@ -289,8 +290,13 @@ class ModelCopies:
     def _attach(self) -> None:
         # setattr on a compiled module would set the attribute on the original module
         for module in self._modules:
-            methods = partial(self._copy, module), self.refuse_pickle
+            methods = partial(self._copy, module), partial(self._reduce, module)
             vars(module).update(zip(_KEYS, methods, strict=True))
+
+    def _reduce(self, module: nn.Module, protocol: int) -> Any:
+        if protocol == DEFAULT_PROTOCOL:  # that of torch.save; copy.copy has another one
+            self.refuse_pickle()
+        return object.__reduce_ex__(module, protocol)
 
     def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for param in module.parameters():

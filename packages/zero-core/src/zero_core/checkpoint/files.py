@@ -87,8 +87,8 @@ def find(directory: Location, tag: str | None) -> Location:
     tag = read_latest(directory) if tag is None else tag
     if tag is None and (directory / MANIFEST).exists():
         raise CheckpointError(
-            f"{directory} is a single checkpoint: give its folder {str(directory.parent)!r}, and "
-            f"tag={directory.name!r}"
+            f"{directory} is a single checkpoint: load_checkpoint({str(directory.parent)!r}, "
+            f"tag={directory.name!r}) loads it, resume({str(directory.parent)!r}) the newest"
         )
     if tag is None:
         missing = "no file 'latest'" if directory.exists() else "there is no such folder"
@@ -108,8 +108,7 @@ def find(directory: Location, tag: str | None) -> Location:
 
 
 def holds_checkpoint(directory: Location) -> bool:
-    """Whether ``directory`` has checkpoints, or is one itself, which `find` refuses."""
-    return any((directory / name).is_file() for name in (LATEST, MANIFEST))
+    return (directory / LATEST).is_file()
 
 
 def newest_step(directory: Location) -> int:

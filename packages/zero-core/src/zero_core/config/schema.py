@@ -298,7 +298,7 @@ def explain(
             known = sorted(block.model_fields) if block is not None else []
             name = str(path[-1])[:_MAX_SHOWN]
             tree = _OF_OPTIMIZERS | dict(reversed([*_leaves(Config)]))
-            close = [tree[name]] if name in tree else []
+            close = [tree[name]] if name in tree and len(path) == 1 else []
             close += difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             close += [tree[n] for n in difflib.get_close_matches(name, tree, n=1, cutoff=0.8)]
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"

@@ -217,7 +217,7 @@ def _choose(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
         close = [f" did you mean {n!r}?" for n in difflib.get_close_matches(kind, _BY_NAME, 1, 0.8)]
         raise ConfigError(
             f"optimizer.type = {name!r} is not served;{''.join(close)} known: "
-            f"{sorted([*_BY_NAME, 'muon'])}; pass build() an object of any other class"
+            f"{sorted(_BY_NAME)}; pass build() an object of any other class"
         )
     if kind not in ("adam", "adamw"):
         return _BY_NAME[kind]

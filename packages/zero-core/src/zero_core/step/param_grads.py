@@ -245,8 +245,10 @@ class ParamGrads:
                 wanted = torch.zeros_like(home) if grad is None else grad
                 owns_grads = self._state.tier.owns_grads
                 is_view = not owns_grads and wanted.data_ptr() == home.data_ptr()
+                if is_view:
+                    continue
                 bits = [t.reshape(-1).view(torch.uint8) for t in (home.to(wanted.dtype), wanted)]
-                if not (is_view or torch.equal(*bits)):  # bits, because no NaN equals another
+                if not torch.equal(*bits):  # bits, because no NaN equals another
                     own[position] = wanted
             before = one.checksums.items()
             if own or any(
