@@ -25,7 +25,9 @@ polls for the lock of a connection, so a message may take a scheduler tick if a 
 [Note: interrupts]
 Ctrl-C raises KeyboardInterrupt between bytecode instructions of the main thread. Data read from a
 pipe is therefore stored by the same C call that reads it, and sorted in steps that can be repeated.
-If the interrupted thread stays registered as the reader, others wait until it reads again.
+A reader's registration ends in a ``finally`` that calls nothing before it has ended it, so that no
+interrupt can skip it. The call that wakes the other threads may be skipped: they look again after
+``_RECHECK_S`` at the latest.
 """
 
 from __future__ import annotations
@@ -75,6 +77,8 @@ _MAX_READ = 2048 * _MESSAGE.size
 _FULL_S = 0.01
 """Longest wait in seconds between two attempts to write to a full pipe."""
 _MAX_POLL_S = 3600.0
+_RECHECK_S = 0.5
+"""Longest wait in seconds for another thread that reads: see [Note: interrupts]."""
 
 _Secret = Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * _SECRET_BYTES}}}$")]
 _Card = tuple[
@@ -296,6 +300,7 @@ class Mailbox:
     def post(self, peer: int, tag: int, first: int, second: int) -> None:
         """Send a message. If the peer has closed its pipe, the message is dropped."""
         message, deadline = _MESSAGE.pack(tag, next(self._sent[peer, tag]), first, second), None
+        me = get_ident()
         while True:
             try:
                 os.write(self._writers[peer], message)
@@ -308,10 +313,14 @@ class Mailbox:
                     raise RuntimeError(
                         f"rank {peer} has read no message for {self._timeout_s:g} s"
                     ) from None
-                with self._lock:
-                    may_read = self._become_reader(_FULL_S)
-                if may_read:
-                    self._read(_FULL_S)
+                try:
+                    with self._lock:
+                        may_read = self._become_reader(_FULL_S)
+                    if may_read:
+                        self._read(_FULL_S)
+                finally:
+                    if self._reader == me:
+                        self._reader = None
 
     def expect(self, peer: int, tag: int) -> Letter:
         """Return a letter for the next message of ``peer`` with ``tag``."""
@@ -319,33 +328,37 @@ class Mailbox:
 
     def wait(self, letter: Letter) -> tuple[int, int]:
         """Wait for a letter and return its two numbers. Must not be called twice for a letter."""
-        peer, deadline = letter[0], None
+        peer, deadline, me = letter[0], None, get_ident()
         while True:
-            with self._lock:
-                self._sort()
-                found = self._contents.pop(letter, None)
-                if found is not None:
-                    return found
-                if peer in self._ended:
-                    raise RuntimeError(
-                        f"Connection closed by peer: rank {peer} ended or dropped its engine"
-                    )
-                now = time.monotonic()
-                deadline = deadline or now + self._timeout_s
-                if now >= deadline:
-                    raise RuntimeError(
-                        f"Timed out: no message of rank {peer} for {self._timeout_s:g} s"
-                    )
-                may_read = self._become_reader(deadline - now)
-            if may_read:
-                self._read(min(deadline - now, _MAX_POLL_S))
+            try:
+                with self._lock:
+                    self._sort()
+                    found = self._contents.pop(letter, None)
+                    if found is not None:
+                        return found
+                    if peer in self._ended:
+                        raise RuntimeError(
+                            f"Connection closed by peer: rank {peer} ended or dropped its engine"
+                        )
+                    now = time.monotonic()
+                    deadline = deadline or now + self._timeout_s
+                    if now >= deadline:
+                        raise RuntimeError(
+                            f"Timed out: no message of rank {peer} for {self._timeout_s:g} s"
+                        )
+                    may_read = self._become_reader(deadline - now)
+                if may_read:
+                    self._read(min(deadline - now, _MAX_POLL_S))
+            finally:
+                if self._reader == me:
+                    self._reader = None
 
     def _become_reader(self, seconds: float) -> bool:
         """Make this thread the pipes' reader, or wait up to ``seconds`` and return False."""
         if self._reader in (None, get_ident()):
             self._reader = get_ident()
             return True
-        self._changed.wait(seconds)
+        self._changed.wait(min(seconds, _RECHECK_S))
         return False
 
     def _read(self, seconds: float) -> None:
