@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zero_core
+from zero_core.comm.place import Place
 from zero_core.errors import ConfigError, ZeroError
 from zero_core.testing import Case, Tower, rows, run_alone, spawn
-from zero_core.watch.place import Place
 from zero_engine.report.charts import loss_series
 from zero_engine.report.run import read_run
 from zero_engine.train import metrics

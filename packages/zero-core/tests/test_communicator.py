@@ -12,10 +12,10 @@ from support.board import Board
 
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import ControlGroup
+from zero_core.comm.place import Place
+from zero_core.comm.watch import Beat, DeviceWaits, Watch, start
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.testing import alone
-from zero_core.watch.place import Place
-from zero_core.watch.watch import Beat, DeviceWaits, Watch, start
 
 EMPTY = torch.empty(0)
 

@@ -16,9 +16,9 @@ from support.hosts import connect, control_of
 
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.shared_memory import SharedMemory, read_card
+from zero_core.comm.watch import process_state
 from zero_core.errors import CollectiveError
 from zero_core.testing import spawn
-from zero_core.watch.watch import process_state
 
 NUMEL = 96  # elements of a shard
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")

@@ -9,12 +9,12 @@ import time
 import pytest
 from support.board import Board
 
+from zero_core.comm import watch as watches
+from zero_core.comm.place import OUTSIDE, Place
+from zero_core.comm.watch import Watch
 from zero_core.core.extension import EndedStep
 from zero_core.extensions.heartbeat import HeartbeatFile
 from zero_core.testing import Case, make_tower, rows, train
-from zero_core.watch import watch as watches
-from zero_core.watch.place import OUTSIDE, Place
-from zero_core.watch.watch import Watch
 
 WITHIN_S = 10.0
 FORWARD = [f"forward of unit {u} (blocks.{u - 1})" for u in range(1, 5)]

@@ -94,15 +94,16 @@ class TimedPlan(Plan):
 
     @property
     def marked(self) -> dict[str, TimedChoice]:
-        """Simplest and fastest choice that fit the given memory and add no rounding."""
+        """Simplest choice that fits and adds no rounding, and ``best``, if memory is limited."""
         is_limited = self.device_memory is not None or self.host_memory is not None
         fitting = [c for c in self.choices if c.is_fitting and not c.placement.is_rounding]
         if not fitting or not is_limited:
             return {}
         order = [(len(c.placement.settings), c.ratio, c.is_varied, c.stage) for c in fitting]
         found = {"simplest": fitting[order.index(min(order))]}
-        fastest = min(fitting, key=lambda c: c.sample_s)
-        return found | ({} if fastest.step_time is None else {"fastest": fastest})
+        if self.best is not None and self.best.step_time is not None:
+            found["fastest"] = self.best
+        return found
 
     @property
     def headline(self) -> str:

@@ -45,7 +45,6 @@ METADATA_READS = frozenset(
 """Functions that read a tensor's metadata and none of its values."""
 get_grad = Tensor.grad.__get__  # type: ignore[union-attr]
 """Return torch's own ``grad`` of a tensor, even if its class overrides the attribute."""
-_requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 set_grad = Tensor.grad.__set__  # type: ignore[union-attr]
 """Set torch's own ``grad`` of a tensor, even if its class overrides the attribute."""
 is_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -169,10 +168,6 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
             nccl._group_end()
 
 
-def is_in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def renew_autograd_after_fork() -> None:
     """Make torch rebuild this process's autograd engine, if the process was forked.
 
@@ -183,19 +178,6 @@ def renew_autograd_after_fork() -> None:
     """
     # This call needs the engine and changes nothing.
     torch.autograd.Variable._execution_engine.is_checkpoint_valid()
-
-
-def find_trainable(params: Sequence[Tensor]) -> list[bool]:
-    """Return for each tensor whether it requires a gradient, ignoring overrides by its class."""
-    with DisableTorchFunction():
-        return list(map(_requires_grad, params))
-
-
-def requires_grad(output: object) -> bool:
-    """Whether any tensor in the nested ``output`` requires a gradient."""
-    if isinstance(output, Tensor):
-        return output.requires_grad
-    return any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
 
 
 def count_calls(module: nn.Module) -> int:
@@ -310,10 +292,8 @@ def next_sequence_number() -> int:
     return sequence_number(node)
 
 
-def cast_floats(inputs: Any, dtype: torch.dtype | None) -> Any:
-    """Cast floating-point tensors in nested ``inputs`` to ``dtype``, unless ``dtype`` is None."""
-    if dtype is None:
-        return inputs
+def cast_floats(inputs: Any, dtype: torch.dtype) -> Any:
+    """Cast floating-point tensors in nested ``inputs`` to ``dtype``."""
     return pytree.tree_map_only(
         Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs
     )

@@ -9,6 +9,8 @@ from zero_core.comm.control import ControlGroup
 from zero_core.comm.device import make_transport, share_memory
 from zero_core.comm.groups import Ranks
 from zero_core.comm.meter import Meter
+from zero_core.comm.notices import write_error_file
+from zero_core.comm.place import OUTSIDE, Place
 from zero_core.comm.topology import count_per_node, find_ranks
 from zero_core.core.access import Cures, derive, is_refused, open_all, own_class, use_class
 from zero_core.init.deferred import Recording, is_recorded_innermost, recorded, zeroed
@@ -28,8 +30,6 @@ from zero_core.optim.factory import check_served, make_optimizer
 from zero_core.optim.muon import tag_matrices
 from zero_core.parts import install_command
 from zero_core.record.environment import available_cores, memory_limit_bytes, read_text
-from zero_core.watch.notices import write_error_file
-from zero_core.watch.place import OUTSIDE, Place
 
 __all__ = [
     "OUTSIDE",

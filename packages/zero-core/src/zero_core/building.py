@@ -24,6 +24,8 @@ from zero_core.comm.device import DeviceCollectives, make_transport, share_memor
 from zero_core.comm.groups import Ranks
 from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Links, Meter
+from zero_core.comm.notices import under_way
+from zero_core.comm.place import OUTSIDE
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.comm.topology import check_devices, count_per_node, find_ranks
 from zero_core.config import Config, load_config
@@ -43,7 +45,7 @@ from zero_core.extensions import (
     make_extensions,
     wrap_forwards,
 )
-from zero_core.extensions.guards import ModelGuard
+from zero_core.extensions.guards import TrainingGuard
 from zero_core.extensions.invariance import arithmetic_of
 from zero_core.extensions.lengths import WeightLengths
 from zero_core.init.values import (
@@ -76,8 +78,6 @@ from zero_core.sharded_model import Attach, EngineParts, ShardedModel, for_evalu
 from zero_core.step.states import StateAccess
 from zero_core.step.update import StepGradient
 from zero_core.vertical.schedule import make_micro_batches
-from zero_core.watch.notices import under_way
-from zero_core.watch.place import OUTSIDE
 
 
 @overload
@@ -394,7 +394,7 @@ def _make_engine(
         attach_extensions(given, state, held.ownership)
         followers += make_extensions(site, given)
         followers.append(patches := PatchWriter(state))
-    guard = ModelGuard(state)
+    guard = TrainingGuard(state, train)
     extensions = Extensions([guard, *followers])
     gradient = StepGradient(state, communicator, train, config, facts, extensions, arithmetic)
     is_sharded = memory.has_sharded_params

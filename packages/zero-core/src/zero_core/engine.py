@@ -190,7 +190,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
             self._device_states.check("a forward", FORWARD_PARTS)
         for follow in self._extensions.called:
             follow(args, kwargs)
-        args, kwargs = cast_floats((args, kwargs), self._parts.compute_dtype)
+        if (dtype := self._parts.compute_dtype) is not None:
+            args, kwargs = cast_floats((args, kwargs), dtype)
         with self._parts.autocast():
             return self.module(*args, **kwargs)
 

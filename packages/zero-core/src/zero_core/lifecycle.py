@@ -1,7 +1,7 @@
 """Ownership of a model's parameters by an engine, from ``build`` until the engine ends.
 
 A rank may close its engine because of a failure, so closing needs no collective. (On an accelerator
-it may wait for other ranks: `zero_core.watch.watch.Watch.leave`.) After `Ownership.close`, a
+it may wait for other ranks: `zero_core.comm.watch.Watch.leave`.) After `Ownership.close`, a
 parameter whose whole current value is not on this rank has no value, because a mix of current and
 stale values would look like a valid model.
 """

@@ -328,7 +328,8 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module without gradients. Floating inputs are cast to the compute dtype."""
         self._device_states.check("a forward", FORWARD_PARTS)
-        args, kwargs = cast_floats((args, kwargs), self._parts.compute_dtype)
+        if (dtype := self._parts.compute_dtype) is not None:
+            args, kwargs = cast_floats((args, kwargs), dtype)
         with torch.no_grad(), self._parts.autocast():
             return self.module(*args, **kwargs)
 

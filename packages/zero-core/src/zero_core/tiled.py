@@ -37,12 +37,12 @@ from torch.utils.checkpoint import checkpoint
 from zero_core._torch import (
     METADATA_READS,
     DisableTorchFunction,
-    is_in_backward,
     outside_graphs,
     pytree,
 )
 from zero_core.config import ModulesConfig, TiledComputeConfig
 from zero_core.core.passes import Passes
+from zero_core.core.saved import is_in_backward
 from zero_core.errors import ConfigError
 from zero_core.layout.discovery import ModuleRule
 from zero_core.object_methods import ObjectMethods

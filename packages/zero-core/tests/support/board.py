@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Board:
-    """Stand-in for `zero_core.watch.watch.ThreadedBoard` on one rank. All ranks share ``table``."""
+    """Stand-in for `zero_core.comm.watch.ThreadedBoard` on one rank. All ranks share ``table``."""
 
     host = "the table"
     is_lost = False

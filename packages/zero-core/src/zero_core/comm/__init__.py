@@ -1,1 +1,1 @@
-"""Communication between ranks: transports, process groups, queues, and traffic metering."""
+"""Communication between ranks: transports, process groups, queues, metering, diagnosis of hangs."""

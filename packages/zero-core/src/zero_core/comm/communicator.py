@@ -1,6 +1,6 @@
 """All-gathers and reduce-scatters of an engine, with errors that name the unit and the rank.
 
-Each collective starts in a profiler range. `zero_core.watch` reports collectives that hang.
+Each collective starts in a profiler range. `zero_core.comm.watch` reports collectives that hang.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from zero_core._torch import profiled_range
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.queues import Pending
+from zero_core.comm.watch import join_few
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.protocols import (
     AddingCollectives,
@@ -29,7 +30,6 @@ from zero_core.protocols import (
     StatisticsReduction,
     Work,
 )
-from zero_core.watch.watch import join_few
 
 _OFFERED = (Reduction, InPlaceReduction, StatisticsReduction)  # optional protocols of a reduction
 

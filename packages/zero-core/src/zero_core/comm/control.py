@@ -24,6 +24,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from zero_core.comm.notices import write_error_file
+from zero_core.comm.place import Place
+from zero_core.comm.watch import OTHER_BLOCKS, Watch, count_ranks, join_few
 from zero_core.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -32,9 +35,6 @@ from zero_core.errors import (
     ConfigError,
 )
 from zero_core.protocols import Work
-from zero_core.watch.notices import write_error_file
-from zero_core.watch.place import Place
-from zero_core.watch.watch import OTHER_BLOCKS, Watch, count_ranks, join_few
 
 PIECE_BYTES = 64 << 20
 """Maximum bytes of a piece in `ControlGroup.gather_in_pieces`, with the values of all ranks."""
@@ -141,8 +141,11 @@ class Exchange(Protocol):
         if failed:
             names = {row[0] for row in rows if row}
             kind = next(kind for kind in _KINDS if kind.__name__ in names)
-            is_alone = len(rows) == 1 and kind is CheckpointError
-            raise kind(failure[1] if is_alone else f"{what} failed on {'; '.join(failed)}")
+            if len(rows) == 1 and kind is CheckpointError:
+                raise kind(failure[1])
+            if len(rows) > 1 and all(row == failure for row in rows):  # as of a `together` in `act`
+                raise kind(f"{what} failed on every rank: {failure[1]}")
+            raise kind(f"{what} failed on {'; '.join(failed)}")
         return found
 
 

@@ -65,11 +65,11 @@ from zero_core._torch import (
 from zero_core.comm.control import ControlGroup, DeviceLibrary, Exchange, Lane
 from zero_core.comm.host import HostLibrary
 from zero_core.comm.p2p import Messages, ProcessMessages
+from zero_core.comm.place import Place
 from zero_core.comm.queues import Pending
+from zero_core.comm.watch import DeviceWaits, ThreadedBoard, Watch, start
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.protocols import Work
-from zero_core.watch.place import Place
-from zero_core.watch.watch import DeviceWaits, ThreadedBoard, Watch, start
 
 _LEAVE_S = 30.0  # longest wait in `StoreExchange.leave` for ranks that have not read the last keys
 _LOOK_S = 1.0  # interval at which a waiting `StoreExchange` checks that the other ranks are alive

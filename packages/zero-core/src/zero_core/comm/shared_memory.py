@@ -56,8 +56,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, Validation
 from torch import Tensor
 
 from zero_core.comm.control import ControlGroup
+from zero_core.comm.watch import process_namespace
 from zero_core.errors import CollectiveError
-from zero_core.watch.watch import process_namespace
 
 if sys.platform == "linux":
     import fcntl

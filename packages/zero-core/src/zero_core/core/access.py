@@ -68,6 +68,7 @@ NEEDS_NO_VALUE = frozenset(
     }
 )
 """Functions that neither read nor write the values of a parameter."""
+_requires_grad = _PROPERTIES["requires_grad"].__get__
 _CONVERSIONS = frozenset(
     {
         *(Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.xpu, Tensor.float, Tensor.half),
@@ -78,6 +79,12 @@ _CONVERSIONS = frozenset(
 get_data, set_data = _PROPERTIES["data"].__get__, _PROPERTIES["data"].__set__
 """Read and set ``param.data``, whatever the parameter's class."""
 _get_version = _PROPERTIES["_version"].__get__
+
+
+def find_trainable(params: Sequence[Tensor]) -> list[bool]:
+    """Return for each tensor whether it requires a gradient, ignoring overrides by its class."""
+    with DisableTorchFunction():
+        return list(map(_requires_grad, params))
 
 
 class Cures(NamedTuple):

@@ -18,15 +18,9 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
-from zero_core._torch import (
-    get_grad,
-    is_in_backward,
-    is_own_graph,
-    outside_graphs,
-    requires_grad,
-    set_grad,
-)
+from zero_core._torch import get_grad, is_own_graph, outside_graphs, pytree, set_grad
 from zero_core.core.passes import Passes
+from zero_core.core.saved import is_in_backward
 from zero_core.core.unit import Unit
 
 
@@ -71,7 +65,9 @@ def _hook_unit(passes: Passes, unit: Unit, module: nn.Module) -> list[RemovableH
     def release(module: nn.Module, args: Any, output: Any) -> None:
         if not is_in_backward():
             error = sys.exception() if output is None else None
-            passes.driver.leave(unit, needs_grad=requires_grad(output), error=error)
+            tensors = (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
+            needs_grad = any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+            passes.driver.leave(unit, needs_grad=needs_grad, error=error)
 
     last = module.register_forward_hook(outside_graphs(release), always_call=True)
 

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.communicator import Communicator
+from zero_core.comm.place import UPDATE
 from zero_core.comm.queues import HostQueues, Pending
 from zero_core.core import access
 from zero_core.core.pool import BufferPool, CopyStream
 from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import EXACT_PARAMETERS, StateTier, Work
-from zero_core.watch.place import UPDATE
 
 _NO_VERSION = -1
 

@@ -44,14 +44,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import call_at_end_of_backward, count_calls, find_trainable, is_in_backward
+from zero_core._torch import call_at_end_of_backward, count_calls
 from zero_core.comm.communicator import Communicator
+from zero_core.comm.place import OUTSIDE
+from zero_core.core.access import find_trainable
 from zero_core.core.facts import Facts
 from zero_core.core.grads import FlatGrads
 from zero_core.core.order import BackwardOrder, Forward
+from zero_core.core.saved import is_in_backward
 from zero_core.core.unit import Unit
 from zero_core.core.units import UnitSet
-from zero_core.watch.place import OUTSIDE
 
 
 class GradientSink(Protocol):

@@ -39,6 +39,11 @@ _Packed = tuple[Unit, FlatParams, torch.dtype, int, torch.Size, tuple[int, ...],
 forward. A plain tuple, because it is fast to create and to test."""
 
 
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 class SavedParam:
     """A parameter saved by autograd, of this engine or of another engine."""
 

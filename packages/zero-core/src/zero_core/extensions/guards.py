@@ -1,4 +1,4 @@
-"""Checks during training: changed models, differing replicas, unused parameters.
+"""Checks during training: changed models, repeated runs, differing replicas, unused parameters.
 
 [Note: what a model may not do after build()]
 The engine keeps the values of parameters in its own memory, and gradient hooks on the parameter
@@ -19,6 +19,9 @@ are frozen permanently: they have only values, and unfreezing one is an error.
 
 from __future__ import annotations
 
+import logging
+import math
+import sys
 from collections import Counter
 from itertools import chain
 from operator import is_
@@ -29,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core._torch import outside_graphs
+from zero_core.comm.watch import count_ranks
 from zero_core.config import Config
 from zero_core.core.extension import Extension
 from zero_core.core.facts import Facts
@@ -37,8 +41,9 @@ from zero_core.layout.discovery import plain_name
 from zero_core.optim.train_state import TrainState
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.update import updates_in_backward
-from zero_core.watch.watch import count_ranks
 
+_log = logging.getLogger(__name__)
+_NUM_COMPARED = 3  # previous micro-steps with which the rounds of a micro-step are compared
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_NAMED = 4
 _ADVICE = (
@@ -47,11 +52,24 @@ _ADVICE = (
 )
 
 
-class ModelGuard(Extension):
-    """Extension that checks the model's parameters against build(), and detects new buffers."""
+class TrainingGuard(Extension):
+    """Extension of every engine: the model is as at build(), and no micro-step has run twice.
 
-    def __init__(self, state: ShardedState) -> None:
+    It also detects new buffers. A *round* is a backward, outside of ``no_sync``, of a forward that
+    began after the previous backward. Several rounds in a micro-step are legal: two losses, each
+    with a separate forward. But they also occur if a notebook is interrupted between backward and
+    ``step`` and its lines run again: see `begin_backward`.
+    """
+
+    def __init__(self, state: ShardedState, train: TrainState) -> None:
         self._state = state
+        self._train = train
+        self._micro_step = self._drops = 0  # counts of ``train`` at the last round
+        self._num_rounds = 0  # rounds of the current micro-step
+        self._usual_rounds = 0.0  # most rounds of the newest micro-steps; 0: unknown, inf: warned
+        self._rounds: list[int] = []  # of the newest micro-steps
+        self._is_first_known = False
+        self._reported = 0  # id of the error that an interpreter last reported
         names = state.param_names
         self._num_names = Counter(map(id, _named(state.module).values()))
         self._name_of = {key: name for key, name in names.items() if self._num_names[key]}
@@ -74,6 +92,54 @@ class ModelGuard(Extension):
 
     def before_update(self, number: int) -> None:
         self._check(has_substitutes=False)
+
+    def begin_backward(self, *, is_new: bool) -> None:
+        """Warn once if the micro-step's gradient probably contains two runs of the same code.
+
+        The reason is that the micro-step has more rounds than earlier ones. In the first micro-step
+        that number is unknown: only an error that an interactive interpreter reported
+        (``sys.last_value``) between two rounds is a reason.
+        """
+        if not is_new:
+            return
+        train = self._train
+        if train.micro_steps != self._micro_step:
+            self._micro_step = train.micro_steps
+            self._end_rounds()
+        if train.num_drops != self._drops:  # the earlier rounds add nothing to this gradient
+            self._drops, self._num_rounds = train.num_drops, 0
+        self._num_rounds += 1
+        if self._num_rounds <= self._usual_rounds:
+            return
+        reported, self._reported = self._reported, id(vars(sys).get("last_value"))
+        if self._usual_rounds or (self._num_rounds > 1 and reported != self._reported):
+            self._warn_of_rounds(
+                "backward adds to the gradient of %d that no step() has taken: if the program was "
+                "interrupted and began again, call engine.zero_grad() and run forward and backward "
+                "again, or the step is too long",
+                self._num_rounds - 1,
+            )
+
+    def _end_rounds(self) -> None:
+        if not self._num_rounds or self._usual_rounds == math.inf:
+            return
+        before, self._num_rounds = [*self._rounds, self._num_rounds], 0
+        self._rounds = before[-_NUM_COMPARED:]
+        self._usual_rounds = max(self._rounds)
+        if not self._is_first_known and len(before) == _NUM_COMPARED:
+            self._is_first_known = True
+            if before[0] > max(before[1:]):
+                self._warn_of_rounds(
+                    "the first micro-step added up %d backwards, those after it fewer: if the "
+                    "program was interrupted and began again there, its step was too long. Build "
+                    "the engine again from the first weights. engine.zero_grad() drops a gradient",
+                    before[0],
+                )
+
+    def _warn_of_rounds(self, text: str, number: int) -> None:
+        self._usual_rounds = math.inf
+        place = (self._state.control.rank, self._train.global_steps + 1)
+        _log.warning("rank %d, step %d: " + text + ". This is said once", *place, number)
 
     def fill(self, facts: Facts) -> None:
         found = [

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import is_in_backward, outside_graphs, seed_generators
+from zero_core._torch import outside_graphs, seed_generators
 from zero_core.comm.communicator import Communicator, NamedWork
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.fused_sum import sum_dtype
@@ -36,6 +36,7 @@ from zero_core.comm.groups import Ranks
 from zero_core.config import Config
 from zero_core.core.extension import Extension
 from zero_core.core.grads import Arithmetic, FlatGrads
+from zero_core.core.saved import is_in_backward
 from zero_core.errors import ConfigError
 from zero_core.layout.arithmetic import CHUNK_NUMEL
 from zero_core.optim.train_state import TrainState

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,7 +17,6 @@ from zero_core.schedules import Schedule, check_state, count_of, resume_rates
 _log = logging.getLogger(__name__)
 
 _NUMBER = int | float
-_NUM_COMPARED = 3  # previous steps with which a step's rounds are compared
 
 
 class LossScaler:
@@ -100,11 +97,6 @@ class TrainState:
         self.global_steps = 0  # optimizer steps so far, including skipped ones
         self.skipped_steps = 0  # steps skipped because a gradient was not finite
         self.num_drops = 0  # number of times that gradients were dropped, with or without a step
-        self.num_rounds = 0  # rounds of the current micro-step: see `check_rounds`
-        self.usual_rounds = 0.0  # most rounds of the newest micro-steps; 0: unknown, inf: warned
-        self._rounds: list[int] = []  # of the newest micro-steps
-        self._is_first_known = False
-        self._reported = 0  # id of the error that an interpreter last reported
         self.accumulation_steps = config.gradient_accumulation_steps  # micro-steps per step
         self.micro_steps = 0  # finished micro-steps of the whole training
         self.num_accumulated = 0  # finished micro-steps of the current step; 0 between two steps
@@ -168,8 +160,6 @@ class TrainState:
         """Update the loss scale and the schedule after a step that was not skipped."""
         if self.scaler.config.enabled:
             self.scaler.update(is_overflow=False)
-        if self.num_rounds:
-            self._end_rounds()
         scheduler = self.lr_scheduler
         if scheduler is None:
             return
@@ -186,52 +176,10 @@ class TrainState:
         count = count_of(scheduler)
         self._stepped_twice = None if count is None else (scheduler, count + 1)
 
-    def check_rounds(self) -> None:
-        """Warn once if the micro-step's gradient probably contains two runs of the same code.
-
-        A round is a backward, outside of ``no_sync``, of a forward that began after the previous
-        backward. Several rounds in a micro-step are legal: two losses, each with a separate
-        forward. But they also occur if a notebook is interrupted between backward and ``step`` and
-        its lines run again. `StepGradient` calls this method at a round that exceeds
-        `usual_rounds`. In the first micro-step that number is unknown: only an error that an
-        interactive interpreter reported (``sys.last_value``) between two rounds is a reason.
-        """
-        reported, self._reported = self._reported, id(vars(sys).get("last_value"))
-        if self.usual_rounds or (self.num_rounds > 1 and reported != self._reported):
-            self._warn_of_rounds(
-                "backward adds to the gradient of %d that no step() has taken: if the program was "
-                "interrupted and began again, call engine.zero_grad() and run forward and backward "
-                "again, or the step is too long",
-                self.num_rounds - 1,
-            )
-
-    def _end_rounds(self) -> None:
-        before, self.num_rounds = [*self._rounds, self.num_rounds], 0
-        self._rounds = before[-_NUM_COMPARED:]
-        if self.usual_rounds < math.inf:
-            self.usual_rounds = max(self._rounds)
-            if not self._is_first_known and len(before) == _NUM_COMPARED:
-                self._is_first_known = True
-                if before[0] > max(before[1:]):
-                    self._warn_of_rounds(
-                        "the first micro-step added up %d backwards, those after it fewer: if the "
-                        "program was interrupted and began again there, its step was too long. "
-                        "Build the engine again from the first weights. engine.zero_grad() drops a "
-                        "gradient",
-                        before[0],
-                    )
-
-    def _warn_of_rounds(self, text: str, number: int) -> None:
-        self.usual_rounds = math.inf
-        place = (self._rank, self.global_steps + 1)
-        _log.warning("rank %d, step %d: " + text + ". This is said once", *place, number)
-
     def step_skipped(self, where: str) -> None:
         """Count a skipped step, update the loss scale and warn. ``where``: what is not finite."""
         before = self.scaler.scale
         self.skipped_steps += 1
-        if self.num_rounds:
-            self._end_rounds()
         self.scaler.update(is_overflow=True)
         text = "step %d skipped on all ranks: the gradient is not finite (%s); loss scale %g -> %g"
         _log.warning(text, self.global_steps + 1, where, before, self.scaler.scale)
@@ -251,8 +199,6 @@ class TrainState:
     def end_micro_step(self) -> None:
         self.num_accumulated = 0 if self.is_boundary else self.num_accumulated + 1
         self.micro_steps += 1
-        if self.num_rounds:
-            self._end_rounds()
         self.find_boundary()
         self.scaler.is_applied = False
 

@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 
 from zero_core.checkpoint.storage import local_path
+from zero_core.comm.clock import Mark, MemoryMeter, StepClock
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import Meter
+from zero_core.comm.place import OUTSIDE, UPDATE
 from zero_core.config import Config
 from zero_core.core.extension import EndedStep, Extension, Extensions
 from zero_core.errors import CheckpointError, ConfigError
@@ -37,7 +39,6 @@ from zero_core.record.environment import describe_environment
 from zero_core.records import DetailRecord, EventRecord, Record, RecordFile, RunRecord, StepRecord
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.watch.place import OUTSIDE, UPDATE, Mark, MemoryMeter, StepClock
 
 _log = logging.getLogger(__name__)
 

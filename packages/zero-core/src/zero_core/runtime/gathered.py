@@ -40,18 +40,17 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import is_in_backward
+from zero_core.comm.place import Place
 from zero_core.config import Config
 from zero_core.core.params import FlatParams
 from zero_core.core.passes import Passes
-from zero_core.core.saved import SavedParam, SavedWeights
+from zero_core.core.saved import SavedParam, SavedWeights, is_in_backward
 from zero_core.core.unit import Unit
 from zero_core.errors import RankMismatchError
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.runtime.device_states import FORWARD_PARTS, DeviceStates
 from zero_core.sharded.edits import Edits
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.watch.place import Place
 
 _SAME, _CHANGED, _RESHAPED = 0.0, 1.0, 2.0
 

@@ -30,12 +30,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import is_in_backward, outside_graphs
+from zero_core._torch import outside_graphs
 from zero_core.comm.control import ControlGroup
 from zero_core.core import access
 from zero_core.core.extension import PREFIX, Extension
 from zero_core.core.params import FlatParams
 from zero_core.core.passes import BackwardPass
+from zero_core.core.saved import is_in_backward
 from zero_core.layout.arithmetic import Layout, ParamSpec, Piece
 from zero_core.layout.discovery import Quantized, plain_name
 from zero_core.protocols import StateTier

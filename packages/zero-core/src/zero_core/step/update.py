@@ -45,9 +45,9 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 from torch import Tensor
 
-from zero_core._torch import find_trainable
 from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
+from zero_core.core.access import find_trainable
 from zero_core.core.extension import Extensions
 from zero_core.core.facts import NUM_WORDS, Facts
 from zero_core.core.grads import Arithmetic, FlatGrads
@@ -336,15 +336,12 @@ class StepGradient:
             self.policy.check_unused("a further backward of the same step")
             for before in self._extensions.before_early_update:
                 before()
-        train, scaler = self._train, self._train.scaler
+        scaler = self._train.scaler
         if scaler.config.enabled and not scaler.is_applied:
             raise RuntimeError(
                 "Loss scaling is required in fp16: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        train.num_rounds += is_new_round
-        if is_new_round and train.num_rounds > train.usual_rounds:
-            train.check_rounds()
         for follow in self._extensions.begin_backward:
             follow(is_new=is_new_round)
 
@@ -491,7 +488,6 @@ class StepGradient:
         self.params_with_grad.clear()
         self._state.tier.discard_grads()
         self._train.num_drops += 1
-        self._train.num_rounds = 0
         self._norms.clear()
         self.policy.clear()
         self._clipped = 1.0

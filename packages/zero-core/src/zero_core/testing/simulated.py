@@ -33,10 +33,10 @@ from zero_core.comm.host import HostLibrary
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.p2p import Messages
 from zero_core.comm.queues import HostQueues
+from zero_core.comm.watch import Watch
 from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
 from zero_core.testing.ranks import of_size
-from zero_core.watch.watch import Watch
 
 _T = TypeVar("_T")
 _COLLECT_S = 0.5

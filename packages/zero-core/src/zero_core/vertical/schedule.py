@@ -43,10 +43,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import is_in_backward, outside_graphs, seed_generators
+from zero_core._torch import outside_graphs, seed_generators
+from zero_core.comm.place import OUTSIDE
 from zero_core.config import Config
 from zero_core.core.grads import FlatGrads
 from zero_core.core.passes import Driver, Passes
+from zero_core.core.saved import is_in_backward
 from zero_core.core.unit import Unit
 from zero_core.errors import AccumulationScheduleError, MissingPartError
 from zero_core.optim.train_state import TrainState
@@ -55,7 +57,6 @@ from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.micro_batches import MicroBatches, ScaledLoss
 from zero_core.vertical.segments import PartialGrads, SegmentCrossing, Segments
 from zero_core.vertical.torch_state import TorchState
-from zero_core.watch.place import OUTSIDE
 
 try:
     from greenlet import getcurrent, greenlet

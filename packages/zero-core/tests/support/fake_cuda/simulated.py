@@ -19,10 +19,10 @@ from torch import Tensor
 from support.fake_cuda import nccl
 from zero_core.comm.control import ControlGroup, DeviceLibrary, Exchange, Lane
 from zero_core.comm.groups import Ranks
+from zero_core.comm.watch import Watch
 from zero_core.protocols import Work
 from zero_core.testing.ranks import alone, of_size
 from zero_core.testing.simulated import TIMEOUT_S, Network, simulate
-from zero_core.watch.watch import Watch
 
 _T = TypeVar("_T")
 _UINT8 = 1

@@ -50,8 +50,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_core.watch.notices import write_error_file
-from zero_core.watch.place import OUTSIDE, Place
+from zero_core.comm.notices import write_error_file
+from zero_core.comm.place import OUTSIDE, Place
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Beat(NamedTuple):
     """State that a rank publishes."""
 
     number: int  # increases with each beat
-    place: str  # `zero_core.watch.place.Place.doing`, with the step
+    place: str  # `zero_core.comm.place.Place.doing`, with the step
     waits_for: str  # the collective that the rank waits for, with the step, or ""
     num_changes: int  # `Place.num_changes`
     still_s: float  # time since ``num_changes`` last changed
