@@ -43,7 +43,7 @@ import typer
 from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from benchmarks.experiments.engine import HOST, Contenders
+from benchmarks.experiments.engine import Contenders
 from benchmarks.experiments.memory import RETURN_FREED
 from benchmarks.harness import options
 from benchmarks.harness.forked_python import start_server
@@ -62,6 +62,7 @@ FIRST_TRIES = (2, 10)
 TRY_STEPS = 1
 """Steps of a try after one warm-up step, which allocates states and pools."""
 IMPORTED = ("transformers.models.t5.modeling_t5", "transformers.generation.utils")
+_HOST = {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}
 _DEEPSPEED_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 CONTENDERS: Contenders = {
     "plain": ("torch", 0, {}),
@@ -70,7 +71,7 @@ CONTENDERS: Contenders = {
     **{f"deepspeed-{stage}": ("deepspeed", stage, {}) for stage in (2, 3)},
     "deepspeed-2-offload": ("deepspeed", 2, _DEEPSPEED_HOST),
     **{f"zero-{stage}": ("zero", stage, {}) for stage in (2, 3)},
-    **{f"zero-{stage}-offload": ("zero", stage, HOST) for stage in (2, 3)},
+    **{f"zero-{stage}-offload": ("zero", stage, _HOST) for stage in (2, 3)},
 }
 BASELINE = "ddp"
 """The contender that the others are compared with, as in the post."""
