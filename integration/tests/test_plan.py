@@ -179,6 +179,8 @@ def test_program_predicts_times_by_a_device_and_writes_what_fits(tmp_path: Path)
     assert "bounds it" in said
     assert "more by --all" in said
     written = json.loads((tmp_path / "fit.json").read_text())
+    stage = written["zero_optimization"]["stage"]
+    assert f"; fastest that fits: stage {stage} " in " ".join(said.split())
     config = load_config(written, world_size=8)
     assert config.train_batch_size == 64
     assert written["optimizer"] == make_config(3, "bf16")["optimizer"]

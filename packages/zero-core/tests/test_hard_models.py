@@ -154,6 +154,8 @@ def test_a_failure_or_another_folder_of_one_rank_reaches_all(ranks, tmp_path, ca
         engine.resume(tmp_path / ("of 0" if ranks.rank == 0 else "elsewhere"))
     with pytest.raises(CheckpointError, match=r"prepare failed on rank 1: .* keeps JSON"):
         engine.save_checkpoint(tmp_path, client_state={"x": object() if ranks.rank else 1})
+    with pytest.raises(CheckpointError, match=r"find failed on every rank: \S*none holds no"):
+        engine.load_checkpoint(tmp_path / "none")
     with pytest.raises(CheckpointError, match="export failed on rank 0"):
         engine.export_safetensors(tmp_path / "of 0/latest")
 
