@@ -44,7 +44,6 @@ from zero_core.config import ModulesConfig, TiledComputeConfig
 from zero_core.core.passes import Passes
 from zero_core.core.saved import is_in_backward
 from zero_core.errors import ConfigError
-from zero_core.layout.discovery import ModuleRule
 from zero_core.object_methods import ObjectMethods
 
 
@@ -371,7 +370,7 @@ def _version(passes: Passes, module: nn.Module) -> int:
 def check_names(model: nn.Module, config: TiledComputeConfig) -> None:
     """Raise ConfigError if ``config`` names modules that ``model`` lacks."""
     for key, block in (("modules", config.modules), ("logits", config.logits)):
-        missing = ModuleRule(**block.model_dump()).missing(model)
+        missing = block.missing(model)
         if missing:
             raise ConfigError(
                 f"tiled_compute.{key} names what the model lacks: {', '.join(missing)}"
@@ -380,11 +379,10 @@ def check_names(model: nn.Module, config: TiledComputeConfig) -> None:
 
 def _selected(model: nn.Module, config: ModulesConfig) -> list[tuple[str, nn.Module]]:
     """Return the modules that ``config`` selects, without modules inside a selected one."""
-    rule = ModuleRule(**config.model_dump())
     found: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         # The model itself, whose path is empty, contains every module.
         is_within = bool(found) and (not found[-1][0] or path.startswith(f"{found[-1][0]}."))
-        if not is_within and rule.selects(path, module):
+        if not is_within and config.selects(path, module):
             found.append((path, module))
     return found

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 LARGEST = 2**63
 """Largest integer that most keys accept. DeepSpeed's largest is `sys.maxsize`, one less."""
@@ -216,6 +217,25 @@ class ModulesConfig(_Block):
     """Names of the modules, as in ``named_modules``."""
     name_suffixes: _Names = ()
 
+    def selects(self, path: str, module: nn.Module) -> bool:
+        is_named = path in self.names or path.endswith(self.name_suffixes)
+        return is_named or not _class_names(module).isdisjoint(self.classes)
+
+    def missing(self, model: nn.Module) -> list[str]:
+        """Return the classes, names and suffixes for which ``model`` has no module."""
+        paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+        classes = {name for module in model.modules() for name in _class_names(module)}
+        return [
+            *(name for name in self.classes if name not in classes),
+            *(name for name in self.names if name not in paths),
+            *(s for s in self.name_suffixes if not any(path.endswith(s) for path in paths)),
+        ]
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    kind = type(module)
+    return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+
 
 class LeafModuleConfig(ModulesConfig):
     """``zero_optimization.leaf_module``: modules that are one unit each, with all submodules.
@@ -223,6 +243,10 @@ class LeafModuleConfig(ModulesConfig):
     A module with ``_is_zero_leaf = True`` is a leaf, too. DeepSpeed's default classes (the experts
     of some models) are within units in any case.
     """
+
+    def is_leaf(self, path: str, module: nn.Module) -> bool:
+        # foreign: DeepSpeed's models have this attribute
+        return self.selects(path, module) or bool(getattr(module, "_is_zero_leaf", False))
 
 
 class ZeroConfig(_Block):
