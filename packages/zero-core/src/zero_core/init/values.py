@@ -473,7 +473,8 @@ def fill(
             if of_segment.source.span is not None:
                 start, stop = of_segment.source.span
                 is_sharded = stop - start == segment.shard_numel
-                low, high = layout.state_range(segment, control.rank, is_sharded=is_sharded)
+                own = segment.shard_range(control.rank)
+                low, high = own if is_sharded else (0, segment.padded_numel)
                 masters = flat[low:high]
                 if rounds_masters:
                     masters = masters.to(segment.dtype)

@@ -290,12 +290,7 @@ class Memory:
                 if s.index not in self._offloaded.indices
             },
         )
-        self.spans: dict[int, tuple[int, int]] = {}  # by segment: range in the local flat space
-        for index, start in layout.local_starts(is_sharded=self.has_sharded_state).items():
-            low, high = layout.state_range(
-                layout.segments[index], rank, is_sharded=self.has_sharded_state
-            )
-            self.spans[index] = (start, start + high - low)
+        self.spans = layout.local_spans(is_sharded=self.has_sharded_state)
         # Memory that the state tier updates, with its start in the local flat space. A meta tensor
         # stands for a shard that the tier does not write directly (in a file, or with logged
         # changes), but through `store`.
