@@ -76,10 +76,6 @@ class TrainingGuard(Extension):
         trainable = set(map(id, state.trained_params))
         self._frozen = [p for p in state.module.parameters() if id(p) not in trainable]
 
-        # buffers at the last `CommonBuffers.describe`, with their names, shapes and dtypes
-        self._known: list[Tensor | None] = []
-        self._forms: list[tuple[str, tuple[torch.Size, torch.dtype] | None]] | None = None
-
     def watch(self) -> RemovableHandle:
         """Check the model before each forward with gradients, until the handle is removed."""
         self._remember_places()
@@ -142,16 +138,7 @@ class TrainingGuard(Extension):
         _log.warning("rank %d, step %d: " + text + ". This is said once", *place, number)
 
     def fill(self, facts: Facts) -> None:
-        found = [
-            (f"{path}.{key}", buffer)
-            for path, module in self._state.module.named_modules()
-            for key, buffer in module._buffers.items()
-        ]
-        buffers = [buffer for _, buffer in found]
-        forms = [(name, None if b is None else (b.shape, b.dtype)) for name, b in found]
-        if forms != self._forms or not all(map(is_, buffers, self._known)):
-            self._known, self._forms = buffers, forms
-            self._state.common_buffers.describe()
+        self._state.common_buffers.describe()  # the step compares new buffers between ranks
 
     def _check(self, *, has_substitutes: bool) -> None:
         """Raise if a parameter was added, replaced, removed, tied, moved, written or unfrozen."""
