@@ -613,9 +613,7 @@ class Config(_Block):
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """Dtype that floating-point parameters are cast to. None keeps each parameter's dtype."""
-        from zero_core.config.dtypes import DTYPES
-
-        return None if self.half_precision is None else DTYPES[self.half_precision]
+        return _dtype_of(self.half_precision)
 
     @property
     def half_precision(self) -> Literal["bf16", "fp16"] | None:
@@ -677,9 +675,7 @@ class Config(_Block):
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """Dtype of `torch.autocast` around each forward, or None if autocast is off."""
-        from zero_core.config.dtypes import DTYPES
-
-        return DTYPES[self.torch_autocast.dtype] if self.torch_autocast.enabled else None
+        return _dtype_of(self.torch_autocast.dtype) if self.torch_autocast.enabled else None
 
     @property
     def loss_scaling(self) -> Fp16Config:
@@ -698,12 +694,8 @@ class Config(_Block):
     @property
     def buffer_dtype(self) -> torch.dtype | None:
         """Dtype that floating-point buffers are cast to. None keeps each buffer's dtype."""
-        name = self.data_types.buffer_dtype
-        if name == "as_made":
-            return None
-        from zero_core.config.dtypes import DTYPES
-
-        return self.compute_dtype if name is None else DTYPES[name]
+        name = self.data_types.buffer_dtype or self.half_precision
+        return None if name == "as_made" else _dtype_of(name)
 
     def on_nodes(self, ranks_per_node: int, world_size: int) -> Config:
         """Return a copy with ``zero_hpz_partition_size`` "node" resolved: 1 for a single node."""
@@ -715,20 +707,29 @@ class Config(_Block):
         return self.model_copy(update={"zero_optimization": zero})
 
 
+def _dtype_of(name: str | None) -> torch.dtype | None:
+    from zero_core.config.dtypes import DTYPES
+
+    return None if name is None else DTYPES[name]
+
+
 def block_of(key: FieldInfo) -> type[BaseModel] | None:
     """Return the type of the block that is the value of ``key``, or None for other values."""
     kinds = [key.annotation, *get_args(key.annotation)]
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
-def _find_unneeded(block: type[BaseModel], path: str = "") -> Iterator[tuple[str, str]]:
+def keys_of(block: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield path and field of each key of ``block``, inner keys before that of their block."""
     for name, key in block.model_fields.items():
-        if isinstance(key.json_schema_extra, dict):
-            yield f"{path}{name}", str(key.json_schema_extra["no effect"])
-        inner = block_of(key)
-        if inner is not None:
-            yield from _find_unneeded(inner, f"{path}{name}.")
+        if (inner := block_of(key)) is not None:
+            yield from keys_of(inner, f"{path}{name}.")
+        yield f"{path}{name}", key
 
 
-UNNEEDED: Mapping[str, str] = dict(_find_unneeded(Config))
+UNNEEDED: Mapping[str, str] = {
+    path: str(key.json_schema_extra["no effect"])
+    for path, key in keys_of(Config)
+    if isinstance(key.json_schema_extra, dict)
+}
 """Keys that are accepted without effect, and the reason."""

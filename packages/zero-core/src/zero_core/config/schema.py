@@ -19,7 +19,7 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin
 import pydantic
 from pydantic import BaseModel
 
-from zero_core.config.blocks import LARGEST, Config, as_kind, as_whole, block_of
+from zero_core.config.blocks import LARGEST, Config, as_kind, as_whole, block_of, keys_of
 from zero_core.config.rules import check_rules, drop_further_keys, find_unneeded
 from zero_core.errors import ConfigError
 
@@ -297,7 +297,8 @@ def explain(
         if found["type"] == "extra_forbidden":
             known = sorted(block.model_fields) if block is not None else []
             name = str(path[-1])[:_MAX_SHOWN]
-            tree = _OF_OPTIMIZERS | dict(reversed([*_leaves(Config)]))
+            paths = reversed([path for path, _ in keys_of(Config)])  # inner keys override others
+            tree = _OF_OPTIMIZERS | {path.rpartition(".")[2]: path for path in paths}
             close = [tree[name]] if name in tree and len(path) == 1 else []
             close += difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             close += [tree[n] for n in difflib.get_close_matches(name, tree, n=1, cutoff=0.8)]
@@ -306,14 +307,6 @@ def explain(
         if cause not in causes.setdefault(where, []):
             causes[where].append(cause)
     return "\n".join(f"{where}: {'; or '.join(found)}" for where, found in causes.items())
-
-
-def _leaves(kind: type[BaseModel], place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield name and path of each key below ``kind``, inner keys first."""
-    for name, field in kind.model_fields.items():
-        if (inner := block_of(field)) is not None:
-            yield from _leaves(inner, f"{place}{name}.")
-        yield name, f"{place}{name}"
 
 
 def _key_of(loc: _Path, kind: type[BaseModel], raw: Any) -> tuple[_Path, type[BaseModel] | None]:
