@@ -332,22 +332,18 @@ class TiledForwards(ObjectMethods):
                 }
 
             def head(tile: Tensor) -> Tensor:
-                if passes is not None and version != _version(passes, module):
-                    raise RuntimeError(
-                        f"logits of {path!r} were read after step(), which has changed its "
-                        "weights: read them before it, or leave the head out of "
-                        "tiled_compute.logits"
-                    )
-                if passes is not None and is_in_backward():
-                    _gather(passes, module)
-                elif passes is not None and any(
-                    unit.index not in passes.units.ready for unit in passes.units_of(module)
-                ):
-                    raise RuntimeError(
-                        f"logits of {path!r} were read after their backward, which has released "
-                        "its weights: read them before it, or leave the head out of "
-                        "tiled_compute.logits"
-                    )
+                if passes is not None:
+                    is_current, units = version == _version(passes, module), passes.units
+                    if is_current and is_in_backward():
+                        _gather(passes, module)
+                    elif not is_current or any(
+                        unit.index not in units.ready for unit in passes.units_of(module)
+                    ):
+                        raise RuntimeError(
+                            f"logits of {path!r} were read after their backward or a step(), which "
+                            "has released or changed its weights: read them before it, or leave "
+                            "the head out of tiled_compute.logits"
+                        )
                 with torch.autocast(**autocast) if autocast else nullcontext():
                     logits: Tensor = forward(tile)
                 return logits

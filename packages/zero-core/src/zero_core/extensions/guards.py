@@ -37,7 +37,6 @@ from zero_core.config import Config
 from zero_core.core.extension import Extension
 from zero_core.core.facts import Facts
 from zero_core.errors import ConfigError, RankMismatchError, UnusedParameterError
-from zero_core.layout.discovery import plain_name
 from zero_core.optim.train_state import TrainState
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.update import updates_in_backward
@@ -182,29 +181,21 @@ class TrainingGuard(Extension):
 
     def _check_names(self, *, has_substitutes: bool) -> None:
         named = _named(self._state.module)
-        known = set(self._name_of.values())
-        for name, param in named.items():
-            if id(param) not in self._name_of:
-                if has_substitutes and not isinstance(param, nn.Parameter):
-                    continue
-                what = "was replaced" if plain_name(name) in known else "was added to the model"
-                raise RuntimeError(
-                    f"parameter {name} {what} after build(): nothing would train or save it. "
-                    f"{_ADVICE}"
-                )
         num_names = Counter(map(id, named.values()))
-        for key, name in self._name_of.items():
-            if num_names[key] > self._num_names[key]:
+        for name, param in named.items():
+            is_substitute = has_substitutes and not isinstance(param, nn.Parameter)
+            if num_names[id(param)] > self._num_names[id(param)] and not is_substitute:
                 raise RuntimeError(
-                    f"parameter {name} was tied to a further place after build(), where it would "
-                    f"not be gathered. {_ADVICE}"
+                    f"parameter {name} was added, replaced or tied to a further place after "
+                    f"build(): nothing would gather, train or save it there. {_ADVICE}"
                 )
-            if not num_names[key] and not has_substitutes:
-                raise RuntimeError(
-                    f"parameter {name} was removed from the model after build(): nothing would "
-                    f"train it, and it would still be saved. {_ADVICE}"
-                )
-        if len(num_names) == len(self._name_of):
+        gone = [name for key, name in self._name_of.items() if not num_names[key]]
+        if gone and not has_substitutes:
+            raise RuntimeError(
+                f"parameter {gone[0]} was removed from the model after build(): nothing would "
+                f"train it, and it would still be saved. {_ADVICE}"
+            )
+        if not gone:
             self._remember_places()  # only wrappers or modules without parameters changed
 
 

@@ -109,7 +109,8 @@ class Pools:
         self._private = allocator(device)
         self._stream = stream
         self._num_spare = _NUM_SPARE if is_accelerated else 0  # CPU copies are synchronous
-        self._pools: list[tuple[str, BufferPool, int]] = []
+        # Kind and number of expected buffers of each pool.
+        self.made: list[tuple[str, BufferPool, int]] = []
 
     def split(self, segments: Iterable[Segment]) -> list[list[Segment]]:
         """Split segments into those of the root, the blocks and the tail, for separate pools."""
@@ -136,7 +137,7 @@ class Pools:
         # More spare buffers would be unused. The root's segments are lent together and need none.
         num_spare = max(0, min(self._num_spare, num_copied - num_at_once))
         pool = BufferPool(allocate, max(nbytes, default=0), num_spare=num_spare, queue=queue)
-        self._pools.append((kind, pool, num_at_once + num_spare))
+        self.made.append((kind, pool, num_at_once + num_spare))
         return pool
 
     def make_for_values(
@@ -156,7 +157,7 @@ class Pools:
             most = max((s.padded_numel for s in opaque), default=0)
             refilled = RefilledBuffers(self._device, most, queue=stream)
             num_at_once = _num_at_once([s for s in opaque if s.index in gathered])
-            self._pools.append((kind, refilled, num_at_once))
+            self.made.append((kind, refilled, num_at_once))
             staging = None
             if stream is not None:
                 fetched = [s for s in part if s.index in offloaded]
@@ -224,22 +225,14 @@ class Pools:
         at_once = _num_of_largest_unit(kept) if has_micro_steps and self._has_peers else 0
         return self._make("gradient shards", self._private, nbytes, at_once)
 
-    def add_to(self, report: dict[str, int]) -> None:
-        for kind, pool, _ in self._pools:
-            report[kind] = report.get(kind, 0) + pool.allocated_bytes
-
-    def add_expected(self, blocks: dict[str, list[int]]) -> None:
-        for kind, pool, expected in self._pools:
-            blocks.setdefault(kind, []).extend([pool.buffer_bytes] * expected)
-
     def reserve(self) -> None:
         """Allocate all buffers that steps borrow, because later allocations fragment memory."""
-        for _, pool, expected in self._pools:
+        for _, pool, expected in self.made:
             pool.reserve(expected)
 
     def free(self, *, keeps_expected: bool = False) -> None:
         """Free all unused memory, or only memory beyond that of `reserve` (``keeps_expected``)."""
-        for _, pool, expected in self._pools:
+        for _, pool, expected in self.made:
             pool.free(keep=expected if keeps_expected else 0)
 
 
@@ -272,6 +265,7 @@ class Memory:
         # A single rank has nothing to shard, but may offload.
         has_stage = has_peers or self._offloaded.segments
         self._stage = config.zero_optimization.stage if has_stage else 0
+        self.has_sharded_state, self.has_sharded_params = self._stage >= 1, self._stage >= 3
         apart = {s.index for s in layout.segments} if has_peers else self._offloaded.indices
         # Segments that are gathered for each use.
         self._gathered = apart if self.has_sharded_params else frozenset[int]()
@@ -298,14 +292,6 @@ class Memory:
         self.store: ParamStore | None = None
         self.changes: ChangeLog | None = None  # for weight patches
         self._find_targets()
-
-    @property
-    def has_sharded_state(self) -> bool:
-        return self._stage >= 1
-
-    @property
-    def has_sharded_params(self) -> bool:
-        return self._stage >= 3
 
     def _find_targets(self) -> None:
         config, tier, offloaded = self._config, self._offloaded.tier, self._offloaded.indices
@@ -499,13 +485,15 @@ class Memory:
     def expected_blocks(self) -> dict[str, list[int]]:
         """Return the bytes of each allocation, by kind, for steps in the module tree's order."""
         found = {kind: [b.nbytes for b in buffers] for kind, buffers in self._arena.buffers.items()}
-        self.pools.add_expected(found)
+        for kind, pool, expected in self.pools.made:
+            found.setdefault(kind, []).extend([pool.buffer_bytes] * expected)
         return found
 
     def report(self) -> dict[str, int]:
         """Return the bytes of each kind on this rank, without those of the state tier."""
         found = self._arena.report()
-        self.pools.add_to(found)
+        for kind, pool, _ in self.pools.made:
+            found[kind] = found.get(kind, 0) + pool.allocated_bytes
         if self.changes is not None:
             found["weight patches"] = self.changes.nbytes
         tier = self._offloaded.tier
