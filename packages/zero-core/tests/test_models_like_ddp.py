@@ -10,22 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.mixture import MIXTURE_WIDTH, Mixture, MixtureModel, routed_batch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from zero_core.testing.models import (
-    MIXTURE_WIDTH,
-    Mixture,
-    MixtureModel,
-    Tower,
-    batch,
-    make_model,
-    make_tower,
-    routed_batch,
-    rows,
-    seeded,
-)
+from zero_core.testing.models import Tower, batch, make_model, make_tower, rows, seeded
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import on_ranks
