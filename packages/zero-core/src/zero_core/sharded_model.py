@@ -31,8 +31,8 @@ from zero_core.core import access
 from zero_core.core.extension import Extension
 from zero_core.core.passes import Passes
 from zero_core.errors import ConfigError, EvaluationOnlyError
-from zero_core.extensions.generation import keep_while_generating
 from zero_core.lifecycle import LeftShard, ModelCopies, Ownership, Removable, owner_of
+from zero_core.object_methods import keep_while_generating
 from zero_core.optim.train_state import LossScaler, TrainState
 from zero_core.runtime.device_states import (
     FORWARD_PARTS,

@@ -192,7 +192,6 @@ class Layout:
         units: Sequence[tuple[str, Sequence[int]]],
         world_size: int,
         *,
-        alignment: int = ALIGNMENT,
         is_in_chunks: bool = False,
         has_tail: bool = False,
     ) -> Layout:
@@ -202,12 +201,8 @@ class Layout:
         chunks of `CHUNK_NUMEL` elements, so that no chunk is on two ranks at any world size.
 
         Raises:
-            ValueError: a parameter is in no unit or in two, or world_size or alignment < 1.
+            ValueError: a parameter is in no unit or in two.
         """
-        if world_size < 1 or alignment < 1:
-            raise ValueError(
-                f"world_size and alignment must be >= 1, got {world_size}, {alignment}"
-            )
         placed = sorted(p for _, members in units for p in members)
         if placed != list(range(len(params))):
             raise ValueError("every parameter must be in exactly one unit")
@@ -221,7 +216,7 @@ class Layout:
                 key = spec.segment_dtype, spec.is_trainable, spec.is_opaque
                 alike.setdefault(key, []).append(p)
             for (dtype, is_trainable, is_opaque), same in alike.items():
-                aligned = round_up(alignment, BYTES_ALIGNMENT) if is_opaque else alignment
+                aligned = BYTES_ALIGNMENT if is_opaque else ALIGNMENT
                 slots: dict[int, Slot] = {}
                 end = 0
                 for p in same:

@@ -11,11 +11,6 @@ nothing, and keeps all units gathered until it ends.
 Changes made by one rank are written to all shards and master weights. Only changed elements of the
 master weights are overwritten, because unchanged ones have more bits than their rounded copy.
 
-[Note: small parameters]
-`GatheredCalls.keep_small_params` keeps copies of small parameters for use while their units are
-released. One exchange of bytes fills the copies from the shards. Forward and backward do not use
-the copies.
-
 [Note: parameters saved between two gathers]
 A forward may use a parameter, of this engine or another, only within `gathered`: for example a
 teacher's head in a fused loss. Torch saves the tensors named by an ``autograd.Function`` only after
@@ -439,9 +434,10 @@ def _compare(full: _FullParam, before: Tensor) -> float:
 
 
 class _SmallParams:
-    """Copies of small parameters, until `remove`.
+    """Copies of small parameters for use while their units are released, until `remove`.
 
-    ``max_numel`` limits each parameter, ``max_total`` their sum, in elements.
+    Forward and backward do not use them. ``max_numel`` limits each parameter, ``max_total`` their
+    sum, in elements.
     """
 
     def __init__(self, state: ShardedState, max_numel: int, max_total: int) -> None:
