@@ -74,6 +74,7 @@ class TrainingGuard(Extension):
         self._name_of = {key: name for key, name in names.items() if self._num_names[key]}
         trainable = set(map(id, state.trained_params))
         self._frozen = [p for p in state.module.parameters() if id(p) not in trainable]
+        self._buffers: list[Any] = []  # modules, names and forms of the last step's buffers
 
     def watch(self) -> RemovableHandle:
         """Check the model before each forward with gradients, until the handle is removed."""
@@ -137,7 +138,14 @@ class TrainingGuard(Extension):
         _log.warning("rank %d, step %d: " + text + ". This is said once", *place, number)
 
     def fill(self, facts: Facts) -> None:
-        self._state.common_buffers.describe()  # the step compares new buffers between ranks
+        buffers = [
+            (module, key, None if b is None else (b.shape, b.dtype, b.device))
+            for module in self._state.module.modules()
+            for key, b in module._buffers.items()
+        ]
+        if buffers != self._buffers:
+            self._buffers = buffers
+            self._state.common_buffers.describe()  # the step compares them between ranks
 
     def _check(self, *, has_substitutes: bool) -> None:
         """Raise if a parameter was added, replaced, removed, tied, moved, written or unfrozen."""

@@ -57,32 +57,28 @@ class CommonBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self.described: Mapping[str, str] = {}  # result of the last `describe`
-        self.is_changed = False  # whether `describe` found changes since the last `confirm`
+        self.is_changed = False  # whether `describe` was called after the last `confirm`
         self.handles: list[Any] = []  # handles of the model's forward hooks
         self._model = model
-        self._seen: dict[str, _Buffer] = {}
+        self._seen: list[_Buffer] = []
         self._agreed: list[_Buffer] = []  # empty until `confirm`
         self._control: ControlGroup | None = None  # None if detached, or on a single rank
         self._is_due = True
 
     def describe(self) -> Mapping[str, str]:
         """Return dtype and shape of this rank's buffers, by name."""
-        found = {
-            f"{path}.{key}".lstrip("."): _Buffer(module, key, b.dtype, b.shape, b.device)
-            for path, module in self._model.named_modules()
-            for key, b in module._buffers.items()
-            if b is not None
-        }
-        if found != self._seen:
-            self._seen, self.is_changed = found, True
-            self.described = {
-                f"buffer {n}": f"{b.dtype} {tuple(b.shape)}" for n, b in found.items()
-            }
-        return self.described
+        self._seen, said = [], dict[str, str]()
+        for name, module in self._model.named_modules():
+            for key, b in module._buffers.items():
+                if b is not None:
+                    self._seen.append(_Buffer(module, key, b.dtype, b.shape, b.device))
+                    said[f"buffer {name}{'.' if name else ''}{key}"] = f"{b.dtype} {tuple(b.shape)}"
+        self.described, self.is_changed = said, True
+        return said
 
     def confirm(self) -> None:
         """Broadcast the buffers of the last `describe`, whose dtypes and shapes all ranks share."""
-        self._agreed, self.is_changed = [*self._seen.values()], False
+        self._agreed, self.is_changed = self._seen, False
         self._add_hooks()
 
     def by_dtype(self) -> Mapping[torch.dtype, list[tuple[Tensor, bool]]]:
