@@ -332,7 +332,7 @@ def _begin(
     tier, memory = held.state.tier, held.memory
     if joined.ranks.device.type != "cpu":
         with on_all_ranks(joined.control, CollectiveError):
-            memory.pools.reserve()
+            memory.reserve_buffers()
             if isinstance(tier, ReservingTier):
                 grads = [grads for unit in held.units for grads in unit.grads]
                 tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])

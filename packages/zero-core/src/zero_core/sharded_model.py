@@ -129,7 +129,7 @@ class _UnitCalls:
             yield self.module
         finally:
             units.set_stay_gathered(before)
-            memory.pools.free(keeps_expected=True)
+            memory.free_buffers(keeps_expected=True)
             memory.forget_views()
 
     def set_modules_to_forward_prefetch(

@@ -7,7 +7,7 @@ uses this to count bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -85,159 +85,14 @@ class RefilledBuffers(BufferPool):
         return self._most_bytes
 
 
-class Pools:
-    """The pools of an engine, and how many buffers of each are lent at a time.
-
-    The numbers hold for steps that use units in the module tree's order and prefetch one unit. At
-    most two blocks are in memory at once: one in use while the next is gathered, or one that
-    accumulates gradients while the previous one is reduced. The root and the tail stay gathered.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        device: torch.device,
-        exchanged: Allocate,
-        stream: CopyStream | None,
-        *,
-        is_accelerated: bool,
-    ) -> None:
-        self._layout = layout
-        self._has_peers = layout.world_size > 1
-        self._device = device
-        self._exchanged = exchanged
-        self._private = allocator(device)
-        self._stream = stream
-        self._num_spare = _NUM_SPARE if is_accelerated else 0  # CPU copies are synchronous
-        # Kind and number of expected buffers of each pool.
-        self.made: list[tuple[str, BufferPool, int]] = []
-
-    def split(self, segments: Iterable[Segment]) -> list[list[Segment]]:
-        """Split segments into those of the root, the blocks and the tail, for separate pools."""
-        parts: list[list[Segment]] = [[] for _ in range(2 + self._layout.has_tail)]
-        for segment in segments:
-            is_in_tail = segment.unit == self._layout.tail
-            parts[2 if is_in_tail else min(segment.unit, 1)].append(segment)
-        return parts
-
-    def _make(
-        self,
-        kind: str,
-        allocate: Allocate,
-        nbytes: Iterable[int],
-        num_at_once: int,
-        *,
-        num_copied: int = 0,
-        queue: CopyStream | None = None,
-    ) -> BufferPool:
-        """Make a pool for requests of ``nbytes``, of which ``num_at_once`` are lent together.
-
-        ``num_copied``: how many buffers are copied to the host in a backward.
-        """
-        # More spare buffers would be unused. The root's segments are lent together and need none.
-        num_spare = max(0, min(self._num_spare, num_copied - num_at_once))
-        pool = BufferPool(allocate, max(nbytes, default=0), num_spare=num_spare, queue=queue)
-        self.made.append((kind, pool, num_at_once + num_spare))
-        return pool
-
-    def make_for_values(
-        self, gathered: Collection[int], offloaded: Collection[int]
-    ) -> dict[int, tuple[BufferPool, BufferPool | None]]:
-        """Return, by segment, the pool of gathered values, and that of fetched shards or None."""
-        found: dict[int, tuple[BufferPool, BufferPool | None]] = {}
-        allocate, stream = self._private, self._stream
-        for part in self.split(self._layout.segments):
-            plain = [s for s in part if not s.is_opaque]
-            kind = "gathered units"
-            filled = allocate if stream is None else stream.allocate
-            nbytes = [s.padded_numel * s.dtype.itemsize for s in plain]
-            num_at_once = _num_at_once([s for s in plain if s.index in gathered])
-            full = self._make(kind, filled, nbytes, num_at_once, queue=stream)
-            opaque = [s for s in part if s.is_opaque]
-            most = max((s.padded_numel for s in opaque), default=0)
-            refilled = RefilledBuffers(self._device, most, queue=stream)
-            num_at_once = _num_at_once([s for s in opaque if s.index in gathered])
-            self.made.append((kind, refilled, num_at_once))
-            staging = None
-            if stream is not None:
-                fetched = [s for s in part if s.index in offloaded]
-                nbytes = [s.shard_numel * s.dtype.itemsize for s in fetched]
-                num_at_once = _num_of_largest_unit(fetched) if self._has_peers else 0
-                staging = self._make("fetched shards", allocate, nbytes, num_at_once, queue=stream)
-            for s in part:
-                found[s.index] = refilled if s.is_opaque else full, staging
-        return found
-
-    def make_for_gradients(
-        self, segments: Sequence[Segment], plan_of: Mapping[int, GradientPlan], *, is_whole: bool
-    ) -> tuple[dict[torch.dtype, BufferPool], BufferPool, BufferPool]:
-        """Return the full, shard and rounded pools. ``is_whole``: ranks update all elements."""
-        plans = [(s, plan_of[s.index]) for s in segments]
-        full = {}
-        for dtype in {dtype for _, p in plans for dtype in (p.communicated, p.accumulated)}:
-            borrowed = [
-                s
-                for s, p in plans
-                if not (p.is_full_kept if self._has_peers else p.is_shard_kept)
-                and p.communicated == dtype
-            ]
-            nbytes = [s.padded_numel * dtype.itemsize for s in segments]
-            # On a single rank without kept gradients, the tier copies the full gradient's buffer.
-            num_copied = 0 if self._has_peers else len(borrowed)
-            at_once = _num_at_once(borrowed)
-            full[dtype] = self._make(
-                "gradients under way", self._exchanged, nbytes, at_once, num_copied=num_copied
-            )
-        # Segments whose gradient is converted to another dtype for the tier.
-        rounded = [
-            s
-            for s, p in plans
-            if p.offered != p.accumulated and (self._has_peers or p.is_shard_kept)
-        ]
-        passed_on = [s for s, p in plans if self._has_peers and not p.is_shard_kept]
-        is_rounded = any(s in rounded for s in passed_on)  # then the tier reads the rounded buffers
-        shard_pool = self._make(
-            "gradient shards",
-            self._exchanged,
-            [s.shard_numel * p.accumulated.itemsize for s, p in plans],
-            _num_of_largest_unit(passed_on),
-            num_copied=0 if is_rounded else len(passed_on),
-        )
-        numels = [s.padded_numel if is_whole else s.shard_numel for s in segments]
-        rounded_pool = self._make(
-            "rounded gradients",
-            self._private,
-            [numel * p.offered.itemsize for numel, (_, p) in zip(numels, plans, strict=True)],
-            _num_of_largest_unit(rounded),
-            num_copied=len(rounded),
-        )
-        return full, shard_pool, rounded_pool
-
-    def make_for_terms(
-        self, plans: Sequence[tuple[Segment, GradientPlan]], *, has_micro_steps: bool
-    ) -> BufferPool:
-        """Return the pool for reduced gradients that are added to those of earlier micro-steps.
-
-        Only one unit's reductions are pending at a time.
-        """
-        kept = [s for s, p in plans if p.is_shard_kept and not p.is_sequential]
-        nbytes = [s.shard_numel * p.accumulated.itemsize for s, p in plans]
-        at_once = _num_of_largest_unit(kept) if has_micro_steps and self._has_peers else 0
-        return self._make("gradient shards", self._private, nbytes, at_once)
-
-    def reserve(self) -> None:
-        """Allocate all buffers that steps borrow, because later allocations fragment memory."""
-        for _, pool, expected in self.made:
-            pool.reserve(expected)
-
-    def free(self, *, keeps_expected: bool = False) -> None:
-        """Free all unused memory, or only memory beyond that of `reserve` (``keeps_expected``)."""
-        for _, pool, expected in self.made:
-            pool.free(keep=expected if keeps_expected else 0)
-
-
 class Memory:
-    """Memory of an engine: parameters, gradients and pools. It also builds the units."""
+    """Memory of an engine: parameters, gradients and pools. It also builds the units.
+
+    The expected numbers of buffers hold for steps that use units in the module tree's order and
+    prefetch one unit. Then at most two blocks are in memory at once: one in use while the next is
+    gathered, or one that accumulates gradients while the previous one is reduced. The root and the
+    tail stay gathered.
+    """
 
     def __init__(
         self,
@@ -261,19 +116,22 @@ class Memory:
         self._rank = rank
         self.device = device
         self._offloaded = offloaded or OffloadedSegments((), None)
-        has_peers = layout.world_size > 1
+        self._has_peers = layout.world_size > 1
         # A single rank has nothing to shard, but may offload.
-        has_stage = has_peers or self._offloaded.segments
+        has_stage = self._has_peers or self._offloaded.segments
         self._stage = config.zero_optimization.stage if has_stage else 0
         self.has_sharded_state, self.has_sharded_params = self._stage >= 1, self._stage >= 3
-        apart = {s.index for s in layout.segments} if has_peers else self._offloaded.indices
+        apart = self._offloaded.indices
+        if self._has_peers:
+            apart = frozenset(s.index for s in layout.segments)
         # Segments that are gathered for each use.
         self._gathered = apart if self.has_sharded_params else frozenset[int]()
-        exchanged = exchanged or allocator(device)
-        self._arena = Arena(exchanged)
+        self._private, self._exchanged = allocator(device), exchanged or allocator(device)
+        self._arena = Arena(self._exchanged)
         self._stream = CopyStream(device) if self._offloaded.segments else None
-        self.pools = Pools(layout, device, exchanged, self._stream, is_accelerated=is_accelerated)
-        self._pools_of = self.pools.make_for_values(self._gathered, self._offloaded.indices)
+        self._num_spare = _NUM_SPARE if is_accelerated else 0  # CPU copies are synchronous
+        self._pools: list[tuple[str, BufferPool, int]] = []  # kind, pool, expected buffers
+        self._pools_of = self._make_pools_for_values()
         self._views: dict[Hashable, SegmentViews] = {}
         # By segment on the device: this rank's shard, or the whole segment if kept.
         self._values = self._arena.allocate(
@@ -292,6 +150,106 @@ class Memory:
         self.store: ParamStore | None = None
         self.changes: ChangeLog | None = None  # for weight patches
         self._find_targets()
+
+    def _split(self, segments: Iterable[Segment]) -> list[list[Segment]]:
+        """Split segments into those of the root, the blocks and the tail, for separate pools."""
+        parts: list[list[Segment]] = [[] for _ in range(2 + self._layout.has_tail)]
+        for segment in segments:
+            is_in_tail = segment.unit == self._layout.tail
+            parts[2 if is_in_tail else min(segment.unit, 1)].append(segment)
+        return parts
+
+    def _make_pool(
+        self,
+        kind: str,
+        allocate: Allocate,
+        nbytes: Iterable[int],
+        num_at_once: int,
+        *,
+        num_copied: int = 0,
+        queue: CopyStream | None = None,
+    ) -> BufferPool:
+        """Make a pool for requests of ``nbytes``, of which ``num_at_once`` are lent together.
+
+        ``num_copied``: how many buffers are copied to the host in a backward.
+        """
+        # More spare buffers would be unused. The root's segments are lent together and need none.
+        num_spare = max(0, min(self._num_spare, num_copied - num_at_once))
+        pool = BufferPool(allocate, max(nbytes, default=0), num_spare=num_spare, queue=queue)
+        self._pools.append((kind, pool, num_at_once + num_spare))
+        return pool
+
+    def _make_pools_for_values(self) -> dict[int, tuple[BufferPool, BufferPool | None]]:
+        """Return, by segment, the pool of gathered values, and that of fetched shards or None."""
+        found: dict[int, tuple[BufferPool, BufferPool | None]] = {}
+        allocate, stream = self._private, self._stream
+        for part in self._split(self._layout.segments):
+            plain = [s for s in part if not s.is_opaque]
+            kind = "gathered units"
+            filled = allocate if stream is None else stream.allocate
+            nbytes = [s.padded_numel * s.dtype.itemsize for s in plain]
+            at_once = _num_at_once([s for s in plain if s.index in self._gathered])
+            full = self._make_pool(kind, filled, nbytes, at_once, queue=stream)
+            opaque = [s for s in part if s.is_opaque]
+            most = max((s.padded_numel for s in opaque), default=0)
+            refilled = RefilledBuffers(self.device, most, queue=stream)
+            at_once = _num_at_once([s for s in opaque if s.index in self._gathered])
+            self._pools.append((kind, refilled, at_once))
+            staging = None
+            if stream is not None:
+                fetched = [s for s in part if s.index in self._offloaded.indices]
+                nbytes = [s.shard_numel * s.dtype.itemsize for s in fetched]
+                at_once = _num_of_largest_unit(fetched) if self._has_peers else 0
+                staging = self._make_pool("fetched shards", allocate, nbytes, at_once, queue=stream)
+            for s in part:
+                found[s.index] = refilled if s.is_opaque else full, staging
+        return found
+
+    def _make_pools_for_gradients(
+        self, segments: Sequence[Segment], plan_of: Mapping[int, GradientPlan]
+    ) -> tuple[dict[torch.dtype, BufferPool], BufferPool, BufferPool]:
+        """Return the full, shard and rounded pools."""
+        plans = [(s, plan_of[s.index]) for s in segments]
+        full = {}
+        for dtype in {dtype for _, p in plans for dtype in (p.communicated, p.accumulated)}:
+            borrowed = [
+                s
+                for s, p in plans
+                if not (p.is_full_kept if self._has_peers else p.is_shard_kept)
+                and p.communicated == dtype
+            ]
+            nbytes = [s.padded_numel * dtype.itemsize for s in segments]
+            # On a single rank without kept gradients, the tier copies the full gradient's buffer.
+            num_copied = 0 if self._has_peers else len(borrowed)
+            at_once = _num_at_once(borrowed)
+            full[dtype] = self._make_pool(
+                "gradients under way", self._exchanged, nbytes, at_once, num_copied=num_copied
+            )
+        # Segments whose gradient is converted to another dtype for the tier.
+        rounded = [
+            s
+            for s, p in plans
+            if p.offered != p.accumulated and (self._has_peers or p.is_shard_kept)
+        ]
+        passed_on = [s for s, p in plans if self._has_peers and not p.is_shard_kept]
+        is_rounded = any(s in rounded for s in passed_on)  # then the tier reads the rounded buffers
+        shard_pool = self._make_pool(
+            "gradient shards",
+            self._exchanged,
+            [s.shard_numel * p.accumulated.itemsize for s, p in plans],
+            _num_of_largest_unit(passed_on),
+            num_copied=0 if is_rounded else len(passed_on),
+        )
+        is_whole = self._stage == 0  # ranks update all elements
+        numels = [s.padded_numel if is_whole else s.shard_numel for s in segments]
+        rounded_pool = self._make_pool(
+            "rounded gradients",
+            self._private,
+            [numel * p.offered.itemsize for numel, (_, p) in zip(numels, plans, strict=True)],
+            _num_of_largest_unit(rounded),
+            num_copied=len(rounded),
+        )
+        return full, shard_pool, rounded_pool
 
     def _find_targets(self) -> None:
         config, tier, offloaded = self._config, self._offloaded.tier, self._offloaded.indices
@@ -472,27 +430,42 @@ class Memory:
         kept = [(s, p) for s, p in plans if p.is_shard_kept and s.index not in shards]
         reduced = {s.index: (p.accumulated, s.shard_numel) for s, p in kept}
         shards |= allocate("gradient shards", reduced)
-        has_micro_steps = self._config.gradient_accumulation_steps > 1
-        terms = self.pools.make_for_terms(plans, has_micro_steps=has_micro_steps)
+        # Reduced gradients that are added to those of earlier micro-steps. Only one unit's
+        # reductions are pending at a time.
+        added = [s for s, p in plans if p.is_shard_kept and not p.is_sequential]
+        is_added = self._has_peers and self._config.gradient_accumulation_steps > 1
+        nbytes = [s.shard_numel * p.accumulated.itemsize for s, p in plans]
+        at_once = _num_of_largest_unit(added) if is_added else 0
+        terms = self._make_pool("gradient shards", self._private, nbytes, at_once)
         found = {}
-        for part in self.pools.split(s for s, _ in plans):
-            pools = self.pools.make_for_gradients(part, plan_of, is_whole=self._stage == 0)
+        for part in self._split(s for s, _ in plans):
+            pools = self._make_pools_for_gradients(part, plan_of)
             for s in part:
                 of_segment = full.get(s.index), shards.get(s.index), total.get(s.index)
                 found[s.index] = GradientBuffers(plan_of[s.index], *of_segment, *pools, terms)
         return found
 
+    def reserve_buffers(self) -> None:
+        """Allocate all buffers that steps borrow, because later allocations fragment memory."""
+        for _, pool, expected in self._pools:
+            pool.reserve(expected)
+
+    def free_buffers(self, *, keeps_expected: bool = False) -> None:
+        """Free all unused buffers, or (``keeps_expected``) those beyond `reserve_buffers`."""
+        for _, pool, expected in self._pools:
+            pool.free(keep=expected if keeps_expected else 0)
+
     def expected_blocks(self) -> dict[str, list[int]]:
         """Return the bytes of each allocation, by kind, for steps in the module tree's order."""
         found = {kind: [b.nbytes for b in buffers] for kind, buffers in self._arena.buffers.items()}
-        for kind, pool, expected in self.pools.made:
+        for kind, pool, expected in self._pools:
             found.setdefault(kind, []).extend([pool.buffer_bytes] * expected)
         return found
 
     def report(self) -> dict[str, int]:
         """Return the bytes of each kind on this rank, without those of the state tier."""
         found = self._arena.report()
-        for kind, pool, _ in self.pools.made:
+        for kind, pool, _ in self._pools:
             found[kind] = found.get(kind, 0) + pool.allocated_bytes
         if self.changes is not None:
             found["weight patches"] = self.changes.nbytes
