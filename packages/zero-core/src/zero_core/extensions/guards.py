@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core._torch import outside_graphs
-from zero_core.comm.watch import count_ranks
+from zero_core.comm.watch import count_ranks, join_few
 from zero_core.config import Config
 from zero_core.core.extension import Extension
 from zero_core.core.facts import Facts
@@ -44,7 +44,6 @@ from zero_core.step.update import updates_in_backward
 _log = logging.getLogger(__name__)
 _NUM_COMPARED = 3  # previous micro-steps with which the rounds of a micro-step are compared
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MAX_NAMED = 4
 _ADVICE = (
     "Write values within engine.gathered(modifier_rank=...); to change the model itself, end the "
     "engine by engine.unwrap() and build another one"
@@ -244,12 +243,11 @@ class ReplicaCheck(Extension):
         if columns:
             found = [
                 f"{state.param_names[id(params[n])]}: {_odd_ranks(every_sum[:, n].tolist())}"
-                for n in columns[:_MAX_NAMED]
+                for n in columns
             ]
-            more = f"; and {len(columns) - _MAX_NAMED} more" if len(columns) > _MAX_NAMED else ""
             raise RankMismatchError(
                 f"rank {control.rank}, step {number}: not updated, as values differ between ranks "
-                f"({'; '.join(found)}{more}): memory was corrupted, or a program wrote to it on "
+                f"({join_few(found)}): memory was corrupted, or a program wrote to it on "
                 "one rank alone. Go on from a checkpoint, without the machine if it happens again"
             )
 
@@ -287,7 +285,7 @@ class UnusedParameters(Extension):
         if missed:
             raise UnusedParameterError(
                 f"rank {state.control.rank}, step {self._train.global_steps + 1}: {len(missed)} "
-                f"trainable parameters got no gradient ({', '.join(missed[:_MAX_NAMED])}), and "
+                f"trainable parameters got no gradient ({join_few(missed)}), and "
                 "zero_optimization.ignore_unused_parameters is false: set it to true to leave them "
                 "alone in such a step, or use every one in the loss"
             )

@@ -33,6 +33,7 @@ from zero_core.errors import CollectiveError, ConfigError, RankMismatchError
 from zero_core.init.deferred import recordings, zeroed
 from zero_core.layout.discovery import Discovered, compute_dtype, is_partitioned, is_same_memory
 from zero_core.lifecycle import Ownership
+from zero_core.sharded import MASTER
 from zero_core.sharded.sharded_state import ShardedState
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -478,7 +479,7 @@ def fill(
                 masters = flat[low:high]
                 if rounds_masters:
                     masters = masters.to(segment.dtype)
-                state.tier.write_state("master_weight", start, masters)
+                state.tier.write_state(MASTER, start, masters)
                 if is_sharded and control.world_size > 1 and of_segment.full is not None:
                     rounded = of_segment.full[low:high]
                     num_differing[segment.index] = rounded.ne(masters.to(rounded.dtype)).sum()

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.place import Place
+from zero_core.comm.watch import join_few
 from zero_core.config import Config
 from zero_core.core.params import FlatParams
 from zero_core.core.passes import Passes
@@ -353,10 +354,9 @@ class GatheredParams:
 
         changed = [p.spec.name for p in full if is_changed(p)]
         if changed:
-            more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
             cures = self.state.cures
             raise RuntimeError(
-                f"rank {self.state.control.rank}: {', '.join(changed[:4])}{more} changed within "
+                f"rank {self.state.control.rank}: {join_few(changed)} changed within "
                 f"{cures.read}, which only reads: at stage 3 the new values would be lost. Change "
                 f"them within {cures.write}, which brings one rank's values to all"
             )

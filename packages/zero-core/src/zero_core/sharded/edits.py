@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_core.comm.watch import join_few
 from zero_core.core import access
 from zero_core.core.extension import Extension
 from zero_core.core.facts import Facts
@@ -126,10 +127,9 @@ class Edits(Extension):
                 if len(checksums) > 1 or (checksums and not is_marked_by_all):
                     differing.append(name)
             if differing:
-                more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
                 raise RankMismatchError(
                     f"rank {self._state.control.rank}, step {number}: not updated, as ranks have "
-                    f"written different values into {', '.join(differing[:4])}{more} since the "
+                    f"written different values into {join_few(differing)} since the "
                     "last step: write the same on every rank, or one rank's within "
                     f"{self._state.cures.write}"
                 )
