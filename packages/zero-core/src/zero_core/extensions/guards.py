@@ -149,11 +149,8 @@ class TrainingGuard(Extension):
     def _check(self, *, has_substitutes: bool) -> None:
         """Raise if a parameter was added, replaced, removed, tied, moved, written or unfrozen."""
         # Runs in each forward, so C code (`map`, `is_`) compares the modules' dictionaries.
-        if (
-            any(self._empty)
-            or sum(map(len, self._places)) != len(self._entries)
-            or not all(map(is_, chain.from_iterable(self._places), self._entries))
-        ):
+        is_as_before = sum(map(len, self._places)) == len(self._entries)
+        if not (is_as_before and all(map(is_, chain.from_iterable(self._places), self._entries))):
             self._check_names(has_substitutes=has_substitutes)
         for values in self._state.params:
             shown = values.shown
@@ -182,8 +179,7 @@ class TrainingGuard(Extension):
         modules = list(self._state.module.modules())
         dicts: list[dict[str, Any]] = [m._parameters for m in modules]
         dicts += [m._modules for m in modules]
-        self._empty = [d for d in dicts if not d]
-        self._places = [d.values() for d in dicts if d]  # views that reflect changes of the dicts
+        self._places = [d.values() for d in dicts]  # views that reflect changes of the dicts
         self._entries = list(chain.from_iterable(self._places))
 
     def _check_names(self, *, has_substitutes: bool) -> None:
