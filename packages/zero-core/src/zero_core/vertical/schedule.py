@@ -261,8 +261,7 @@ class VerticalSchedule(MicroBatches):
 
     def _run_together(self, batches: Sequence[Any], loss_of: ScaledLoss, seed: int) -> list[Tensor]:
         host_inputs = self._host_inputs
-        copies = None if host_inputs is None else host_inputs.copies
-        partial = PartialGrads(len(batches), copies)
+        partial = PartialGrads(len(batches), host_inputs)
         self._forward.enter(self._root, self._state.module)
         self._units.saved.leave_thread()  # each micro-batch registers its own hooks
         torch_state = TorchState(self._state.device)
