@@ -290,6 +290,7 @@ def _lay_out(
     joined.arithmetic.check(config, communicator, ranks)
     exchanged = shared.zeros if shared is not None and communicator.reduces_in_place else None
     with on_all_ranks(joined.control, CollectiveError):  # also if only one device lacks memory
+        offloaded, tier_of_params = make_param_tier(param_tier, layout, config, ranks.device)
         memory = Memory(
             drawn.found,
             layout,
@@ -298,7 +299,8 @@ def _lay_out(
             device=ranks.device,
             exchanged=exchanged,
             is_accelerated=ranks.device.type != "cpu",
-            offloaded=make_param_tier(param_tier, layout, config, ranks.device),
+            offloaded=offloaded,
+            param_tier=tier_of_params,
         )
         tier = make_state_tier(state_tier, memory, drawn, config, joined.control, joined.meter)
     is_own = state_tier is not None

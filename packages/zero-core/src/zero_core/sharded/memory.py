@@ -31,11 +31,10 @@ from zero_core.core.unit import Unit
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import Discovered
 from zero_core.layout.gradient_plan import GradientPlan, plan_gradient
-from zero_core.protocols import AccumulatingTier, ParamStore, StateTier
+from zero_core.protocols import AccumulatingTier, ParamStore, ParamTier, StateTier
 from zero_core.sharded.changes import ChangeLog
 from zero_core.sharded.param_offload import (
     LocalStore,
-    OffloadedSegments,
     OffloadedShard,
     PrefetchHints,
 )
@@ -104,31 +103,33 @@ class Memory:
         device: torch.device,
         exchanged: Allocate | None = None,
         is_accelerated: bool,
-        offloaded: OffloadedSegments | None = None,
+        offloaded: Sequence[Segment] = (),
+        param_tier: ParamTier | None = None,
     ) -> None:
         """Allocate values for ``rank`` on ``device``. The model's parameters do not change.
 
         ``exchanged``: special allocator of memory that other ranks read (shards and gradients).
+        ``offloaded``: segments whose shards ``param_tier`` holds, which is None in a plan.
         """
         self._found = found
         self._layout = layout
         self._config = config
         self._rank = rank
         self.device = device
-        self._offloaded = offloaded or OffloadedSegments((), None)
+        self._offloaded, self._param_tier = frozenset(s.index for s in offloaded), param_tier
         self._has_peers = layout.world_size > 1
         # A single rank has nothing to shard, but may offload.
-        has_stage = self._has_peers or self._offloaded.segments
+        has_stage = self._has_peers or self._offloaded
         self._stage = config.zero_optimization.stage if has_stage else 0
         self.has_sharded_state, self.has_sharded_params = self._stage >= 1, self._stage >= 3
-        apart = self._offloaded.indices
+        apart = self._offloaded
         if self._has_peers:
             apart = frozenset(s.index for s in layout.segments)
         # Segments that are gathered for each use.
         self._gathered = apart if self.has_sharded_params else frozenset[int]()
         self._private, self._exchanged = allocator(device), exchanged or allocator(device)
         self._arena = Arena(self._exchanged)
-        self._stream = CopyStream(device) if self._offloaded.segments else None
+        self._stream = CopyStream(device) if self._offloaded else None
         self._num_spare = _NUM_SPARE if is_accelerated else 0  # CPU copies are synchronous
         self._pools: list[tuple[str, BufferPool, int]] = []  # kind, pool, expected buffers
         self._pools_of = self._make_pools_for_values()
@@ -139,7 +140,7 @@ class Memory:
             {
                 s.index: (s.dtype, s.shard_numel if s.index in self._gathered else s.padded_numel)
                 for s in layout.segments
-                if s.index not in self._offloaded.indices
+                if s.index not in self._offloaded
             },
         )
         self.spans = layout.local_spans(is_sharded=self.has_sharded_state)
@@ -197,7 +198,7 @@ class Memory:
             self._pools.append((kind, refilled, at_once))
             staging = None
             if stream is not None:
-                fetched = [s for s in part if s.index in self._offloaded.indices]
+                fetched = [s for s in part if s.index in self._offloaded]
                 nbytes = [s.shard_numel * s.dtype.itemsize for s in fetched]
                 at_once = _num_of_largest_unit(fetched) if self._has_peers else 0
                 staging = self._make_pool("fetched shards", allocate, nbytes, at_once, queue=stream)
@@ -252,7 +253,7 @@ class Memory:
         return full, shard_pool, rounded_pool
 
     def _find_targets(self) -> None:
-        config, tier, offloaded = self._config, self._offloaded.tier, self._offloaded.indices
+        config, tier, offloaded = self._config, self._param_tier, self._offloaded
         # A split master weight includes the parameter's memory, so the tier must write that memory.
         is_split = config.zero_optimization.offload_optimizer.state_dtype != "float32"
         compared: dict[int, tuple[int, Tensor, tuple[int, int]]] = {}
@@ -302,7 +303,7 @@ class Memory:
         segments, zero = self._layout.segments, self._config.zero_optimization
         has_masters = has_own_tier or zero.offload_optimizer.device != "none"
         # The engine's own tiers have updated a shard on the device when ``step`` returns.
-        awaited = tier if has_masters or self._offloaded.segments else None
+        awaited = tier if has_masters or self._offloaded else None
         params = [
             self._flat_params(s, communicator, awaited, has_masters=has_masters) for s in segments
         ]
@@ -326,12 +327,12 @@ class Memory:
             for index, of_segment in buffers.items()
         }
         hints = None
-        if self._offloaded.tier is not None:
+        if self._param_tier is not None:
             offloaded = [
-                [params[s.index] for s in unit.segments if s.index in self._offloaded.indices]
+                [params[s.index] for s in unit.segments if s.index in self._offloaded]
                 for unit in self._layout.units
             ]
-            hints = PrefetchHints(self._offloaded.tier, offloaded, self._layout.last_block)
+            hints = PrefetchHints(self._param_tier, offloaded, self._layout.last_block)
         return [
             Unit(
                 unit.index,
@@ -355,8 +356,8 @@ class Memory:
         index, span = segment.index, self.spans.get(segment.index)
         pool, staging = self._pools_of[index]
         source: Shard
-        if index in self._offloaded.indices:
-            param_tier, stream = self._offloaded.tier, self._stream
+        if index in self._offloaded:
+            param_tier, stream = self._param_tier, self._stream
             assert param_tier is not None
             assert stream is not None
             assert staging is not None
@@ -469,8 +470,7 @@ class Memory:
             found[kind] = found.get(kind, 0) + pool.allocated_bytes
         if self.changes is not None:
             found["weight patches"] = self.changes.nbytes
-        tier = self._offloaded.tier
-        return found if tier is None else {**found, **tier.report()}
+        return found if self._param_tier is None else {**found, **self._param_tier.report()}
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
         found: dict[str, list[Tensor]] = {"parameters": [], "gradients": []}
