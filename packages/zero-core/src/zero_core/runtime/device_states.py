@@ -147,7 +147,7 @@ class DeviceStates:
     def check_states(self, what: str) -> None:
         """Call `check` before a read of master weights, and apply pending edits to them."""
         self.check(what)
-        if self.edits.is_pending:
+        if self.edits.pending:
             self.before_write()
             self.edits.apply()
 

@@ -334,7 +334,7 @@ class GatheredParams:
             slot = p.flat.segment.slots[p.position]
             (p.flat.edit if change == _CHANGED else p.flat.write)(slot.start, values)
             piece = self.state.piece_of(slot.param)
-            if piece is not None and (change == _CHANGED or self._edits.is_marked(p.spec.name)):
+            if piece is not None and (change == _CHANGED or p.spec.name in self._edits.marked):
                 self._edits.write_back(piece, values, is_new)
 
     def _check_unwritten(self, full: Sequence[_FullParam], versions: Mapping[int, int]) -> None:
