@@ -27,7 +27,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,13 @@ from zero_core.core.saved import is_in_backward
 from zero_core.errors import ConfigError
 from zero_core.object_methods import ObjectMethods
 
-TileForward = Callable[[Tensor], Tensor]
-"""Function from one tile, [..., tokens, features], to a row per token, or to a loss."""
+
+class TileForward(Protocol):
+    """Function from one tile, [..., tokens, features], to a row per token, or to a loss."""
+
+    def __call__(self, tile: Tensor, /) -> Tensor: ...
+
+
 _FACTS = METADATA_READS | {Tensor.stride, Tensor.is_contiguous}
 """Functions that read only metadata, which the wrapper tensor has."""
 _SCALING = frozenset({Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__truediv__, Tensor.__rmul__})
