@@ -281,7 +281,6 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         buffers.attach(state.control, passes.backward)
         ownership.begin(self)
         self.remove_at_end([buffers, fix_memory(state.module), self._gathering])
-        self._gathering.begin()
         if parts.config.zero_optimization.stage == 3:
             kept = keep_while_generating(state.module, WeakMethod(self.generating))
             self.remove_at_end([kept])

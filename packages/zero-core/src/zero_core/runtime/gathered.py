@@ -23,7 +23,6 @@ must unpack it, as every rank must enter `gathered`. References also replace par
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,6 +43,7 @@ from zero_core.core.saved import SavedParam, SavedWeights, is_in_backward
 from zero_core.core.unit import Unit
 from zero_core.errors import RankMismatchError
 from zero_core.layout.arithmetic import ParamSpec
+from zero_core.lifecycle import owner_of
 from zero_core.runtime.device_states import FORWARD_PARTS, DeviceStates
 from zero_core.sharded.edits import Edits
 from zero_core.sharded.sharded_state import ShardedState
@@ -121,16 +121,14 @@ class _FullParam(NamedTuple):
     tensor: Tensor  # the gathered values, in the parameter's shape
 
 
-_holders: list[weakref.ref[GatheredParams]] = []  # instances of all engines, newest last
-
-
 def _refer(param: nn.Parameter) -> _Reference | None:
     """Return a reference to ``param``, or None if no engine shards it."""
-    for holder in filter(None, (ref() for ref in reversed(_holders))):
-        version = holder.version_of(param)
-        if version is not None:
-            return _Reference(param, holder, version)
-    return None
+    engine = owner_of(param)
+    if not isinstance(engine, GatheredCalls):
+        return None
+    holder = engine._gathering
+    version = holder.version_of(param)
+    return None if version is None else _Reference(param, holder, version)
 
 
 @dataclass(frozen=True)
@@ -177,10 +175,6 @@ class GatheredParams:
         self._edited: set[int] = set()  # ids of parameters that a context may change
         self._units.saved.refer = _refer
 
-    def begin(self) -> None:
-        """Allow references to this engine's parameters, until `remove`."""
-        _holders[:] = [*(ref for ref in _holders if ref() is not None), weakref.ref(self)]
-
     @property
     def is_open(self) -> bool:
         return bool(self._reading)
@@ -199,7 +193,6 @@ class GatheredParams:
             self.small.refresh()
 
     def remove(self) -> None:
-        _holders[:] = [ref for ref in _holders if ref() not in (None, self)]
         if self.small is not None:
             self.small.remove()
 
