@@ -7,6 +7,7 @@ has the keys, `zero_core.config.rules` the rules between them.
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import logging
 import math
@@ -118,20 +119,17 @@ def read_config_text(path: Path, name: str = "the configuration") -> str:
     problem = f"cannot read {name} {place!r}"
     try:
         # Checked before opening, because opening a pipe without a writer would block forever.
-        is_regular, content = stat.S_ISREG(path.stat().st_mode), b""
-        if is_regular:
-            with path.open("rb") as file:
-                content = file.read(_MAX_TEXT_BYTES + 1)
-        text = content.decode("utf-8")
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        with path.open("rb") as file:
+            content = file.read(_MAX_TEXT_BYTES + 1)
+        if len(content) > _MAX_TEXT_BYTES:
+            raise OSError(errno.EFBIG, f"larger than {_MAX_TEXT_BYTES} bytes")
+        return content.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{problem}: {error.strerror}") from None
     except ValueError as error:  # not UTF-8, or a NUL character in the path
         raise ConfigError(f"{problem}: {error}") from None
-    if not is_regular:
-        raise ConfigError(f"{problem}: not a regular file")
-    if len(content) > _MAX_TEXT_BYTES:
-        raise ConfigError(f"{problem}: larger than {_MAX_TEXT_BYTES} bytes")
-    return text
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
