@@ -58,10 +58,10 @@ class MixtureModel(nn.Module):
         return self.head(x).square().mean()
 
 
-def routed_batch(seed, rank, num_allowed):
-    """Draw 1 to 4 tokens, and ``num_allowed`` experts for each block of `MixtureModel`."""
-    generator = torch.Generator().manual_seed(100 * seed + rank)
+def routed_batch(number, rank, counts=(8, 1, 2)):
+    """Draw 1 to 4 tokens, and for each block of `MixtureModel` one of ``counts`` experts."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
     num_tokens = int(torch.randint(1, 5, (), generator=generator))
     orders = [torch.randperm(NUM_EXPERTS, generator=generator) for _ in range(3)]
-    allowed = [order[:num_allowed].tolist() for order in orders]
+    allowed = [order[: counts[number % len(counts)]].tolist() for order in orders]
     return torch.randn(num_tokens, MIXTURE_WIDTH, generator=generator), allowed
