@@ -122,11 +122,10 @@ class Memory:
         has_stage = self._has_peers or self._offloaded
         self._stage = config.zero_optimization.stage if has_stage else 0
         self.has_sharded_state, self.has_sharded_params = self._stage >= 1, self._stage >= 3
-        apart = self._offloaded
-        if self._has_peers:
-            apart = frozenset(s.index for s in layout.segments)
-        # Segments that are gathered for each use.
-        self._gathered = apart if self.has_sharded_params else frozenset[int]()
+        self._gathered = frozenset[int]()  # segments that are gathered for each use
+        if self.has_sharded_params:
+            every = frozenset(s.index for s in layout.segments)
+            self._gathered = every if self._has_peers else self._offloaded
         self._private, self._exchanged = allocator(device), exchanged or allocator(device)
         self._arena = Arena(self._exchanged)
         self._stream = CopyStream(device) if self._offloaded else None
