@@ -211,7 +211,7 @@ class VerticalSchedule(MicroBatches):
             one = self._running
             if one is None or is_in_backward():
                 return None
-            expected = one.segments.next_block
+            expected = max(0, one.segments.number - 1)  # number 0 is the prologue
             if number != expected:
                 before = f"called before {self._blocks[expected]!r}" if number > expected else ""
                 why = before or f"called again after {self._blocks[expected - 1]!r}"

@@ -179,10 +179,6 @@ class Segments(TorchFunctionMode):
     def number(self) -> int:
         return len(self._segments) - 1
 
-    @property
-    def next_block(self) -> int:
-        return max(0, self.number - 1)
-
     def _begin(self) -> None:
         self._segments.append(_Segment(next_sequence_number()))
         self._entries = {k: (ref, b) for k, (ref, b) in self._entries.items() if ref() is not None}
