@@ -327,7 +327,7 @@ def test_units_are_updated_before_the_decision_and_undone(name: str) -> None:
         case = Case(3, clipping=clipping, zero=variant.zero, top=variant.base_top, width=33)
         engine = zero_core.build(make_model(33), case.config(), **variant.further)
         tier: Any = engine.sharded_state.tier
-        train_unread(engine, 0, engine.device, steps=2)
+        train_unread(engine, 0, steps=2)
         parts = [part.tier for part in tier.report() if part.is_host]
         counts[clipping] = [
             sum(getattr(p, f"num_{of}") for p in parts) for of in ("kept", "undone")

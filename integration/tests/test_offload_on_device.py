@@ -194,7 +194,7 @@ def test_no_thread_touches_another_device() -> None:
 def _train_recorded(ranks: Any, folder: Path) -> None:
     engine = zero_core.build(make_model(), _case(2).config(), process_group=ranks)
     engine.record(folder, detail_every=2)
-    train_unread(engine, ranks.rank, ranks.device, steps=10)
+    train_unread(engine, ranks.rank, steps=10)
 
 
 def _record(folder: Path) -> None:

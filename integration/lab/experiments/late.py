@@ -95,9 +95,7 @@ class Training:
 
     def run(self, ranks: Ranks, folder: str) -> Result:
         engine = zero_core.build(make_model(), self.config(folder), process_group=ranks)
-        return train_unread(
-            engine, ranks.rank, ranks.device, steps=STEPS, accumulation=self.accumulation
-        )
+        return train_unread(engine, ranks.rank, steps=STEPS, accumulation=self.accumulation)
 
 
 @dataclass(frozen=True)

@@ -414,7 +414,7 @@ def _accumulated_with_late_copies() -> None:
 
 
 def _fetched_on_another_stream() -> None:
-    copies = HostInputs(torch.device("cuda:0")).copies
+    copies = HostInputs(torch.device("cuda:0"))
     stored = copies.store(torch.ones(1024, device="cuda:0").square())
     assert stored is not None
     with torch.Stream("cuda:0"):
@@ -424,7 +424,7 @@ def _fetched_on_another_stream() -> None:
 
 
 def _gradients_on_the_host() -> None:
-    sums = PartialGrads(3, HostInputs(torch.device("cuda:0")).copies)
+    sums = PartialGrads(3, HostInputs(torch.device("cuda:0")))
     for _ in range(2):
         for number in range(3):
             sums.put(number, 0, torch.full((1024,), float(number), device="cuda:0").square())

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.mixture import NUM_EXPERTS, Mixture
 from support.tiers import MadeTier
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -18,7 +19,6 @@ from zero_core import ConfigError
 from zero_core.layout.discovery import discover
 from zero_core.protocols import StateTier
 from zero_core.testing import Case, batch, make_model, train
-from zero_core.testing.models import NUM_EXPERTS, Mixture
 
 BASE = {"train_micro_batch_size_per_gpu": 2}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}

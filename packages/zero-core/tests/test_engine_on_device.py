@@ -33,7 +33,7 @@ def train(ranks, case):
         return device_collectives(ranks) if is_on_nodes else native
 
     engine = case.build(ranks, collectives=collectives)
-    return train_unread(engine, ranks.rank, ranks.device, steps=3, accumulation=case.accumulation)
+    return train_unread(engine, ranks.rank, steps=3, accumulation=case.accumulation)
 
 
 def _run_grid(world_size, grid, per_node=None):

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_core.layout.arithmetic import Layout, ParamSpec
+from zero_core.layout.arithmetic import ALIGNMENT, Layout, ParamSpec
 
 sizes = st.lists(
     st.lists(
@@ -19,7 +19,7 @@ sizes = st.lists(
 )
 
 
-def make(units, world_size, alignment):
+def make(units, world_size):
     specs, members = [], []
     for index, unit in enumerate(units):
         numbers = []
@@ -27,18 +27,18 @@ def make(units, world_size, alignment):
             numbers.append(len(specs))
             specs.append(ParamSpec(f"p{len(specs)}", tuple(shape), dtype, is_trainable))
         members.append((f"u{index}" if index else "", numbers))
-    return Layout.build(specs, members, world_size, alignment=alignment)
+    return Layout.build(specs, members, world_size)
 
 
-@given(sizes, st.integers(1, 7), st.sampled_from([1, 4, 32]))
-def test_each_parameter_has_one_aligned_slot_of_its_size(units, world_size, alignment):
-    layout = make(units, world_size, alignment)
+@given(sizes, st.integers(1, 7))
+def test_each_parameter_has_one_aligned_slot_of_its_size(units, world_size):
+    layout = make(units, world_size)
     seen = {}
     for segment in layout.segments:
         end = 0
         for slot in segment.slots:
             assert slot.start >= end
-            assert slot.start % alignment == 0
+            assert slot.start % ALIGNMENT == 0
             assert slot.stop - slot.start == layout.params[slot.param].numel
             assert layout.params[slot.param].dtype == segment.dtype
             assert layout.params[slot.param].is_trainable == segment.is_trainable
@@ -46,7 +46,7 @@ def test_each_parameter_has_one_aligned_slot_of_its_size(units, world_size, alig
             seen[slot.param] = segment.index
             end = slot.stop
         assert end <= segment.padded_numel
-        assert segment.shard_numel % alignment == 0
+        assert segment.shard_numel % ALIGNMENT == 0
         stretches = [(s.start, s.stop) for s in segment.slots if s.stop > s.start]
         starts, stops = zip((0, 0), *sorted(stretches + list(segment.gaps())), strict=True)
         assert [*starts[1:], segment.padded_numel] == [*stops], "slots and gaps tile it"
@@ -55,7 +55,7 @@ def test_each_parameter_has_one_aligned_slot_of_its_size(units, world_size, alig
 
 @given(sizes, st.integers(1, 7), st.booleans())
 def test_pieces_cover_every_trainable_element_once(units, world_size, is_sharded):
-    layout = make(units, world_size, 4)
+    layout = make(units, world_size)
     counts = {p: [0] * spec.numel for p, spec in enumerate(layout.params) if spec.is_trainable}
     for rank in range(world_size):
         end = 0

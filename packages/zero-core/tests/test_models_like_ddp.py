@@ -10,22 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.mixture import MIXTURE_WIDTH, Mixture, MixtureModel, routed_batch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from zero_core.testing.models import (
-    MIXTURE_WIDTH,
-    Mixture,
-    MixtureModel,
-    Tower,
-    batch,
-    make_model,
-    make_tower,
-    routed_batch,
-    rows,
-    seeded,
-)
+from zero_core.testing.models import Tower, batch, make_model, make_tower, rows, seeded
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import on_ranks
@@ -230,10 +220,6 @@ def _with_tensor_hooks():
     return model
 
 
-def _routed(number, rank, counts=(8, 1, 2)):
-    return routed_batch(number, rank, counts[number % len(counts)])
-
-
 def _branching(step, rank):
     return rows(step, rank, WIDTH), LEFT_OUT[step] if rank == 1 else set(), set()
 
@@ -271,7 +257,7 @@ def _of(kind, *args, dtype=None):
 
 
 RECOMPUTED = {"activation_checkpointing": {}}
-MIXTURES_LEFT_OUT = partial(_routed, counts=(8, 1, 0, 8))
+MIXTURES_LEFT_OUT = partial(routed_batch, counts=(8, 1, 0, 8))
 USES = {
     **{
         f"tower, recomputes {how}": Use(partial(make_tower, recompute=how), _recomputable)
@@ -290,11 +276,11 @@ USES = {
     "structured, double": Use(
         _of(_Structured, dtype=torch.float64), partial(_in_dict, dtype=torch.float64), RECOMPUTED
     ),
-    "mixtures": Use(MixtureModel, _routed),
-    "mixture alone": Use(_of(_Alone), _routed),
-    "mixture as a leaf": Use(_of(_Alone, "mixture"), _routed),
-    "experts as a leaf": Use(_of(_Alone, "mixture.experts"), _routed),
-    "mixture at the root": Use(_of(_AtRoot), _routed),
+    "mixtures": Use(MixtureModel, routed_batch),
+    "mixture alone": Use(_of(_Alone), routed_batch),
+    "mixture as a leaf": Use(_of(_Alone, "mixture"), routed_batch),
+    "experts as a leaf": Use(_of(_Alone, "mixture.experts"), routed_batch),
+    "mixture at the root": Use(_of(_AtRoot), routed_batch),
     "mixtures left out": Use(MixtureModel, MIXTURES_LEFT_OUT, steps=4, accumulation=2),
     "mixtures left out, recomputed": Use(MixtureModel, MIXTURES_LEFT_OUT, RECOMPUTED, steps=4),
     **{which: Use(lambda which=which: _changed(_layered(), which)) for which in CHANGES},

@@ -228,7 +228,7 @@ class _LoggingTier(MadeTier):
 def test_one_rank_waits_for_an_update_and_passes_a_gradient_on_unit_by_unit():
     engine, model = _build(None, 0, state_tier=_LoggingTier.made)
     tier = engine.sharded_state.tier
-    tier.starts = sorted(engine.layout.local_starts(is_sharded=False).values())
+    tier.starts = sorted(start for start, _ in engine.layout.local_spans(is_sharded=False).values())
     tier.log = model.log
     for step in range(2):
         model.log.clear()

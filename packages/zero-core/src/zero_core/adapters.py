@@ -17,7 +17,6 @@ from zero_core.init.deferred import Recording, is_recorded_innermost, recorded, 
 from zero_core.init.values import gathered_slices, put_in_slices, slices
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.discovery import (
-    ModuleRule,
     is_storage_dtype,
     note_reader,
     plain_name,
@@ -38,7 +37,6 @@ __all__ = [
     "Cures",
     "EngineParameter",
     "Meter",
-    "ModuleRule",
     "ObjectMethods",
     "ParamSpec",
     "Place",

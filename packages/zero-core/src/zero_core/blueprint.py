@@ -19,7 +19,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.config import Config
 from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.layout.arithmetic import Layout, ParamSpec, dim_order
-from zero_core.layout.discovery import Discovered, ModuleRule, compute_dtype, discover, plain_name
+from zero_core.layout.discovery import Discovered, compute_dtype, discover, plain_name
 from zero_core.optim.factory import check_served, elementwise_groups, is_elementwise, make_optimizer
 from zero_core.optim.muon import tag_matrices
 from zero_core.optim.progress import is_finite_setting
@@ -58,8 +58,7 @@ class Blueprint:
                     "reduce gradients a second time: give the module inside it (its attribute "
                     "module)"
                 )
-        leaf, given = config.zero_optimization.leaf_module, optimizer
-        found = discover(model, None if leaf is None else ModuleRule(**leaf.model_dump()))
+        found, given = discover(model, config.zero_optimization.leaf_module), optimizer
         for param, names in zip(found.params, found.names, strict=True):
             if param.is_complex():
                 raise ConfigError(

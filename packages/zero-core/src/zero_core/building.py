@@ -38,13 +38,7 @@ from zero_core.core.unit import Unit
 from zero_core.core.units import UnitSet
 from zero_core.engine import Engine, EngineOptimizer
 from zero_core.errors import CollectiveError, ConfigError
-from zero_core.extensions import (
-    Site,
-    attach_extensions,
-    check_extensions,
-    make_extensions,
-    wrap_forwards,
-)
+from zero_core.extensions import Site, attach_extensions, make_extensions, wrap_forwards
 from zero_core.extensions.guards import TrainingGuard
 from zero_core.extensions.invariance import arithmetic_of
 from zero_core.extensions.lengths import WeightLengths
@@ -180,7 +174,6 @@ def build(
         torch.manual_seed(resolved.seed)
     if not is_training:
         resolved = for_evaluation(resolved, optimizer, lr_scheduler, extensions)
-    check_extensions(resolved)
     check_is_free(model)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer, is_training=is_training)
     initial = InitialValues(model)
@@ -297,6 +290,7 @@ def _lay_out(
     joined.arithmetic.check(config, communicator, ranks)
     exchanged = shared.zeros if shared is not None and communicator.reduces_in_place else None
     with on_all_ranks(joined.control, CollectiveError):  # also if only one device lacks memory
+        offloaded, tier_of_params = make_param_tier(param_tier, layout, config, ranks.device)
         memory = Memory(
             drawn.found,
             layout,
@@ -305,7 +299,8 @@ def _lay_out(
             device=ranks.device,
             exchanged=exchanged,
             is_accelerated=ranks.device.type != "cpu",
-            offloaded=make_param_tier(param_tier, layout, config, ranks.device),
+            offloaded=offloaded,
+            param_tier=tier_of_params,
         )
         tier = make_state_tier(state_tier, memory, drawn, config, joined.control, joined.meter)
     is_own = state_tier is not None
@@ -339,7 +334,7 @@ def _begin(
     tier, memory = held.state.tier, held.memory
     if joined.ranks.device.type != "cpu":
         with on_all_ranks(joined.control, CollectiveError):
-            memory.pools.reserve()
+            memory.reserve_buffers()
             if isinstance(tier, ReservingTier):
                 grads = [grads for unit in held.units for grads in unit.grads]
                 tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])

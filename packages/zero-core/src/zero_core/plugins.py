@@ -20,7 +20,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import Meter
 from zero_core.config import Config, load_config
 from zero_core.errors import ConfigError
-from zero_core.layout.arithmetic import Layout
+from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.optim.factory import (
     advise_fused,
@@ -43,7 +43,7 @@ from zero_core.protocols import (
 )
 from zero_core.schedules import make_scheduler
 from zero_core.sharded.memory import Memory
-from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
+from zero_core.sharded.param_offload import offloaded_segments
 
 _log = logging.getLogger(__name__)
 
@@ -228,11 +228,11 @@ def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) 
 
 def make_param_tier(
     factory: ParamTierFactory | None, layout: Layout, config: Config, device: torch.device
-) -> OffloadedSegments | None:
-    """Make the tier for offloaded parameter shards, or return None if no segment is offloaded."""
+) -> tuple[tuple[Segment, ...], ParamTier | None]:
+    """Return the segments whose shards are offloaded, and make their tier if there are any."""
     zero, kind = config.zero_optimization, config.zero_optimization.offload_param.device
     if factory is None and kind == "none":
-        return None
+        return (), None
     if zero.stage < 3:
         raise ConfigError(f"param_tier needs zero_optimization.stage 3, found {zero.stage}")
     is_apart = factory is not None or kind == "nvme" or device.type != "cpu"
@@ -243,7 +243,7 @@ def make_param_tier(
         )
     segments = offloaded_segments(layout, config, is_apart=is_apart)
     if not segments:
-        return None
+        return (), None
     if factory is None:
         asked = f"zero_optimization.offload_param.device = {kind!r}"
         factory = load_part(PARAM_TIERS, "host", asked_by=asked, distribution="zero-offload")
@@ -253,4 +253,4 @@ def make_param_tier(
         device=device,
         config=zero.model_dump(mode="json"),
     )
-    return OffloadedSegments(segments, tier)
+    return segments, tier

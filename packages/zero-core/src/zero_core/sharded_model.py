@@ -31,8 +31,8 @@ from zero_core.core import access
 from zero_core.core.extension import Extension
 from zero_core.core.passes import Passes
 from zero_core.errors import ConfigError, EvaluationOnlyError
-from zero_core.extensions.generation import keep_while_generating
 from zero_core.lifecycle import LeftShard, ModelCopies, Ownership, Removable, owner_of
+from zero_core.object_methods import keep_while_generating
 from zero_core.optim.train_state import LossScaler, TrainState
 from zero_core.runtime.device_states import (
     FORWARD_PARTS,
@@ -129,7 +129,7 @@ class _UnitCalls:
             yield self.module
         finally:
             units.set_stay_gathered(before)
-            memory.pools.free(keeps_expected=True)
+            memory.free_buffers(keeps_expected=True)
             memory.forget_views()
 
     def set_modules_to_forward_prefetch(
@@ -281,7 +281,6 @@ class ShardedModel(ModelCheckpoints, _UnitCalls, _Progress):
         buffers.attach(state.control, passes.backward)
         ownership.begin(self)
         self.remove_at_end([buffers, fix_memory(state.module), self._gathering])
-        self._gathering.begin()
         if parts.config.zero_optimization.stage == 3:
             kept = keep_while_generating(state.module, WeakMethod(self.generating))
             self.remove_at_end([kept])

@@ -44,7 +44,6 @@ from zero_core.config import ModulesConfig, TiledComputeConfig
 from zero_core.core.passes import Passes
 from zero_core.core.saved import is_in_backward
 from zero_core.errors import ConfigError
-from zero_core.layout.discovery import ModuleRule
 from zero_core.object_methods import ObjectMethods
 
 
@@ -333,22 +332,18 @@ class TiledForwards(ObjectMethods):
                 }
 
             def head(tile: Tensor) -> Tensor:
-                if passes is not None and version != _version(passes, module):
-                    raise RuntimeError(
-                        f"logits of {path!r} were read after step(), which has changed its "
-                        "weights: read them before it, or leave the head out of "
-                        "tiled_compute.logits"
-                    )
-                if passes is not None and is_in_backward():
-                    _gather(passes, module)
-                elif passes is not None and any(
-                    unit.index not in passes.units.ready for unit in passes.units_of(module)
-                ):
-                    raise RuntimeError(
-                        f"logits of {path!r} were read after their backward, which has released "
-                        "its weights: read them before it, or leave the head out of "
-                        "tiled_compute.logits"
-                    )
+                if passes is not None:
+                    is_current, units = version == _version(passes, module), passes.units
+                    if is_current and is_in_backward():
+                        _gather(passes, module)
+                    elif not is_current or any(
+                        unit.index not in units.ready for unit in passes.units_of(module)
+                    ):
+                        raise RuntimeError(
+                            f"logits of {path!r} were read after their backward or a step(), which "
+                            "has released or changed its weights: read them before it, or leave "
+                            "the head out of tiled_compute.logits"
+                        )
                 with torch.autocast(**autocast) if autocast else nullcontext():
                     logits: Tensor = forward(tile)
                 return logits
@@ -371,7 +366,7 @@ def _version(passes: Passes, module: nn.Module) -> int:
 def check_names(model: nn.Module, config: TiledComputeConfig) -> None:
     """Raise ConfigError if ``config`` names modules that ``model`` lacks."""
     for key, block in (("modules", config.modules), ("logits", config.logits)):
-        missing = ModuleRule(**block.model_dump()).missing(model)
+        missing = block.missing(model)
         if missing:
             raise ConfigError(
                 f"tiled_compute.{key} names what the model lacks: {', '.join(missing)}"
@@ -380,11 +375,10 @@ def check_names(model: nn.Module, config: TiledComputeConfig) -> None:
 
 def _selected(model: nn.Module, config: ModulesConfig) -> list[tuple[str, nn.Module]]:
     """Return the modules that ``config`` selects, without modules inside a selected one."""
-    rule = ModuleRule(**config.model_dump())
     found: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         # The model itself, whose path is empty, contains every module.
         is_within = bool(found) and (not found[-1][0] or path.startswith(f"{found[-1][0]}."))
-        if not is_within and rule.selects(path, module):
+        if not is_within and config.selects(path, module):
             found.append((path, module))
     return found

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from zero_core.adapters import ModuleRule
 from zero_core.config import LeafModuleConfig
 
 _MARKS = ("_z3_leaf", "_is_zero_leaf")
@@ -70,8 +69,8 @@ def set_z3_leaf_modules_by_suffix(
 def mark_configured(model: nn.Module, leaf_module: LeafModuleConfig | None) -> None:
     """Mark the leaf modules that the configuration names, for scripts that read the marks."""
     if leaf_module is not None:
-        rule = ModuleRule(**leaf_module.model_dump())
-        _set_all([m for path, m in model.named_modules() if rule.is_leaf(path, m)], True)
+        leaves = [m for path, m in model.named_modules() if leaf_module.is_leaf(path, m)]
+        _set_all(leaves, True)
 
 
 def _set_by_class(

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 LARGEST = 2**63
 """Largest integer that most keys accept. DeepSpeed's largest is `sys.maxsize`, one less."""
@@ -165,14 +166,6 @@ class OffloadOptimizerConfig(_Block):
             return {"ratio": None, **block}
         return block
 
-    @pydantic.field_validator("ratio", mode="before")
-    @classmethod
-    def _check_ratio(cls, value: Any) -> Any:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value in (None, "auto") or (is_number and 0.0 <= value <= 1.0):
-            return value
-        raise ValueError('expected a number from 0 to 1, or "auto"')
-
 
 class OffloadParamConfig(_Block):
     """``zero_optimization.offload_param``: placement of parameter shards at stage 3."""
@@ -216,6 +209,25 @@ class ModulesConfig(_Block):
     """Names of the modules, as in ``named_modules``."""
     name_suffixes: _Names = ()
 
+    def selects(self, path: str, module: nn.Module) -> bool:
+        is_named = path in self.names or path.endswith(self.name_suffixes)
+        return is_named or not _class_names(module).isdisjoint(self.classes)
+
+    def missing(self, model: nn.Module) -> list[str]:
+        """Return the classes, names and suffixes for which ``model`` has no module."""
+        paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+        classes = {name for module in model.modules() for name in _class_names(module)}
+        return [
+            *(name for name in self.classes if name not in classes),
+            *(name for name in self.names if name not in paths),
+            *(s for s in self.name_suffixes if not any(path.endswith(s) for path in paths)),
+        ]
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    kind = type(module)
+    return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+
 
 class LeafModuleConfig(ModulesConfig):
     """``zero_optimization.leaf_module``: modules that are one unit each, with all submodules.
@@ -223,6 +235,10 @@ class LeafModuleConfig(ModulesConfig):
     A module with ``_is_zero_leaf = True`` is a leaf, too. DeepSpeed's default classes (the experts
     of some models) are within units in any case.
     """
+
+    def is_leaf(self, path: str, module: nn.Module) -> bool:
+        # foreign: DeepSpeed's models have this attribute
+        return self.selects(path, module) or bool(getattr(module, "_is_zero_leaf", False))
 
 
 class ZeroConfig(_Block):
@@ -589,9 +605,7 @@ class Config(_Block):
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """Dtype that floating-point parameters are cast to. None keeps each parameter's dtype."""
-        from zero_core.config.dtypes import DTYPES
-
-        return None if self.half_precision is None else DTYPES[self.half_precision]
+        return _dtype_of(self.half_precision)
 
     @property
     def half_precision(self) -> Literal["bf16", "fp16"] | None:
@@ -621,21 +635,6 @@ class Config(_Block):
         """Whether every block is recomputed in backward."""
         block = self.activation_checkpointing
         return block is not None and block.enabled
-
-    @property
-    def extension_keys(self) -> tuple[str, ...]:
-        """Keys that request an extension of `zero_core.extensions`, in the order of attachment."""
-        zero = self.zero_optimization
-        asked = {
-            "check_replicas_every": self.check_replicas_every,
-            "zero_optimization.ignore_unused_parameters": zero.stage in (1, 2)
-            and not zero.ignore_unused_parameters,
-            "world_size_invariant": self.world_size_invariant,
-            "memory_checkpoint": self.memory_checkpoint is not None,
-            "tiled_compute": self.tiled_compute is not None,
-            "activation_checkpointing": self.is_recomputed,
-        }
-        return tuple(key for key, is_asked in asked.items() if is_asked)
 
     @property
     def has_inputs_on_host(self) -> bool:
@@ -668,9 +667,7 @@ class Config(_Block):
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """Dtype of `torch.autocast` around each forward, or None if autocast is off."""
-        from zero_core.config.dtypes import DTYPES
-
-        return DTYPES[self.torch_autocast.dtype] if self.torch_autocast.enabled else None
+        return _dtype_of(self.torch_autocast.dtype) if self.torch_autocast.enabled else None
 
     @property
     def loss_scaling(self) -> Fp16Config:
@@ -689,12 +686,8 @@ class Config(_Block):
     @property
     def buffer_dtype(self) -> torch.dtype | None:
         """Dtype that floating-point buffers are cast to. None keeps each buffer's dtype."""
-        name = self.data_types.buffer_dtype
-        if name == "as_made":
-            return None
-        from zero_core.config.dtypes import DTYPES
-
-        return self.compute_dtype if name is None else DTYPES[name]
+        name = self.data_types.buffer_dtype or self.half_precision
+        return None if name == "as_made" else _dtype_of(name)
 
     def on_nodes(self, ranks_per_node: int, world_size: int) -> Config:
         """Return a copy with ``zero_hpz_partition_size`` "node" resolved: 1 for a single node."""
@@ -706,20 +699,29 @@ class Config(_Block):
         return self.model_copy(update={"zero_optimization": zero})
 
 
+def _dtype_of(name: str | None) -> torch.dtype | None:
+    from zero_core.config.dtypes import DTYPES
+
+    return None if name is None else DTYPES[name]
+
+
 def block_of(key: FieldInfo) -> type[BaseModel] | None:
     """Return the type of the block that is the value of ``key``, or None for other values."""
     kinds = [key.annotation, *get_args(key.annotation)]
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
-def _find_unneeded(block: type[BaseModel], path: str = "") -> Iterator[tuple[str, str]]:
+def keys_of(block: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield path and field of each key of ``block``, inner keys before that of their block."""
     for name, key in block.model_fields.items():
-        if isinstance(key.json_schema_extra, dict):
-            yield f"{path}{name}", str(key.json_schema_extra["no effect"])
-        inner = block_of(key)
-        if inner is not None:
-            yield from _find_unneeded(inner, f"{path}{name}.")
+        if (inner := block_of(key)) is not None:
+            yield from keys_of(inner, f"{path}{name}.")
+        yield f"{path}{name}", key
 
 
-UNNEEDED: Mapping[str, str] = dict(_find_unneeded(Config))
+UNNEEDED: Mapping[str, str] = {
+    path: str(key.json_schema_extra["no effect"])
+    for path, key in keys_of(Config)
+    if isinstance(key.json_schema_extra, dict)
+}
 """Keys that are accepted without effect, and the reason."""

@@ -7,6 +7,7 @@ has the keys, `zero_core.config.rules` the rules between them.
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin
 import pydantic
 from pydantic import BaseModel
 
-from zero_core.config.blocks import LARGEST, Config, as_kind, as_whole, block_of
+from zero_core.config.blocks import LARGEST, Config, as_kind, as_whole, block_of, keys_of
 from zero_core.config.rules import check_rules, drop_further_keys, find_unneeded
 from zero_core.errors import ConfigError
 
@@ -118,20 +119,17 @@ def read_config_text(path: Path, name: str = "the configuration") -> str:
     problem = f"cannot read {name} {place!r}"
     try:
         # Checked before opening, because opening a pipe without a writer would block forever.
-        is_regular, content = stat.S_ISREG(path.stat().st_mode), b""
-        if is_regular:
-            with path.open("rb") as file:
-                content = file.read(_MAX_TEXT_BYTES + 1)
-        text = content.decode("utf-8")
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        with path.open("rb") as file:
+            content = file.read(_MAX_TEXT_BYTES + 1)
+        if len(content) > _MAX_TEXT_BYTES:
+            raise OSError(errno.EFBIG, f"larger than {_MAX_TEXT_BYTES} bytes")
+        return content.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{problem}: {error.strerror}") from None
     except ValueError as error:  # not UTF-8, or a NUL character in the path
         raise ConfigError(f"{problem}: {error}") from None
-    if not is_regular:
-        raise ConfigError(f"{problem}: not a regular file")
-    if len(content) > _MAX_TEXT_BYTES:
-        raise ConfigError(f"{problem}: larger than {_MAX_TEXT_BYTES} bytes")
-    return text
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
@@ -297,7 +295,8 @@ def explain(
         if found["type"] == "extra_forbidden":
             known = sorted(block.model_fields) if block is not None else []
             name = str(path[-1])[:_MAX_SHOWN]
-            tree = _OF_OPTIMIZERS | dict(reversed([*_leaves(Config)]))
+            paths = reversed([path for path, _ in keys_of(Config)])  # inner keys override others
+            tree = _OF_OPTIMIZERS | {path.rpartition(".")[2]: path for path in paths}
             close = [tree[name]] if name in tree and len(path) == 1 else []
             close += difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             close += [tree[n] for n in difflib.get_close_matches(name, tree, n=1, cutoff=0.8)]
@@ -306,14 +305,6 @@ def explain(
         if cause not in causes.setdefault(where, []):
             causes[where].append(cause)
     return "\n".join(f"{where}: {'; or '.join(found)}" for where, found in causes.items())
-
-
-def _leaves(kind: type[BaseModel], place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield name and path of each key below ``kind``, inner keys first."""
-    for name, field in kind.model_fields.items():
-        if (inner := block_of(field)) is not None:
-            yield from _leaves(inner, f"{place}{name}.")
-        yield name, f"{place}{name}"
 
 
 def _key_of(loc: _Path, kind: type[BaseModel], raw: Any) -> tuple[_Path, type[BaseModel] | None]:

@@ -32,12 +32,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core._torch import outside_graphs
-from zero_core.comm.watch import count_ranks
+from zero_core.comm.watch import count_ranks, join_few
 from zero_core.config import Config
 from zero_core.core.extension import Extension
 from zero_core.core.facts import Facts
 from zero_core.errors import ConfigError, RankMismatchError, UnusedParameterError
-from zero_core.layout.discovery import plain_name
 from zero_core.optim.train_state import TrainState
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.update import updates_in_backward
@@ -45,7 +44,6 @@ from zero_core.step.update import updates_in_backward
 _log = logging.getLogger(__name__)
 _NUM_COMPARED = 3  # previous micro-steps with which the rounds of a micro-step are compared
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MAX_NAMED = 4
 _ADVICE = (
     "Write values within engine.gathered(modifier_rank=...); to change the model itself, end the "
     "engine by engine.unwrap() and build another one"
@@ -75,10 +73,7 @@ class TrainingGuard(Extension):
         self._name_of = {key: name for key, name in names.items() if self._num_names[key]}
         trainable = set(map(id, state.trained_params))
         self._frozen = [p for p in state.module.parameters() if id(p) not in trainable]
-
-        # buffers at the last `CommonBuffers.describe`, with their names, shapes and dtypes
-        self._known: list[Tensor | None] = []
-        self._forms: list[tuple[str, tuple[torch.Size, torch.dtype] | None]] | None = None
+        self._buffers: list[Any] = []  # modules, names and forms of the last step's buffers
 
     def watch(self) -> RemovableHandle:
         """Check the model before each forward with gradients, until the handle is removed."""
@@ -142,25 +137,20 @@ class TrainingGuard(Extension):
         _log.warning("rank %d, step %d: " + text + ". This is said once", *place, number)
 
     def fill(self, facts: Facts) -> None:
-        found = [
-            (f"{path}.{key}", buffer)
-            for path, module in self._state.module.named_modules()
-            for key, buffer in module._buffers.items()
+        buffers = [
+            (module, key, None if b is None else (b.shape, b.dtype, b.device))
+            for module in self._state.module.modules()
+            for key, b in module._buffers.items()
         ]
-        buffers = [buffer for _, buffer in found]
-        forms = [(name, None if b is None else (b.shape, b.dtype)) for name, b in found]
-        if forms != self._forms or not all(map(is_, buffers, self._known)):
-            self._known, self._forms = buffers, forms
-            self._state.common_buffers.describe()
+        if buffers != self._buffers:
+            self._buffers = buffers
+            self._state.common_buffers.describe()  # the step compares them between ranks
 
     def _check(self, *, has_substitutes: bool) -> None:
         """Raise if a parameter was added, replaced, removed, tied, moved, written or unfrozen."""
         # Runs in each forward, so C code (`map`, `is_`) compares the modules' dictionaries.
-        if (
-            any(self._empty)
-            or sum(map(len, self._places)) != len(self._entries)
-            or not all(map(is_, chain.from_iterable(self._places), self._entries))
-        ):
+        is_as_before = sum(map(len, self._places)) == len(self._entries)
+        if not (is_as_before and all(map(is_, chain.from_iterable(self._places), self._entries))):
             self._check_names(has_substitutes=has_substitutes)
         for values in self._state.params:
             shown = values.shown
@@ -189,35 +179,26 @@ class TrainingGuard(Extension):
         modules = list(self._state.module.modules())
         dicts: list[dict[str, Any]] = [m._parameters for m in modules]
         dicts += [m._modules for m in modules]
-        self._empty = [d for d in dicts if not d]
-        self._places = [d.values() for d in dicts if d]  # views that reflect changes of the dicts
+        self._places = [d.values() for d in dicts]  # views that reflect changes of the dicts
         self._entries = list(chain.from_iterable(self._places))
 
     def _check_names(self, *, has_substitutes: bool) -> None:
         named = _named(self._state.module)
-        known = set(self._name_of.values())
-        for name, param in named.items():
-            if id(param) not in self._name_of:
-                if has_substitutes and not isinstance(param, nn.Parameter):
-                    continue
-                what = "was replaced" if plain_name(name) in known else "was added to the model"
-                raise RuntimeError(
-                    f"parameter {name} {what} after build(): nothing would train or save it. "
-                    f"{_ADVICE}"
-                )
         num_names = Counter(map(id, named.values()))
-        for key, name in self._name_of.items():
-            if num_names[key] > self._num_names[key]:
+        for name, param in named.items():
+            is_substitute = has_substitutes and not isinstance(param, nn.Parameter)
+            if num_names[id(param)] > self._num_names[id(param)] and not is_substitute:
                 raise RuntimeError(
-                    f"parameter {name} was tied to a further place after build(), where it would "
-                    f"not be gathered. {_ADVICE}"
+                    f"parameter {name} was added, replaced or tied to a further place after "
+                    f"build(): nothing would gather, train or save it there. {_ADVICE}"
                 )
-            if not num_names[key] and not has_substitutes:
-                raise RuntimeError(
-                    f"parameter {name} was removed from the model after build(): nothing would "
-                    f"train it, and it would still be saved. {_ADVICE}"
-                )
-        if len(num_names) == len(self._name_of):
+        gone = [name for key, name in self._name_of.items() if not num_names[key]]
+        if gone and not has_substitutes:
+            raise RuntimeError(
+                f"parameter {gone[0]} was removed from the model after build(): nothing would "
+                f"train it, and it would still be saved. {_ADVICE}"
+            )
+        if not gone:
             self._remember_places()  # only wrappers or modules without parameters changed
 
 
@@ -258,12 +239,11 @@ class ReplicaCheck(Extension):
         if columns:
             found = [
                 f"{state.param_names[id(params[n])]}: {_odd_ranks(every_sum[:, n].tolist())}"
-                for n in columns[:_MAX_NAMED]
+                for n in columns
             ]
-            more = f"; and {len(columns) - _MAX_NAMED} more" if len(columns) > _MAX_NAMED else ""
             raise RankMismatchError(
                 f"rank {control.rank}, step {number}: not updated, as values differ between ranks "
-                f"({'; '.join(found)}{more}): memory was corrupted, or a program wrote to it on "
+                f"({join_few(found)}): memory was corrupted, or a program wrote to it on "
                 "one rank alone. Go on from a checkpoint, without the machine if it happens again"
             )
 
@@ -301,7 +281,7 @@ class UnusedParameters(Extension):
         if missed:
             raise UnusedParameterError(
                 f"rank {state.control.rank}, step {self._train.global_steps + 1}: {len(missed)} "
-                f"trainable parameters got no gradient ({', '.join(missed[:_MAX_NAMED])}), and "
+                f"trainable parameters got no gradient ({join_few(missed)}), and "
                 "zero_optimization.ignore_unused_parameters is false: set it to true to leave them "
                 "alone in such a step, or use every one in the loss"
             )

@@ -64,7 +64,7 @@ from zero_core.optim.whole_tier import step_bytes
 from zero_core.plugins import call_factory
 from zero_core.runtime.host_inputs import MAX_IN_PIECE, page_locked_bytes
 from zero_core.sharded.memory import Memory
-from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
+from zero_core.sharded.param_offload import offloaded_segments
 from zero_core.step.update import may_speculate
 
 _META = torch.device("meta")
@@ -136,7 +136,7 @@ class Forecast:
             rank=0,
             device=_META,
             is_accelerated=is_accelerated,
-            offloaded=OffloadedSegments(self.resting, None) if self.resting else None,
+            offloaded=self.resting,
         )
         owns_grads = is_offloaded and drawn.updates_slices
         buffers = memory.allocate_gradients(owns_grads=owns_grads, adds_grads=owns_grads)

@@ -33,6 +33,7 @@ from zero_core.errors import CollectiveError, ConfigError, RankMismatchError
 from zero_core.init.deferred import recordings, zeroed
 from zero_core.layout.discovery import Discovered, compute_dtype, is_partitioned, is_same_memory
 from zero_core.lifecycle import Ownership
+from zero_core.sharded import MASTER
 from zero_core.sharded.sharded_state import ShardedState
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -473,11 +474,12 @@ def fill(
             if of_segment.source.span is not None:
                 start, stop = of_segment.source.span
                 is_sharded = stop - start == segment.shard_numel
-                low, high = layout.state_range(segment, control.rank, is_sharded=is_sharded)
+                own = segment.shard_range(control.rank)
+                low, high = own if is_sharded else (0, segment.padded_numel)
                 masters = flat[low:high]
                 if rounds_masters:
                     masters = masters.to(segment.dtype)
-                state.tier.write_state("master_weight", start, masters)
+                state.tier.write_state(MASTER, start, masters)
                 if is_sharded and control.world_size > 1 and of_segment.full is not None:
                     rounded = of_segment.full[low:high]
                     num_differing[segment.index] = rounded.ne(masters.to(rounded.dtype)).sum()

@@ -192,7 +192,6 @@ class Layout:
         units: Sequence[tuple[str, Sequence[int]]],
         world_size: int,
         *,
-        alignment: int = ALIGNMENT,
         is_in_chunks: bool = False,
         has_tail: bool = False,
     ) -> Layout:
@@ -202,12 +201,8 @@ class Layout:
         chunks of `CHUNK_NUMEL` elements, so that no chunk is on two ranks at any world size.
 
         Raises:
-            ValueError: a parameter is in no unit or in two, or world_size or alignment < 1.
+            ValueError: a parameter is in no unit or in two.
         """
-        if world_size < 1 or alignment < 1:
-            raise ValueError(
-                f"world_size and alignment must be >= 1, got {world_size}, {alignment}"
-            )
         placed = sorted(p for _, members in units for p in members)
         if placed != list(range(len(params))):
             raise ValueError("every parameter must be in exactly one unit")
@@ -221,7 +216,7 @@ class Layout:
                 key = spec.segment_dtype, spec.is_trainable, spec.is_opaque
                 alike.setdefault(key, []).append(p)
             for (dtype, is_trainable, is_opaque), same in alike.items():
-                aligned = round_up(alignment, BYTES_ALIGNMENT) if is_opaque else alignment
+                aligned = BYTES_ALIGNMENT if is_opaque else ALIGNMENT
                 slots: dict[int, Slot] = {}
                 end = 0
                 for p in same:
@@ -254,32 +249,27 @@ class Layout:
         """All segments in the order of their ``index``."""
         return tuple(s for unit in self.units for s in unit.segments)
 
-    def state_range(self, segment: Segment, rank: int, *, is_sharded: bool) -> tuple[int, int]:
-        """Return the range of ``segment`` that ``rank``'s optimizer state covers."""
-        return segment.shard_range(rank) if is_sharded else (0, segment.padded_numel)
-
-    def local_starts(self, *, is_sharded: bool) -> dict[int, int]:
-        """Return each trainable segment's start in the local flat space, by segment index."""
-        starts, end = {}, 0
+    def local_spans(self, *, is_sharded: bool) -> dict[int, tuple[int, int]]:
+        """Return each trainable segment's range in the local flat space, by segment index."""
+        spans, end = {}, 0
         for segment in self.segments:
             if segment.is_trainable:
-                starts[segment.index] = end
+                start = end
                 end += segment.shard_numel if is_sharded else segment.padded_numel
-        return starts
+                spans[segment.index] = start, end
+        return spans
 
     def local_numel(self, *, is_sharded: bool) -> int:
         """Return the length of the local flat space with padding, which is equal on all ranks."""
-        return sum(
-            s.shard_numel if is_sharded else s.padded_numel for s in self.segments if s.is_trainable
-        )
+        spans = self.local_spans(is_sharded=is_sharded).values()
+        return max((stop for _, stop in spans), default=0)
 
     def pieces(self, rank: int, *, is_sharded: bool) -> tuple[Piece, ...]:
         """Return the non-empty pieces of ``rank``'s local flat space in order."""
-        starts = self.local_starts(is_sharded=is_sharded)
         found = []
-        for index, start in starts.items():
+        for index, (start, _) in self.local_spans(is_sharded=is_sharded).items():
             segment = self.segments[index]
-            low, high = self.state_range(segment, rank, is_sharded=is_sharded)
+            low, high = segment.shard_range(rank) if is_sharded else (0, segment.padded_numel)
             base = start - low
             for slot in segment.slots:
                 first, last = max(slot.start, low), min(slot.stop, high)

@@ -50,6 +50,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import inner_tensors, storage_of
+from zero_core.config import LeafModuleConfig
 from zero_core.errors import ConfigError
 from zero_core.protocols import PartitionedParam
 
@@ -112,61 +113,33 @@ def note_reader(module: nn.Module, param: nn.Parameter, *, is_reader: bool = Tru
     return found is not None
 
 
-@dataclass(frozen=True)
-class ModuleRule:
-    """Selection of modules by path, end of the path, or class name (plain or fully qualified)."""
-
-    classes: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    name_suffixes: tuple[str, ...] = ()
-
-    def selects(self, path: str, module: nn.Module) -> bool:
-        is_named = path in self.names or path.endswith(self.name_suffixes)
-        return is_named or not _names_of(type(module)).isdisjoint(self.classes)
-
-    def is_leaf(self, path: str, module: nn.Module) -> bool:
-        # foreign: DeepSpeed's models have this attribute
-        return self.selects(path, module) or bool(getattr(module, "_is_zero_leaf", False))
-
-    def missing(self, model: nn.Module) -> list[str]:
-        paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-        classes = {name for module in model.modules() for name in _names_of(type(module))}
-        return [
-            *(name for name in self.classes if name not in classes),
-            *(name for name in self.names if name not in paths),
-            *(s for s in self.name_suffixes if not any(path.endswith(s) for path in paths)),
-        ]
-
-
-def _names_of(kind: type[nn.Module]) -> set[str]:
-    return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
-
-
 def _is_expert_list(name: str, module: nn.Module) -> bool:
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
     return is_list and "experts" in name.lower() and len(module._modules) > 1
 
 
-def _blocks(prefix: str, module: nn.Module, rule: ModuleRule) -> Iterator[tuple[str, nn.Module]]:
+def _blocks(
+    prefix: str, module: nn.Module, leaves: LeafModuleConfig
+) -> Iterator[tuple[str, nn.Module]]:
     is_container = isinstance(module, _CONTAINERS)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if next(child.parameters(), None) is None:
             continue
         is_block = is_container or any(
-            _is_expert_list(key, inner) and not rule.is_leaf(f"{path}.{key}", inner)
+            _is_expert_list(key, inner) and not leaves.is_leaf(f"{path}.{key}", inner)
             for key, inner in child.named_children()
         )
         # A module without its own forward is never called. torch.compile sets `forward` on objects.
         has_forward = type(child).forward is not nn.Module.forward or "forward" in vars(child)
         can_be_called = has_forward and not isinstance(child, nn.ModuleList | nn.ModuleDict)
-        if rule.is_leaf(path, child) or (is_block and can_be_called):
+        if leaves.is_leaf(path, child) or (is_block and can_be_called):
             yield path, child
         elif _is_expert_list(name, child):
             # A forward may call only some experts, and no block contains them.
             _log.info("%s belongs to the root, which is gathered from forward to backward", path)
         else:
-            yield from _blocks(path + ".", child, rule)
+            yield from _blocks(path + ".", child, leaves)
 
 
 def _owner(name: str, paths: dict[str, str]) -> str:
@@ -176,21 +149,21 @@ def _owner(name: str, paths: dict[str, str]) -> str:
     return next((paths[path] for path in above if path in paths), "")
 
 
-def discover(model: nn.Module, rule: ModuleRule | None = None) -> Discovered:
+def discover(model: nn.Module, leaves: LeafModuleConfig | None = None) -> Discovered:
     """Find the parameters, their names, and the units of ``model``.
 
-    ``rule`` selects leaves in addition to modules that are marked as leaves.
+    ``leaves`` selects leaves in addition to modules that are marked as leaves.
     """
-    rule = rule or ModuleRule()
-    if missing := rule.missing(model):
+    leaves = leaves or LeafModuleConfig()
+    if missing := leaves.missing(model):
         _log.warning("zero_optimization.leaf_module names what the model lacks: %s", missing)
     params, names, quantized = _list_params(model)
     numbers = {id(param): number for number, param in enumerate(params)}
     numbers_of = {id(q.param): [numbers[id(c)] for c in q.components] for q in quantized}
 
     blocks: dict[int, tuple[str, nn.Module]] = {}
-    if not rule.is_leaf("", model):
-        for path, module in _blocks("", model, rule):
+    if not leaves.is_leaf("", model):
+        for path, module in _blocks("", model, leaves):
             blocks.setdefault(id(module), (path, module))  # a module with two names is one unit
     # Use all paths to blocks, because a block or a part of it may occur in several places.
     tree = list(model.named_modules(remove_duplicate=False))

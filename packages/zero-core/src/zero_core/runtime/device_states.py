@@ -147,7 +147,7 @@ class DeviceStates:
     def check_states(self, what: str) -> None:
         """Call `check` before a read of master weights, and apply pending edits to them."""
         self.check(what)
-        if self.edits.is_pending:
+        if self.edits.pending:
             self.before_write()
             self.edits.apply()
 
@@ -213,7 +213,7 @@ class DeviceStates:
         for copy in (copy for part in copies.values() for copy in part):
             copy.storage.resize_(0)
         if StatePart.BUFFERS in wanted:
-            self._memory.pools.free()
+            self._memory.free_buffers()
         self._memory.forget_views()
         if not self._refusals and FORWARD_PARTS & self._away.keys():
 
@@ -240,7 +240,7 @@ class DeviceStates:
                 part.pop()
         device = self._state.device
         if StatePart.BUFFERS in self._away and device.type != "cpu":
-            self._memory.pools.reserve()
+            self._memory.reserve_buffers()
         self._away.clear()
         self.refuses = bool(self.ended_by)
         self._memory.forget_views()

@@ -11,11 +11,6 @@ nothing, and keeps all units gathered until it ends.
 Changes made by one rank are written to all shards and master weights. Only changed elements of the
 master weights are overwritten, because unchanged ones have more bits than their rounded copy.
 
-[Note: small parameters]
-`GatheredCalls.keep_small_params` keeps copies of small parameters for use while their units are
-released. One exchange of bytes fills the copies from the shards. Forward and backward do not use
-the copies.
-
 [Note: parameters saved between two gathers]
 A forward may use a parameter, of this engine or another, only within `gathered`: for example a
 teacher's head in a fused loss. Torch saves the tensors named by an ``autograd.Function`` only after
@@ -28,7 +23,6 @@ must unpack it, as every rank must enter `gathered`. References also replace par
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.place import Place
+from zero_core.comm.watch import join_few
 from zero_core.config import Config
 from zero_core.core.params import FlatParams
 from zero_core.core.passes import Passes
@@ -48,6 +43,7 @@ from zero_core.core.saved import SavedParam, SavedWeights, is_in_backward
 from zero_core.core.unit import Unit
 from zero_core.errors import RankMismatchError
 from zero_core.layout.arithmetic import ParamSpec
+from zero_core.lifecycle import owner_of
 from zero_core.runtime.device_states import FORWARD_PARTS, DeviceStates
 from zero_core.sharded.edits import Edits
 from zero_core.sharded.sharded_state import ShardedState
@@ -125,16 +121,14 @@ class _FullParam(NamedTuple):
     tensor: Tensor  # the gathered values, in the parameter's shape
 
 
-_holders: list[weakref.ref[GatheredParams]] = []  # instances of all engines, newest last
-
-
 def _refer(param: nn.Parameter) -> _Reference | None:
     """Return a reference to ``param``, or None if no engine shards it."""
-    for holder in filter(None, (ref() for ref in reversed(_holders))):
-        version = holder.version_of(param)
-        if version is not None:
-            return _Reference(param, holder, version)
-    return None
+    engine = owner_of(param)
+    if not isinstance(engine, GatheredCalls):
+        return None
+    holder = engine._gathering
+    version = holder.version_of(param)
+    return None if version is None else _Reference(param, holder, version)
 
 
 @dataclass(frozen=True)
@@ -181,10 +175,6 @@ class GatheredParams:
         self._edited: set[int] = set()  # ids of parameters that a context may change
         self._units.saved.refer = _refer
 
-    def begin(self) -> None:
-        """Allow references to this engine's parameters, until `remove`."""
-        _holders[:] = [*(ref for ref in _holders if ref() is not None), weakref.ref(self)]
-
     @property
     def is_open(self) -> bool:
         return bool(self._reading)
@@ -203,7 +193,6 @@ class GatheredParams:
             self.small.refresh()
 
     def remove(self) -> None:
-        _holders[:] = [ref for ref in _holders if ref() not in (None, self)]
         if self.small is not None:
             self.small.remove()
 
@@ -338,7 +327,7 @@ class GatheredParams:
             slot = p.flat.segment.slots[p.position]
             (p.flat.edit if change == _CHANGED else p.flat.write)(slot.start, values)
             piece = self.state.piece_of(slot.param)
-            if piece is not None and (change == _CHANGED or self._edits.is_marked(p.spec.name)):
+            if piece is not None and (change == _CHANGED or p.spec.name in self._edits.marked):
                 self._edits.write_back(piece, values, is_new)
 
     def _check_unwritten(self, full: Sequence[_FullParam], versions: Mapping[int, int]) -> None:
@@ -358,10 +347,9 @@ class GatheredParams:
 
         changed = [p.spec.name for p in full if is_changed(p)]
         if changed:
-            more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
             cures = self.state.cures
             raise RuntimeError(
-                f"rank {self.state.control.rank}: {', '.join(changed[:4])}{more} changed within "
+                f"rank {self.state.control.rank}: {join_few(changed)} changed within "
                 f"{cures.read}, which only reads: at stage 3 the new values would be lost. Change "
                 f"them within {cures.write}, which brings one rank's values to all"
             )
@@ -439,9 +427,10 @@ def _compare(full: _FullParam, before: Tensor) -> float:
 
 
 class _SmallParams:
-    """Copies of small parameters, until `remove`.
+    """Copies of small parameters for use while their units are released, until `remove`.
 
-    ``max_numel`` limits each parameter, ``max_total`` their sum, in elements.
+    Forward and backward do not use them. ``max_numel`` limits each parameter, ``max_total`` their
+    sum, in elements.
     """
 
     def __init__(self, state: ShardedState, max_numel: int, max_total: int) -> None:

@@ -1,6 +1,6 @@
 """Inputs of recomputed blocks, optionally kept in host memory.
 
-The vertical schedule also uses `HostCopies`, for gradients of tied weights.
+The vertical schedule also uses `HostInputs`, for gradients of tied weights.
 
 [Note: recomputed blocks]
 With ``activation_checkpointing`` each block saves only its inputs and is recomputed in backward
@@ -47,11 +47,11 @@ _ALIGNMENT = 256  # alignment of buffers in bytes
 class HostCopy:
     """A tensor's values in a host buffer, which is returned when this object is deleted."""
 
-    copies: HostCopies
+    copies: HostInputs
     buffer: Tensor
     values: Tensor  # view of the buffer, in the tensor's shape and dtype
     last_copy: torch.Event  # end of the copy to the host, or of the last copy back
-    given: Tensor | None  # the tensor on the device, until `HostCopies.free`
+    given: Tensor | None  # the tensor on the device, until `HostInputs.free`
     stream: torch.Stream  # the stream on which `store` was called
     fetched: Tensor | None = None  # the values on the device, until `take`
     is_fetched: bool = False  # whether a copy back has started
@@ -78,8 +78,15 @@ def _next_power_of_two(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length()
 
 
-class HostCopies:
-    """Copies of accelerator tensors in pinned host memory. A stream per direction copies."""
+class _Call(list[weakref.ref[HostCopy]]):
+    number = 0
+
+
+class HostInputs:
+    """Copies of accelerator tensors in pinned host memory. A stream per direction copies.
+
+    Within `context`, tensors that autograd saves are moved to the host and back.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,7 +95,11 @@ class HostCopies:
         # Free pinned buffers by size in bytes, with the end of their last copy.
         self._free: dict[int, list[tuple[Tensor, torch.Event | None]]] = {}
         self._last_use: dict[int, int] = {}  # by size: number of the last `store`
-        self._num_calls = 0
+        self._num_stores = 0
+        self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
+        self._num_calls = 0  # calls of blocks
+        # Number of micro-batches of a vertical step, and the number of its first call.
+        self._num_together, self._first = 1, 0
 
     def store(self, tensor: Tensor, most: int = MAX_IN_PIECE) -> HostCopy | None:
         """Start to copy ``tensor`` to the host. Return None if empty, sparse or on another device.
@@ -100,14 +111,14 @@ class HostCopies:
             return None
         given = tensor.detach()
         size, count = _piece(given.nbytes, min(most, MAX_IN_PIECE))
-        self._num_calls += 1
-        self._last_use[size] = self._num_calls
+        self._num_stores += 1
+        self._last_use[size] = self._num_stores
         free = self._free.setdefault(size, [])
         if not free:
             # Drop sizes that are no longer requested. Torch reuses memory only after its pending
             # copies. Iterate over a list, because autograd's threads may add sizes at any time.
             for idle, call in list(self._last_use.items()):
-                if self._num_calls - call > _MAX_IDLE:
+                if self._num_stores - call > _MAX_IDLE:
                     del self._last_use[idle]
                     self._free.pop(idle, None)
             with torch.inference_mode(False):  # so that training can use the memory
@@ -171,23 +182,8 @@ class HostCopies:
             stored.fetched.record_stream(self._up)
         # The size may have been dropped while the buffer was in use.
         nbytes = stored.buffer.nbytes
-        self._last_use.setdefault(nbytes, self._num_calls)
+        self._last_use.setdefault(nbytes, self._num_stores)
         self._free.setdefault(nbytes, []).append((stored.buffer, stored.last_copy))
-
-
-class _Call(list[weakref.ref[HostCopy]]):
-    number = 0
-
-
-class HostInputs:
-    """Tensors that autograd saves within `context`, moved to the host and back."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.copies = HostCopies(device)
-        self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
-        self._num_calls = 0
-        # Number of micro-batches of a vertical step, and the number of its first call.
-        self._num_together, self._first = 1, 0
 
     def expect(self, num_micro_batches: int) -> None:
         """Announce that each block will be called once per micro-batch, block by block."""
@@ -200,10 +196,10 @@ class HostInputs:
         self._num_calls += 1
         for ref in self._calls.get(call.number - 2, ()):  # copies of the last call may be pending
             if (stored := ref()) is not None:
-                self.copies.free(stored)
+                self.free(stored)
 
         def pack(tensor: Tensor) -> tuple[HostCopy, _Call] | Tensor:
-            stored = self.copies.store(tensor)
+            stored = self.store(tensor)
             if stored is None:
                 return tensor
             call.append(weakref.ref(stored))
@@ -215,7 +211,7 @@ class HostInputs:
         if isinstance(packed, Tensor):
             return packed
         stored, call = packed
-        found = self.copies.take(stored)
+        found = self.take(stored)
         # The call whose inputs backward needs next. -1 stands for none.
         together, following = self._num_together, call.number - 1
         if together > 1:
@@ -225,7 +221,7 @@ class HostInputs:
                 following = following - 2 * together if block > 0 else -1
         for ref in (*call, *self._calls.get(following, ())):
             if (other := ref()) is not None:
-                self.copies.fetch(other)
+                self.fetch(other)
         return found
 
 

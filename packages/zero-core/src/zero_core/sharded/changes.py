@@ -6,10 +6,6 @@ when the engine starts. A change between two versions belongs to the later one. 
 positions, not values. A patch contains the newest values at all positions that changed since the
 receiver's version. Logging the position of an unchanged value only makes a patch longer.
 
-Until a version's patch is written, its log of a compared shard needs two bits per element: one for
-changed weights, one for weights that moved by more than `NEAR`. Then it needs one or a few bytes
-per changed weight, and at most a bit and a quarter per element.
-
 [Note: how changes are found]
 A *compared* shard is 16-bit and separate from its master weights. The state tier does not write the
 shard directly. The tier is given a shard on the meta device and passes new values to this log, as

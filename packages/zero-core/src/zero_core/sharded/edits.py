@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_core.comm.watch import join_few
 from zero_core.core import access
 from zero_core.core.extension import Extension
 from zero_core.core.facts import Facts
@@ -76,9 +77,9 @@ class Edits(Extension):
         self._kept = [flat for flat in state.params if flat.is_kept and flat.segment.is_trainable]
         self.is_needed = bool(self._kept)  # sharded parameters are written within `gathered` only
         # Parameters marked since the last step, by name: a checksum if written, otherwise None.
-        self._marked: dict[str, int | None] = {}
+        self.marked: dict[str, int | None] = {}
         # Parameters with writes to apply, by name: this rank's piece, and all elements.
-        self._pending: dict[str, tuple[Piece, Tensor]] = {}
+        self.pending: dict[str, tuple[Piece, Tensor]] = {}
 
     def begin(self) -> None:
         """Record writes to parameters from now on, until `remove`."""
@@ -96,11 +97,8 @@ class Edits(Extension):
                 if issubclass(own, _Watched):
                     access.use_class([param], _unwatched(own))
 
-    def is_marked(self, name: str) -> bool:
-        return name in self._marked
-
     def fill(self, facts: Facts) -> None:
-        facts.put("written", sum(checksum is not None for checksum in self._marked.values()))
+        facts.put("written", sum(checksum is not None for checksum in self.marked.values()))
 
     def before_update(self, number: int) -> None:
         self.find()
@@ -117,7 +115,7 @@ class Edits(Extension):
                 names.
         """
         if self._facts.is_any("written"):
-            rows = self._state.control.gather_bytes(json.dumps(self._marked).encode())
+            rows = self._state.control.gather_bytes(json.dumps(self.marked).encode())
             found: list[dict[str, int | None]] = [json.loads(row) for row in rows]
             differing = []
             for name in sorted({name for row in found for name in row}):
@@ -126,10 +124,9 @@ class Edits(Extension):
                 if len(checksums) > 1 or (checksums and not is_marked_by_all):
                     differing.append(name)
             if differing:
-                more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
                 raise RankMismatchError(
                     f"rank {self._state.control.rank}, step {number}: not updated, as ranks have "
-                    f"written different values into {', '.join(differing[:4])}{more} since the "
+                    f"written different values into {join_few(differing)} since the "
                     "last step: write the same on every rank, or one rank's within "
                     f"{self._state.cures.write}"
                 )
@@ -151,21 +148,17 @@ class Edits(Extension):
                 piece = self._state.piece_of(slot.param) if flat.shown.has_masters_apart else None
                 if piece is not None and self._compare(piece, elements)[0].any():
                     is_written = True
-                    self._pending[name] = piece, elements
+                    self.pending[name] = piece, elements
                     flat.edited.add(position)
                 if is_written:
-                    self._marked[name] = zlib.crc32(bytes(elements.cpu().view(torch.uint8).numpy()))
+                    self.marked[name] = zlib.crc32(bytes(elements.cpu().view(torch.uint8).numpy()))
                 else:
-                    self._marked.setdefault(name, None)
-
-    @property
-    def is_pending(self) -> bool:
-        return bool(self._pending)
+                    self.marked.setdefault(name, None)
 
     @torch.no_grad()
     def apply(self) -> None:
         """Apply the writes that `find` has found to the master weights."""
-        pending, self._pending = self._pending, {}
+        pending, self.pending = self.pending, {}
         for piece, elements in pending.values():
             self.write_back(piece, elements)
 
@@ -195,6 +188,6 @@ class Edits(Extension):
 
     def forget(self, names: Iterable[str] | None = None) -> None:
         """Forget recorded writes to all parameters, or only to ``names``."""
-        for name in list(self._marked) if names is None else names:
-            self._marked.pop(name, None)
-            self._pending.pop(name, None)
+        for name in list(self.marked) if names is None else names:
+            self.marked.pop(name, None)
+            self.pending.pop(name, None)

@@ -7,7 +7,7 @@ uses this to count bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -31,11 +31,10 @@ from zero_core.core.unit import Unit
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import Discovered
 from zero_core.layout.gradient_plan import GradientPlan, plan_gradient
-from zero_core.protocols import AccumulatingTier, ParamStore, StateTier
+from zero_core.protocols import AccumulatingTier, ParamStore, ParamTier, StateTier
 from zero_core.sharded.changes import ChangeLog
 from zero_core.sharded.param_offload import (
     LocalStore,
-    OffloadedSegments,
     OffloadedShard,
     PrefetchHints,
 )
@@ -85,33 +84,74 @@ class RefilledBuffers(BufferPool):
         return self._most_bytes
 
 
-class Pools:
-    """The pools of an engine, and how many buffers of each are lent at a time.
+class Memory:
+    """Memory of an engine: parameters, gradients and pools. It also builds the units.
 
-    The numbers hold for steps that use units in the module tree's order and prefetch one unit. At
-    most two blocks are in memory at once: one in use while the next is gathered, or one that
-    accumulates gradients while the previous one is reduced. The root and the tail stay gathered.
+    The expected numbers of buffers hold for steps that use units in the module tree's order and
+    prefetch one unit. Then at most two blocks are in memory at once: one in use while the next is
+    gathered, or one that accumulates gradients while the previous one is reduced. The root and the
+    tail stay gathered.
     """
 
     def __init__(
         self,
+        found: Discovered,
         layout: Layout,
-        device: torch.device,
-        exchanged: Allocate,
-        stream: CopyStream | None,
+        config: Config,
         *,
+        rank: int,
+        device: torch.device,
+        exchanged: Allocate | None = None,
         is_accelerated: bool,
+        offloaded: Sequence[Segment] = (),
+        param_tier: ParamTier | None = None,
     ) -> None:
-        self._layout = layout
-        self._has_peers = layout.world_size > 1
-        self._device = device
-        self._exchanged = exchanged
-        self._private = allocator(device)
-        self._stream = stream
-        self._num_spare = _NUM_SPARE if is_accelerated else 0  # CPU copies are synchronous
-        self._pools: list[tuple[str, BufferPool, int]] = []
+        """Allocate values for ``rank`` on ``device``. The model's parameters do not change.
 
-    def split(self, segments: Iterable[Segment]) -> list[list[Segment]]:
+        ``exchanged``: special allocator of memory that other ranks read (shards and gradients).
+        ``offloaded``: segments whose shards ``param_tier`` holds, which is None in a plan.
+        """
+        self._found = found
+        self._layout = layout
+        self._config = config
+        self._rank = rank
+        self.device = device
+        self._offloaded, self._param_tier = frozenset(s.index for s in offloaded), param_tier
+        self._has_peers = layout.world_size > 1
+        # A single rank has nothing to shard, but may offload.
+        has_stage = self._has_peers or self._offloaded
+        self._stage = config.zero_optimization.stage if has_stage else 0
+        self.has_sharded_state, self.has_sharded_params = self._stage >= 1, self._stage >= 3
+        self._gathered = frozenset[int]()  # segments that are gathered for each use
+        if self.has_sharded_params:
+            every = frozenset(s.index for s in layout.segments)
+            self._gathered = every if self._has_peers else self._offloaded
+        self._private, self._exchanged = allocator(device), exchanged or allocator(device)
+        self._arena = Arena(self._exchanged)
+        self._stream = CopyStream(device) if self._offloaded else None
+        self._num_spare = _NUM_SPARE if is_accelerated else 0  # CPU copies are synchronous
+        self._pools: list[tuple[str, BufferPool, int]] = []  # kind, pool, expected buffers
+        self._pools_of = self._make_pools_for_values()
+        self._views: dict[Hashable, SegmentViews] = {}
+        # By segment on the device: this rank's shard, or the whole segment if kept.
+        self._values = self._arena.allocate(
+            "parameters",
+            {
+                s.index: (s.dtype, s.shard_numel if s.index in self._gathered else s.padded_numel)
+                for s in layout.segments
+                if s.index not in self._offloaded
+            },
+        )
+        self.spans = layout.local_spans(is_sharded=self.has_sharded_state)
+        # Memory that the state tier updates, with its start in the local flat space. A meta tensor
+        # stands for a shard that the tier does not write directly (in a file, or with logged
+        # changes), but through `store`.
+        self.update_targets: list[tuple[int, Tensor]] = []
+        self.store: ParamStore | None = None
+        self.changes: ChangeLog | None = None  # for weight patches
+        self._find_targets()
+
+    def _split(self, segments: Iterable[Segment]) -> list[list[Segment]]:
         """Split segments into those of the root, the blocks and the tail, for separate pools."""
         parts: list[list[Segment]] = [[] for _ in range(2 + self._layout.has_tail)]
         for segment in segments:
@@ -119,7 +159,7 @@ class Pools:
             parts[2 if is_in_tail else min(segment.unit, 1)].append(segment)
         return parts
 
-    def _make(
+    def _make_pool(
         self,
         kind: str,
         allocate: Allocate,
@@ -139,38 +179,36 @@ class Pools:
         self._pools.append((kind, pool, num_at_once + num_spare))
         return pool
 
-    def make_for_values(
-        self, gathered: Collection[int], offloaded: Collection[int]
-    ) -> dict[int, tuple[BufferPool, BufferPool | None]]:
+    def _make_pools_for_values(self) -> dict[int, tuple[BufferPool, BufferPool | None]]:
         """Return, by segment, the pool of gathered values, and that of fetched shards or None."""
         found: dict[int, tuple[BufferPool, BufferPool | None]] = {}
         allocate, stream = self._private, self._stream
-        for part in self.split(self._layout.segments):
+        for part in self._split(self._layout.segments):
             plain = [s for s in part if not s.is_opaque]
             kind = "gathered units"
             filled = allocate if stream is None else stream.allocate
             nbytes = [s.padded_numel * s.dtype.itemsize for s in plain]
-            num_at_once = _num_at_once([s for s in plain if s.index in gathered])
-            full = self._make(kind, filled, nbytes, num_at_once, queue=stream)
+            at_once = _num_at_once([s for s in plain if s.index in self._gathered])
+            full = self._make_pool(kind, filled, nbytes, at_once, queue=stream)
             opaque = [s for s in part if s.is_opaque]
             most = max((s.padded_numel for s in opaque), default=0)
-            refilled = RefilledBuffers(self._device, most, queue=stream)
-            num_at_once = _num_at_once([s for s in opaque if s.index in gathered])
-            self._pools.append((kind, refilled, num_at_once))
+            refilled = RefilledBuffers(self.device, most, queue=stream)
+            at_once = _num_at_once([s for s in opaque if s.index in self._gathered])
+            self._pools.append((kind, refilled, at_once))
             staging = None
             if stream is not None:
-                fetched = [s for s in part if s.index in offloaded]
+                fetched = [s for s in part if s.index in self._offloaded]
                 nbytes = [s.shard_numel * s.dtype.itemsize for s in fetched]
-                num_at_once = _num_of_largest_unit(fetched) if self._has_peers else 0
-                staging = self._make("fetched shards", allocate, nbytes, num_at_once, queue=stream)
+                at_once = _num_of_largest_unit(fetched) if self._has_peers else 0
+                staging = self._make_pool("fetched shards", allocate, nbytes, at_once, queue=stream)
             for s in part:
                 found[s.index] = refilled if s.is_opaque else full, staging
         return found
 
-    def make_for_gradients(
-        self, segments: Sequence[Segment], plan_of: Mapping[int, GradientPlan], *, is_whole: bool
+    def _make_pools_for_gradients(
+        self, segments: Sequence[Segment], plan_of: Mapping[int, GradientPlan]
     ) -> tuple[dict[torch.dtype, BufferPool], BufferPool, BufferPool]:
-        """Return the full, shard and rounded pools. ``is_whole``: ranks update all elements."""
+        """Return the full, shard and rounded pools."""
         plans = [(s, plan_of[s.index]) for s in segments]
         full = {}
         for dtype in {dtype for _, p in plans for dtype in (p.communicated, p.accumulated)}:
@@ -184,7 +222,7 @@ class Pools:
             # On a single rank without kept gradients, the tier copies the full gradient's buffer.
             num_copied = 0 if self._has_peers else len(borrowed)
             at_once = _num_at_once(borrowed)
-            full[dtype] = self._make(
+            full[dtype] = self._make_pool(
                 "gradients under way", self._exchanged, nbytes, at_once, num_copied=num_copied
             )
         # Segments whose gradient is converted to another dtype for the tier.
@@ -195,15 +233,16 @@ class Pools:
         ]
         passed_on = [s for s, p in plans if self._has_peers and not p.is_shard_kept]
         is_rounded = any(s in rounded for s in passed_on)  # then the tier reads the rounded buffers
-        shard_pool = self._make(
+        shard_pool = self._make_pool(
             "gradient shards",
             self._exchanged,
             [s.shard_numel * p.accumulated.itemsize for s, p in plans],
             _num_of_largest_unit(passed_on),
             num_copied=0 if is_rounded else len(passed_on),
         )
+        is_whole = self._stage == 0  # ranks update all elements
         numels = [s.padded_numel if is_whole else s.shard_numel for s in segments]
-        rounded_pool = self._make(
+        rounded_pool = self._make_pool(
             "rounded gradients",
             self._private,
             [numel * p.offered.itemsize for numel, (_, p) in zip(numels, plans, strict=True)],
@@ -212,108 +251,8 @@ class Pools:
         )
         return full, shard_pool, rounded_pool
 
-    def make_for_terms(
-        self, plans: Sequence[tuple[Segment, GradientPlan]], *, has_micro_steps: bool
-    ) -> BufferPool:
-        """Return the pool for reduced gradients that are added to those of earlier micro-steps.
-
-        Only one unit's reductions are pending at a time.
-        """
-        kept = [s for s, p in plans if p.is_shard_kept and not p.is_sequential]
-        nbytes = [s.shard_numel * p.accumulated.itemsize for s, p in plans]
-        at_once = _num_of_largest_unit(kept) if has_micro_steps and self._has_peers else 0
-        return self._make("gradient shards", self._private, nbytes, at_once)
-
-    def add_to(self, report: dict[str, int]) -> None:
-        for kind, pool, _ in self._pools:
-            report[kind] = report.get(kind, 0) + pool.allocated_bytes
-
-    def add_expected(self, blocks: dict[str, list[int]]) -> None:
-        for kind, pool, expected in self._pools:
-            blocks.setdefault(kind, []).extend([pool.buffer_bytes] * expected)
-
-    def reserve(self) -> None:
-        """Allocate all buffers that steps borrow, because later allocations fragment memory."""
-        for _, pool, expected in self._pools:
-            pool.reserve(expected)
-
-    def free(self, *, keeps_expected: bool = False) -> None:
-        """Free all unused memory, or only memory beyond that of `reserve` (``keeps_expected``)."""
-        for _, pool, expected in self._pools:
-            pool.free(keep=expected if keeps_expected else 0)
-
-
-class Memory:
-    """Memory of an engine: parameters, gradients and pools. It also builds the units."""
-
-    def __init__(
-        self,
-        found: Discovered,
-        layout: Layout,
-        config: Config,
-        *,
-        rank: int,
-        device: torch.device,
-        exchanged: Allocate | None = None,
-        is_accelerated: bool,
-        offloaded: OffloadedSegments | None = None,
-    ) -> None:
-        """Allocate values for ``rank`` on ``device``. The model's parameters do not change.
-
-        ``exchanged``: special allocator of memory that other ranks read (shards and gradients).
-        """
-        self._found = found
-        self._layout = layout
-        self._config = config
-        self._rank = rank
-        self.device = device
-        self._offloaded = offloaded or OffloadedSegments((), None)
-        has_peers = layout.world_size > 1
-        # A single rank has nothing to shard, but may offload.
-        has_stage = has_peers or self._offloaded.segments
-        self._stage = config.zero_optimization.stage if has_stage else 0
-        apart = {s.index for s in layout.segments} if has_peers else self._offloaded.indices
-        # Segments that are gathered for each use.
-        self._gathered = apart if self.has_sharded_params else frozenset[int]()
-        exchanged = exchanged or allocator(device)
-        self._arena = Arena(exchanged)
-        self._stream = CopyStream(device) if self._offloaded.segments else None
-        self.pools = Pools(layout, device, exchanged, self._stream, is_accelerated=is_accelerated)
-        self._pools_of = self.pools.make_for_values(self._gathered, self._offloaded.indices)
-        self._views: dict[Hashable, SegmentViews] = {}
-        # By segment on the device: this rank's shard, or the whole segment if kept.
-        self._values = self._arena.allocate(
-            "parameters",
-            {
-                s.index: (s.dtype, s.shard_numel if s.index in self._gathered else s.padded_numel)
-                for s in layout.segments
-                if s.index not in self._offloaded.indices
-            },
-        )
-        self.spans: dict[int, tuple[int, int]] = {}  # by segment: range in the local flat space
-        for index, start in layout.local_starts(is_sharded=self.has_sharded_state).items():
-            low, high = layout.state_range(
-                layout.segments[index], rank, is_sharded=self.has_sharded_state
-            )
-            self.spans[index] = (start, start + high - low)
-        # Memory that the state tier updates, with its start in the local flat space. A meta tensor
-        # stands for a shard that the tier does not write directly (in a file, or with logged
-        # changes), but through `store`.
-        self.update_targets: list[tuple[int, Tensor]] = []
-        self.store: ParamStore | None = None
-        self.changes: ChangeLog | None = None  # for weight patches
-        self._find_targets()
-
-    @property
-    def has_sharded_state(self) -> bool:
-        return self._stage >= 1
-
-    @property
-    def has_sharded_params(self) -> bool:
-        return self._stage >= 3
-
     def _find_targets(self) -> None:
-        config, tier, offloaded = self._config, self._offloaded.tier, self._offloaded.indices
+        config, tier, offloaded = self._config, self._param_tier, self._offloaded
         # A split master weight includes the parameter's memory, so the tier must write that memory.
         is_split = config.zero_optimization.offload_optimizer.state_dtype != "float32"
         compared: dict[int, tuple[int, Tensor, tuple[int, int]]] = {}
@@ -363,7 +302,7 @@ class Memory:
         segments, zero = self._layout.segments, self._config.zero_optimization
         has_masters = has_own_tier or zero.offload_optimizer.device != "none"
         # The engine's own tiers have updated a shard on the device when ``step`` returns.
-        awaited = tier if has_masters or self._offloaded.segments else None
+        awaited = tier if has_masters or self._offloaded else None
         params = [
             self._flat_params(s, communicator, awaited, has_masters=has_masters) for s in segments
         ]
@@ -387,12 +326,12 @@ class Memory:
             for index, of_segment in buffers.items()
         }
         hints = None
-        if self._offloaded.tier is not None:
+        if self._param_tier is not None:
             offloaded = [
-                [params[s.index] for s in unit.segments if s.index in self._offloaded.indices]
+                [params[s.index] for s in unit.segments if s.index in self._offloaded]
                 for unit in self._layout.units
             ]
-            hints = PrefetchHints(self._offloaded.tier, offloaded, self._layout.last_block)
+            hints = PrefetchHints(self._param_tier, offloaded, self._layout.last_block)
         return [
             Unit(
                 unit.index,
@@ -416,8 +355,8 @@ class Memory:
         index, span = segment.index, self.spans.get(segment.index)
         pool, staging = self._pools_of[index]
         source: Shard
-        if index in self._offloaded.indices:
-            param_tier, stream = self._offloaded.tier, self._stream
+        if index in self._offloaded:
+            param_tier, stream = self._param_tier, self._stream
             assert param_tier is not None
             assert stream is not None
             assert staging is not None
@@ -491,30 +430,46 @@ class Memory:
         kept = [(s, p) for s, p in plans if p.is_shard_kept and s.index not in shards]
         reduced = {s.index: (p.accumulated, s.shard_numel) for s, p in kept}
         shards |= allocate("gradient shards", reduced)
-        has_micro_steps = self._config.gradient_accumulation_steps > 1
-        terms = self.pools.make_for_terms(plans, has_micro_steps=has_micro_steps)
+        # Reduced gradients that are added to those of earlier micro-steps. Only one unit's
+        # reductions are pending at a time.
+        added = [s for s, p in plans if p.is_shard_kept and not p.is_sequential]
+        is_added = self._has_peers and self._config.gradient_accumulation_steps > 1
+        nbytes = [s.shard_numel * p.accumulated.itemsize for s, p in plans]
+        at_once = _num_of_largest_unit(added) if is_added else 0
+        terms = self._make_pool("gradient shards", self._private, nbytes, at_once)
         found = {}
-        for part in self.pools.split(s for s, _ in plans):
-            pools = self.pools.make_for_gradients(part, plan_of, is_whole=self._stage == 0)
+        for part in self._split(s for s, _ in plans):
+            pools = self._make_pools_for_gradients(part, plan_of)
             for s in part:
                 of_segment = full.get(s.index), shards.get(s.index), total.get(s.index)
                 found[s.index] = GradientBuffers(plan_of[s.index], *of_segment, *pools, terms)
         return found
 
+    def reserve_buffers(self) -> None:
+        """Allocate all buffers that steps borrow, because later allocations fragment memory."""
+        for _, pool, expected in self._pools:
+            pool.reserve(expected)
+
+    def free_buffers(self, *, keeps_expected: bool = False) -> None:
+        """Free all unused buffers, or (``keeps_expected``) those beyond `reserve_buffers`."""
+        for _, pool, expected in self._pools:
+            pool.free(keep=expected if keeps_expected else 0)
+
     def expected_blocks(self) -> dict[str, list[int]]:
         """Return the bytes of each allocation, by kind, for steps in the module tree's order."""
         found = {kind: [b.nbytes for b in buffers] for kind, buffers in self._arena.buffers.items()}
-        self.pools.add_expected(found)
+        for kind, pool, expected in self._pools:
+            found.setdefault(kind, []).extend([pool.buffer_bytes] * expected)
         return found
 
     def report(self) -> dict[str, int]:
         """Return the bytes of each kind on this rank, without those of the state tier."""
         found = self._arena.report()
-        self.pools.add_to(found)
+        for kind, pool, _ in self._pools:
+            found[kind] = found.get(kind, 0) + pool.allocated_bytes
         if self.changes is not None:
             found["weight patches"] = self.changes.nbytes
-        tier = self._offloaded.tier
-        return found if tier is None else {**found, **tier.report()}
+        return found if self._param_tier is None else {**found, **self._param_tier.report()}
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
         found: dict[str, list[Tensor]] = {"parameters": [], "gradients": []}

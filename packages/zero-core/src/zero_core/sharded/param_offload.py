@@ -22,7 +22,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, islice, takewhile
 
 import torch
@@ -57,18 +56,6 @@ def offloaded_segments(layout: Layout, config: Config, *, is_apart: bool) -> tup
         else:
             offloaded.append(segment)
     return tuple(offloaded)
-
-
-@dataclass(frozen=True)
-class OffloadedSegments:
-    """Segments whose shards are offloaded. ``tier`` is None in a plan, and without segments."""
-
-    segments: tuple[Segment, ...]
-    tier: ParamTier | None
-
-    @cached_property
-    def indices(self) -> frozenset[int]:
-        return frozenset(segment.index for segment in self.segments)
 
 
 class OffloadedShard(Shard):

@@ -217,11 +217,10 @@ class ShardedState:
 
     def covered(self, segment: int) -> tuple[int, int]:
         """Return the range of a trainable segment that this rank's optimizer state covers."""
-        span = self.params[segment].source.span
+        span, layout = self.params[segment].source.span, self.layout.segments[segment]
         assert span is not None
-        layout = self.layout.segments[segment]
         is_sharded = span[1] - span[0] == layout.shard_numel
-        return self.layout.state_range(layout, self.control.rank, is_sharded=is_sharded)
+        return layout.shard_range(self.control.rank) if is_sharded else (0, layout.padded_numel)
 
     @cached_property
     def places(self) -> dict[int, tuple[FlatParams, int]]:

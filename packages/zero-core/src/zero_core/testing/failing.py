@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.engine import Engine
-from zero_core.testing.models import batch, make_model
+from zero_core.testing.models import make_model
+from zero_core.testing.training import train_steps
 
 NUM_STEPS = 3
 _LEFT_STEP = 1
@@ -139,11 +139,6 @@ class Interruption:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def _step(engine: Engine, inputs: Mapping[str, Any]) -> None:
-    engine.backward(engine(**inputs)["loss"])
-    engine.step()
-
-
 def _train_left(
     config: Mapping[str, Any], folder: Path, interruption: Interruption, *, drops: bool
 ) -> tuple[dict[str, Tensor], list[str]]:
@@ -159,7 +154,7 @@ def _train_left(
     logger.addHandler(handler)
     engine, told = zero_core.build(make_model(), config), []
     try:
-        _step(engine, batch(0, 0, 0))
+        train_steps(engine, 0, 1)
         engine.save_checkpoint(folder)
         is_left, cure = False, ""
         for _ in range(6):
@@ -172,10 +167,10 @@ def _train_left(
                     engine.zero_grad()
                 # like a notebook cell that is run again: train all remaining steps
                 while engine.global_steps < NUM_STEPS:
-                    inputs = batch(engine.global_steps, 0, 0)
-                    is_due = not is_left and engine.global_steps == _LEFT_STEP
+                    step = engine.global_steps
+                    is_due = not is_left and step == _LEFT_STEP
                     with interruption.armed() if is_due else nullcontext():
-                        _step(engine, inputs)
+                        train_steps(engine, step, step + 1)
                 break
             except KeyboardInterrupt:
                 is_left = True

@@ -73,11 +73,6 @@ class Trace:
     between_nodes_bytes: int = 0  # bytes that this rank sent to other nodes in the last step
 
 
-def _batch_on(device: torch.device, step: int, micro: int, rank: int) -> dict[str, Any]:
-    inputs = batch(step, micro, rank)
-    return {**inputs, "ids": inputs["ids"].to(device)}
-
-
 class SimulatedDDP:
     """DistributedDataParallel over simulated ranks, in plain torch.
 
@@ -154,7 +149,7 @@ def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = No
             is_last = micro == case.accumulation - 1
             is_quiet = case.is_local and not is_last and not is_alone
             with ddp.no_sync() if is_quiet and ranks is None else nullcontext():
-                loss = ddp(**_batch_on(device, step, micro, rank))["loss"]
+                loss = ddp(**batch(step, micro, rank))["loss"]
                 scaler.scale(loss / case.accumulation).backward()
             trace.losses.append(loss.item())
             if case.is_local and not is_last:
@@ -186,7 +181,6 @@ def run_engine(
 ) -> Trace:
     """Train as `run_ddp` does, with the engine. ``resume_from``: a checkpoint's folder."""
     trace = Trace()
-    device = find_ranks(None, None).device  # the engine would choose the same device
     engine = zero_core.build(make_model(case.width), case.config(), **build_kwargs)
     if resume_from is not None:
         engine.resume(resume_from)
@@ -195,7 +189,7 @@ def run_engine(
             is_quiet = case.is_local and micro < case.accumulation - 1
             with engine.no_sync() if is_quiet else nullcontext():
                 for _ in range(case.num_backwards):
-                    loss = engine(**_batch_on(device, step, micro, rank))["loss"]
+                    loss = engine(**batch(step, micro, rank))["loss"]
                     engine.backward(loss / case.num_backwards)
             engine.step()
             trace.losses.append(loss.item())
@@ -254,7 +248,7 @@ def _distance(a: Trace, b: Trace) -> tuple[float, float]:
 
 
 def train_unread(
-    engine: zero_core.Engine, rank: int, device: torch.device, *, steps: int, accumulation: int = 1
+    engine: zero_core.Engine, rank: int, *, steps: int, accumulation: int = 1
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Train without reading losses, so that the host runs ahead, and close the engine.
 
@@ -262,7 +256,7 @@ def train_unread(
     """
     losses = []
     for step, micro in itertools.product(range(steps), range(accumulation)):
-        loss = engine(**_batch_on(device, step, micro, rank))["loss"]
+        loss = engine(**batch(step, micro, rank))["loss"]
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())

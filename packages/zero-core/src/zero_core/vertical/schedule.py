@@ -8,7 +8,6 @@ through one block before the next block, and so gathers a block at most twice pe
 1. Forward: each micro-batch's forward runs up to the first block, in the order of micro-batches.
    Then all micro-batches run the first block, then the second, and so on. Each forward is a
    greenlet, a stack of Python frames that can pause at a block. All run on one thread.
-   `zero_core.vertical.torch_state` keeps their contexts (such as autocast) apart.
 2. Loss: after the last block, each micro-batch in turn computes its loss, and runs backward to the
    last block's output. So only one micro-batch's logits are in memory at a time.
 3. Backward: all micro-batches run backward through the last block, then through the block before,
@@ -29,6 +28,13 @@ Each forward must call each block exactly once, in the order of the module tree.
 `AccumulationScheduleError` is raised. The same error is raised if a forward stores new tensors in
 attributes of modules, because micro-batches would read each other's tensors. This is checked until
 the first step has ended.
+
+[Note: contexts of a paused forward]
+A forward may pause within contexts: autocast, ``no_grad``, a device, a choice of attention kernels,
+checkpointing around a block. torch keeps their state per thread or process, and micro-batches share
+a thread. So a pause exchanges the forward's state for the state before the step, and the end of
+the pause exchanges it back. Contexts around the step apply to each micro-batch, and contexts in a
+forward only to that forward. Dispatch keys reveal contexts that cannot be exchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +49,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import outside_graphs, seed_generators
+from zero_core._torch import context_settings, dispatch_keys, outside_graphs, seed_generators
 from zero_core.comm.place import OUTSIDE
 from zero_core.config import Config
 from zero_core.core.grads import FlatGrads
@@ -56,7 +62,6 @@ from zero_core.runtime.host_inputs import HostInputs
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.micro_batches import MicroBatches, ScaledLoss
 from zero_core.vertical.segments import PartialGrads, SegmentCrossing, Segments
-from zero_core.vertical.torch_state import TorchState
 
 try:
     from greenlet import getcurrent, greenlet
@@ -85,6 +90,29 @@ def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
                 if tensors := [item for item in held if isinstance(item, Tensor)]:
                     found[f"{path}.{key}".removeprefix(".")] = tensors
     return found
+
+
+class TorchState:
+    """State of torch's contexts at this object's creation: [Note: contexts of a paused forward]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._settings = context_settings(device)
+        self._outside = [get() for get, _ in self._settings]
+        self._keys = dispatch_keys()
+
+    def exchange(self, new: list[Any] | None = None) -> list[Any]:
+        """Set ``new``, by default the state at this object's creation. Return the previous one."""
+        # Otherwise autocast in another micro-batch would reuse a cached cast and its autograd node.
+        torch.clear_autocast_cache()
+        old = [get() for get, _ in self._settings]
+        for (_, put), value, now in zip(self._settings, new or self._outside, old, strict=True):
+            if value is not now:
+                put(value)
+        return old
+
+    def is_as_before(self) -> bool:
+        """Return False if contexts are active that `exchange` cannot leave. Call it after that."""
+        return bool(dispatch_keys() == self._keys)
 
 
 class MicroBatch:
@@ -183,7 +211,7 @@ class VerticalSchedule(MicroBatches):
             one = self._running
             if one is None or is_in_backward():
                 return None
-            expected = one.segments.next_block
+            expected = max(0, one.segments.number - 1)  # number 0 is the prologue
             if number != expected:
                 before = f"called before {self._blocks[expected]!r}" if number > expected else ""
                 why = before or f"called again after {self._blocks[expected - 1]!r}"
@@ -233,8 +261,7 @@ class VerticalSchedule(MicroBatches):
 
     def _run_together(self, batches: Sequence[Any], loss_of: ScaledLoss, seed: int) -> list[Tensor]:
         host_inputs = self._host_inputs
-        copies = None if host_inputs is None else host_inputs.copies
-        partial = PartialGrads(len(batches), copies)
+        partial = PartialGrads(len(batches), host_inputs)
         self._forward.enter(self._root, self._state.module)
         self._units.saved.leave_thread()  # each micro-batch registers its own hooks
         torch_state = TorchState(self._state.device)

@@ -44,7 +44,7 @@ from zero_core._torch import (
     pytree,
     sequence_number,
 )
-from zero_core.runtime.host_inputs import HostCopies, HostCopy
+from zero_core.runtime.host_inputs import HostCopy, HostInputs
 
 
 class PartialGrads:
@@ -55,7 +55,7 @@ class PartialGrads:
     device memory.
     """
 
-    def __init__(self, num_micro_batches: int, copies: HostCopies | None) -> None:
+    def __init__(self, num_micro_batches: int, copies: HostInputs | None) -> None:
         self._grads: list[dict[int, Tensor | HostCopy]] = [{} for _ in range(num_micro_batches)]
         self._copies = copies
 
@@ -97,7 +97,7 @@ class PartialGrads:
                 grads[param] = grad if stored is None else stored
 
     def settle(self) -> None:
-        """Drop device gradients that are being copied to the host: see `HostCopies.free`."""
+        """Drop device gradients that are being copied to the host: see `HostInputs.free`."""
         for stored in chain.from_iterable(grads.values() for grads in self._grads):
             if isinstance(stored, HostCopy):
                 stored.copies.free(stored)
@@ -178,10 +178,6 @@ class Segments(TorchFunctionMode):
     @property
     def number(self) -> int:
         return len(self._segments) - 1
-
-    @property
-    def next_block(self) -> int:
-        return max(0, self.number - 1)
 
     def _begin(self) -> None:
         self._segments.append(_Segment(next_sequence_number()))
