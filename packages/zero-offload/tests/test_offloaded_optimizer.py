@@ -214,6 +214,26 @@ def test_masters_keep_their_bits_where_weights_are_written_as_they_were(ratio: f
         assert torch.equal(after[i]["master_weight"], before[i]["master_weight"])
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("bad", [{"amsgrad": True}, {"betas": (1.0, 0.99)}, {"lr": None}])
+def test_a_step_can_be_repeated_after_settings_that_torch_refuses(
+    bad: dict[str, Any], ratio: float
+) -> None:
+    plain, ours = make_model(), make_model()
+    oracle = optim.AdamW(groups_of(plain), lr=1e-2)
+    optimizer = OffloadedOptimizer(optim.AdamW, groups_of(ours), lr=1e-2, ratio=ratio)
+    assert loop(ours, optimizer, steps=range(2)) == loop(plain, oracle, steps=range(2))
+    kept = [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group.update(bad)
+    with pytest.raises(ValueError, match=r"refuses the settings of param_groups\[0\]"):
+        optimizer.step()
+    for group, settings in zip(optimizer.param_groups, kept, strict=True):
+        group.update(settings)
+    assert loop(ours, optimizer, steps=range(2, 5)) == loop(plain, oracle, steps=range(2, 5))
+    assert torch.equal(weights(ours), weights(plain))
+
+
 def test_misuse_is_refused_with_the_reason() -> None:
     weight = nn.Parameter(torch.ones(4))
     optimizer = OffloadedOptimizer(optim.SGD, [weight], lr=0.1)

@@ -27,7 +27,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from torch import Tensor
 from xxhash import xxh3_64
 
 from zero_offload.errors import StorageCorruptError, StorageError
+from zero_offload.threads import Threads
 
 if sys.platform == "linux":
     import fcntl
@@ -262,7 +263,7 @@ class BlockFile:
         self.is_direct = self._scratch.is_direct
         # A running transfer keeps this object alive, so the descriptor is closed after all of them.
         self._closer = weakref.finalize(self, os.close, self._scratch.fd)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"storage-{name}")
+        self._threads = Threads(_NUM_THREADS, thread_name_prefix=f"storage-{name}")
 
     def read(self, block: int, tensor: Tensor) -> Transfer:
         """Start to fill ``tensor`` (CPU, contiguous, as many bytes as the block) with a block.
