@@ -37,7 +37,6 @@ from zero_offload.flat.geometry import Intervals
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.storage import BlockFile, Transfer
 from zero_offload.memory.streams import Copy, start_copy
-from zero_offload.protocols import Work
 
 _BLOCK = "offload_param"
 NUM_WRITE_BUFFERS = 2
@@ -136,7 +135,7 @@ class OffloadedParams:
         if self.file is not None:
             self.file.expect([s for s in segments if s not in self._host])
 
-    def fetch(self, segment: int, out: Tensor) -> Work:
+    def fetch(self, segment: int, out: Tensor) -> Copy:
         """Start to copy a shard to ``out`` (1-D, same length and dtype) on the current stream.
 
         Raises:

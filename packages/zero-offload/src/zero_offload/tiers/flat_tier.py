@@ -24,7 +24,7 @@ from zero_offload.flat.geometry import Geometry, Run, check_active, freeze_group
 from zero_offload.flat.grads import GradLedger, add_up
 from zero_offload.protocols import ChangeWatcher, Groups
 from zero_offload.rules.rule import MASTER
-from zero_offload.steppers.memory_stepper import HostRing, MemoryStepper, UndoLog
+from zero_offload.steppers.memory_stepper import MemoryStepper, UndoLog, UndoMemory
 from zero_offload.steppers.stepper import Chunk, Stepper, spans_of
 from zero_offload.tiers.worker import HostThread, Job, Phase, Progress, Speculation, Worker
 from zero_offload.transfers.mover import GradSums, HostMover, Mover, Release
@@ -352,7 +352,7 @@ class HostTier(FlatTier):
         capacity = stepper.undo_capacity()
         if most_bytes is not None:
             capacity = min(capacity, most_bytes)
-        self.worker.log = UndoLog(stepper, HostRing(capacity))
+        self.worker.log = UndoLog(stepper, UndoMemory(capacity))
         self.mover.add_staging()
         return True
 

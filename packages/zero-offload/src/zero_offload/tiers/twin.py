@@ -183,7 +183,7 @@ class TwinTier(ReportingShares):
         if not owners:
             raise KeyError(f"the optimizer has no state {name!r}, only {self.state_names()}")
         spans = [(p.share.local(start), p.share.local(stop)) for p in owners]
-        reads = [p.snapshots().peek_state if is_peek else p.tier.read_state for p in owners]
+        reads = [p.tier.peek_state if is_peek else p.tier.read_state for p in owners]
         found = [read(name, *span) for read, span in zip(reads, spans, strict=True)]
         for values in found:
             if values.numel() == stop - start:
