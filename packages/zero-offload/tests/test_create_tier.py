@@ -26,7 +26,7 @@ from support.tiers import (
 )
 from torch import Tensor, nn, optim
 
-from zero_offload import ELEMENTWISE, OffloadedOptimizer, create_tier
+from zero_offload import ELEMENTWISE, OffloadedOptimizer
 from zero_offload.protocols import StateTier
 from zero_offload.rules.resolve import GROUP, resolve_kernel
 from zero_offload.settings import OffloadSettings
@@ -204,11 +204,6 @@ def test_layouts_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=match):
         make_tier(_empty(params, 8, pieces))
-
-
-def test_the_entry_point_is_create_tier() -> None:
-    (entry,) = importlib.metadata.entry_points(group="zero_core.state_tiers", name="host")
-    assert entry.load() is create_tier
 
 
 def test_no_thread_is_started_before_the_first_step() -> None:

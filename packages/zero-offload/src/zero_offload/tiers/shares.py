@@ -379,8 +379,7 @@ class Shares:
         if self._num_micro_steps:
             tier.expect_micro_steps(self._num_micro_steps)
         if self._has_undo:
-            can_undo = tier.enable_undo(self._factory.undo_buffer_size)
-            assert can_undo, "as the factory says: a share has another length, not another rule"
+            tier.enable_undo(self._factory.undo_buffer_size)
         self._reserve_part(part)
         self._watch_part(part)
         return part
@@ -424,10 +423,10 @@ class Shares:
 
     def enable_undo(self) -> bool:
         """Create the undo log for `speculate`. Return False if no update can be undone."""
-        if self._factory.can_undo:
-            self.check_whole()
-            host, most = self._host_part, self._factory.undo_buffer_size
-            self._has_undo = host is None or host.tier.enable_undo(most)
+        self.check_whole()
+        self._has_undo = self._factory.can_undo
+        if self._has_undo and self._host_part is not None:
+            self._host_part.tier.enable_undo(self._factory.undo_buffer_size)
         return self._has_undo
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
