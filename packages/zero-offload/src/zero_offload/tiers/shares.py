@@ -340,7 +340,10 @@ def state_bytes(optimizer_class: OptimizerClass, groups: Groups, dtype: torch.dt
 
 
 class Shares:
-    """The host's and the device's part of a flat space, one of which may be missing."""
+    """The host's and the device's part of a flat space, one of which may be missing.
+
+    Counters include host tiers that a resplit replaced.
+    """
 
     def __init__(
         self, geometry: Geometry, groups: Groups, host: Intervals, factory: OffloadTiers
@@ -543,10 +546,6 @@ class Shares:
     ) -> None:
         for part in self._present:
             migrate(part.tier, part.share, write_state, share)
-
-
-class ReportingShares(Shares):
-    """`Shares` with sizes, and counters that include host tiers which a resplit replaced."""
 
     def report(self) -> tuple[PartReport, ...]:
         return tuple(part.report() for part in self._present)

@@ -17,10 +17,10 @@ from zero_offload.flat.geometry import Geometry, Intervals, check_active
 from zero_offload.protocols import Groups
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import FlatTier
-from zero_offload.tiers.shares import AnyPart, ReportingShares, state_bytes, within_budget
+from zero_offload.tiers.shares import AnyPart, Shares, state_bytes, within_budget
 
 
-class TwinTier(ReportingShares):
+class TwinTier(Shares):
     """A StateTier made of a host tier for some elements and a device tier for all others."""
 
     owns_grads = True
