@@ -54,7 +54,6 @@ from zero_core.protocols import (
     TimedTier,
     TransportCollectives,
     UploadCodec,
-    Work,
 )
 from zero_core.sharded.param_offload import LocalStore
 from zero_engine.deepspeed.zero.partitioned import Partitioned
@@ -75,10 +74,8 @@ from zero_offload.protocols import AdamKernel as OffloadKernel
 from zero_offload.protocols import DeviceMemory as OffloadDeviceMemory
 from zero_offload.protocols import DeviceTierFactory as OffloadDeviceTierFactory
 from zero_offload.protocols import ParamStore as OffloadParamStore
-from zero_offload.protocols import SnapshotTier as OffloadSnapshotTier
 from zero_offload.protocols import StateTier as OffloadStateTier
 from zero_offload.protocols import UploadCodec as OffloadUploadCodec
-from zero_offload.protocols import Work as OffloadWork
 from zero_offload.tiers.auto_tier import AutoTier
 from zero_offload.tiers.twin import TwinTier
 
@@ -122,13 +119,11 @@ def prove_instances(
 
 def prove_what_is_handed_over(
     transport: TransportCollectives,
-    tier: StateTier,
     kernel: AdamKernel,
     factory: DeviceTierFactory,
     store: ParamStore,
-    work: OffloadWork,
     memory: DeviceMemory,
-    watched: SnapshotTier,
+    tier: SnapshotTier,
     codec: UploadCodec,
 ) -> None:
     """Let mypy check that the engine's objects match the protocols of the receiving parts."""
@@ -138,12 +133,10 @@ def prove_what_is_handed_over(
     offload_kernel: OffloadKernel = kernel
     offload_factory: OffloadDeviceTierFactory = factory
     offload_store: OffloadParamStore = store
-    fetched: Work = work
     offload_memory: OffloadDeviceMemory = memory
-    offload_watched: OffloadSnapshotTier = watched
     offload_codec: OffloadUploadCodec = codec
-    del comm, offload, offload_kernel, offload_factory, offload_store, fetched, offload_memory
-    del offload_watched, coding, offload_codec
+    del comm, offload, offload_kernel, offload_factory, offload_store, offload_memory
+    del coding, offload_codec
 
 
 upload_codec: UploadCodec = LosslessUploadCodec()

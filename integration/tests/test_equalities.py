@@ -59,8 +59,7 @@ def prompt_tier(**given: Any) -> Any:
 
     def speculate_at_once(*args: Any, **keys: Any) -> None:
         speculate(*args, **keys)
-        for part in tier.parts:
-            part.drain()
+        tier.file_traffic()  # waits for the host
 
     tier.speculate = speculate_at_once  # type: ignore[method-assign]
     return tier

@@ -170,8 +170,7 @@ def backward(engine: zero_core.Engine, step: int, factor: float = 1.0) -> None:
     """Run forward and backward, then wait until the host has completed all early updates."""
     engine.backward(factor * engine(**batch(step, 0, engine.rank))["loss"])
     tier: Any = engine.sharded_state.tier
-    for part in tier.parts:
-        part.drain()
+    tier.file_traffic()  # waits for the host
 
 
 def count(engine: zero_core.Engine, what: str) -> int:

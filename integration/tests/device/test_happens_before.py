@@ -270,8 +270,7 @@ def _offloaded_optimizer(ratio: float) -> None:
         optimizer.zero_grad()
         net(_batch(step).bfloat16()).backward()
         optimizer.step()
-    for part in optimizer.tier.parts:
-        part.drain()
+    optimizer.tier.file_traffic()  # waits for the host
 
 
 class _SmallSteps:
@@ -328,8 +327,7 @@ def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> Non
         for _, shard in shards if units > 1 else ():
             shard.square()
         tier.step([GROUP], range(units), grad_scale=1.0)
-    for part in tier.parts:
-        part.drain()
+    tier.file_traffic()  # waits for the host
     side.wait_stream(torch.accelerator.current_stream())  # before its memory is reused
 
 

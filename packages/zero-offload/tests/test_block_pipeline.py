@@ -100,7 +100,7 @@ def test_what_followed_last_time_is_read_before_it_is_announced(tmp_path: Path) 
         _add_one(pipeline, order)
         pipeline.flush()
         pipeline.prefetch()
-    assert pipeline.prefetched == [3, 1, 4]
+    assert list(pipeline.prefetched) == [3, 1, 4]
     wait_until(lambda: sum(entry.startswith("end read") for entry in file.log) >= 10 + 6 + 4 + 6)
     file.log.clear()
     _add_one(pipeline, [3, 1, 4, 0, 2])

@@ -88,6 +88,21 @@ def test_resumed_run_is_bit_identical(
         assert_same(snapshot(other, resumed, padding=False), expected)
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+def test_masters_follow_written_weights_and_equal_them_when_synced(state_dtype: str) -> None:
+    weight = nn.Parameter(torch.linspace(0.1, 0.9, 200).bfloat16())
+    settings: dict[str, Any] = {"adam_kernel": ReferenceKernel(), "state_dtype": state_dtype}
+    optimizer = OffloadedOptimizer(optim.AdamW, [weight], **settings)
+    weight.grad = weight.detach().clone()
+    optimizer.step()
+    with torch.no_grad():
+        weight.fill_(0.3)
+    assert torch.equal(optimizer.state_dict()["state"][0]["master_weight"].bfloat16(), weight)
+    weight.data.fill_(0.5)  # autograd does not count this write
+    optimizer.sync_from_params()
+    assert torch.equal(optimizer.state_dict()["state"][0]["master_weight"], weight.float())
+
+
 @compact_dtypes
 def test_state_goes_to_fp32_states_and_back_unchanged(kernel: Any, state_dtype: str) -> None:
     spaces = [Space(BF16) for _ in range(3)]

@@ -6,15 +6,27 @@ import importlib.metadata
 import inspect
 import os
 import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.kernels import ReferenceAdam, ReferenceKernel
-from support.tiers import ADAM, CPU, Space, group_of, make_tier, workers
+from support.tiers import (
+    ADAM,
+    CPU,
+    Space,
+    group_of,
+    make_tier,
+    offer,
+    snapshot,
+    train,
+    workers,
+)
 from torch import Tensor, nn, optim
 
-from zero_offload import ELEMENTWISE, OffloadedOptimizer, create_tier
+from zero_offload import ELEMENTWISE, OffloadedOptimizer
 from zero_offload.protocols import StateTier
 from zero_offload.rules.resolve import GROUP, resolve_kernel
 from zero_offload.settings import OffloadSettings
@@ -194,11 +206,6 @@ def test_layouts_that_do_not_fit_are_refused(
         make_tier(_empty(params, 8, pieces))
 
 
-def test_the_entry_point_is_create_tier() -> None:
-    (entry,) = importlib.metadata.entry_points(group="zero_core.state_tiers", name="host")
-    assert entry.load() is create_tier
-
-
 def test_no_thread_is_started_before_the_first_step() -> None:
     before = workers()
     optimizer = OffloadedOptimizer(optim.SGD, [weight := nn.Parameter(torch.ones(2))], lr=0.1)
@@ -208,15 +215,23 @@ def test_no_thread_is_started_before_the_first_step() -> None:
     assert len(workers() - before) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_step_in_a_process_forked_after_the_first_is_refused() -> None:
-    optimizer = OffloadedOptimizer(optim.SGD, [weight := nn.Parameter(torch.ones(2))], lr=0.1)
-    weight.grad = torch.ones(2)
-    optimizer.step()
+@pytest.mark.filterwarnings("ignore:.*(fork|direct I/O)")
+@pytest.mark.parametrize("use", ["step", "square_sum", "read_state"])
+def test_a_use_in_a_process_forked_after_the_first_is_refused(use: str, tmp_path: Path) -> None:
+    space, place = Space(), {"device": "nvme", "nvme_path": str(tmp_path)}
+    place = place if use == "read_state" else {}
+    tier = make_tier(space, kernel=ReferenceAdam(), micro_steps=1, **place)
+    calls: dict[str, Callable[[], object]] = {
+        "step": lambda: train(tier, space, steps=range(1)),
+        "square_sum": lambda: tier.square_sum(0, space.numel)(),
+        "read_state": lambda: snapshot(tier, space),
+    }
+    offer(tier, space, 0)
+    calls[use]()
     if not (child := os.fork()):
         signal.alarm(30)  # ends a process that hangs
         try:
-            optimizer.step()
+            calls[use]()
         except RuntimeError as error:
             os._exit(7 if "was forked" in str(error) else 1)
         finally:

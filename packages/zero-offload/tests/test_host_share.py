@@ -227,5 +227,3 @@ def test_shares_that_cannot_be_are_refused_by_name() -> None:
         make(net.parameters(), parameters=[nn.Parameter(torch.ones(2))])
     with pytest.raises(ValueError, match="must be a list of patterns"):
         make(net.named_parameters(), parameters="head.*")
-    with pytest.raises(ValueError, match="cannot be offloaded"):
-        OffloadedOptimizer(optim.LBFGS, net.parameters(), device_budget=100)

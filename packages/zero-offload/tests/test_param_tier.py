@@ -155,7 +155,7 @@ def test_reads_ahead_take_as_many_buffers_as_are_configured(tmp_path: Path) -> N
         for _ in range(3):
             for at, segment in enumerate(segments):
                 tier.expect(segments[at:])
-                assert tier.file.read_ahead == segments[at : at + count]
+                assert list(tier.file.read_ahead) == segments[at : at + count]
                 _fetch(tier, segment)
         assert tier.file.num_buffer_bytes == writes + count * 4 * 4128
         read = tier.file.blocks.bytes_read - read
@@ -216,7 +216,7 @@ def test_reads_no_longer_expected_free_their_buffers(count: int, tmp_path: Path)
     tier.file_traffic()  # waits for all writes
     tier.expect([3, 8])
     tier.expect([9, 10])
-    assert tier.file.read_ahead == [9, 10][:count]
+    assert list(tier.file.read_ahead) == [9, 10][:count]
     for segment in (9, 10, 3, 8):
         assert torch.equal(_fetch(tier, segment), _values(segment))
 

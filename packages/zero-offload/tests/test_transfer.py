@@ -51,16 +51,6 @@ def test_gradients_of_two_dtypes_share_a_step() -> None:
     assert_same(snapshot(tier, space), expected)
 
 
-def test_landing_buffers_are_made_once() -> None:
-    space, memory, ledger = Space(BF16), HostMemory(should_pin=False), GradLedger()
-    mover = HostMover(space.geometry(), CPU, memory)
-    for start in (0, 300, 0):
-        assert mover.offer(start, space.grad(0)[:10], ledger) is None
-    assert memory.pageable_bytes == 2 * space.numel
-    ((_, _, (found,)),) = ledger.segments(300, 310)
-    assert torch.equal(found, space.grad(0)[:10])
-
-
 def test_pinned_landing_memory_is_no_larger_than_it_must_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

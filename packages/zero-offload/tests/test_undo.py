@@ -25,37 +25,28 @@ from support.tiers import (
 from torch import optim
 
 from zero_offload.errors import OffloadError
-from zero_offload.steppers.memory_stepper import ALIGNMENT, HostRing, RingSpan
+from zero_offload.steppers.memory_stepper import ALIGNMENT, UndoMemory
 from zero_offload.tiers.twin import TwinTier
 
 PIECES, NUMEL = range(5), 318
 
 
-@given(
-    st.integers(0, 20).map(lambda lines: lines * ALIGNMENT),
-    st.lists(st.one_of(st.integers(1, 600), st.integers(-5, -1)), max_size=60),
-)
+@given(st.integers(0, 9), st.lists(st.integers(1, 600), min_size=1, max_size=20))
 @settings(deadline=None)
-def test_spans_of_a_ring_lie_in_it_and_apart(capacity: int, calls: list[int]) -> None:
-    """Positive ``calls`` take spans of that many bytes. Negative ones free a held span by index."""
-    ring = HostRing(capacity)
-    held: list[RingSpan] = []
-    for call in calls:
-        if call < 0:
-            if len(held) >= -call:
-                ring.free(held.pop(call))
-            continue
-        span = ring.take(call)
-        if span is None:
-            assert held or call > capacity - ALIGNMENT, "an empty ring has room for what fits"
-            continue
-        assert call <= span.memory.numel() < call + ALIGNMENT
-        assert span.memory.data_ptr() % ALIGNMENT == 0
-        assert 0 <= span.start <= span.start + span.memory.numel() <= capacity
-        for other in held:
-            ends = span.start + span.memory.numel(), other.start + other.memory.numel()
-            assert ends[0] <= other.start or ends[1] <= span.start
-        held.append(span)
+def test_records_are_apart_until_all_are_freed(num_lines: int, sizes: list[int]) -> None:
+    memory, last = UndoMemory(capacity := num_lines * ALIGNMENT), 0
+    for _ in range(2):
+        taken = [found for size in sizes if (found := memory.take(size)) is not None]
+        assert bool(taken) == any(size <= capacity for size in sizes)
+        for found in taken:
+            assert found.data_ptr() % ALIGNMENT == 0 == found.numel() % ALIGNMENT
+        starts = [found.data_ptr() for found in taken]
+        ends = [start + found.numel() for start, found in zip(starts, taken, strict=True)]
+        assert starts[1:] == ends[:-1]
+        assert last in (0, *starts[:1]), "the memory is reused from its start"
+        last = starts[0] if starts else 0
+        for _ in taken:
+            memory.free()
 
 
 class Pair:
@@ -88,8 +79,7 @@ class Pair:
             each.step(groups, active, grad_scale=scale)
 
     def drain(self) -> None:
-        for part in self.tier.parts:
-            part.drain()
+        self.tier.file_traffic()  # waits for the host
 
     def counts(self) -> tuple[int, int]:
         """Wait for the host, and return the numbers of elements that were kept and undone."""

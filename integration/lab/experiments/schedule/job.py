@@ -41,7 +41,7 @@ from zero_offload.memory.host_memory import HostMemory
 from zero_offload.protocols import Groups, OptimizerClass, ParamStore, UploadCodec
 from zero_offload.rules.rule import AdamRule
 from zero_offload.settings import OffloadSettings
-from zero_offload.steppers.memory_stepper import HostRing, MemoryStepper, UndoLog
+from zero_offload.steppers.memory_stepper import MemoryStepper, UndoLog, UndoMemory
 from zero_offload.steppers.stepper import Chunk
 from zero_offload.testing.virtual_time import (
     Span,
@@ -233,19 +233,18 @@ class _LoggingTier(HostTier):
         super().__init__(*args)
         self._job = job
 
-    def enable_undo(self, most_bytes: int | None) -> bool:
-        is_enabled = super().enable_undo(most_bytes)
+    def enable_undo(self, most_bytes: int | None) -> None:
+        super().enable_undo(most_bytes)
         stepper = self._stepper
-        if is_enabled and isinstance(stepper, MemoryStepper):
-            self.worker.log = _TimedLog(self._job, stepper, HostRing(stepper.undo_capacity()))
-        return is_enabled
+        assert isinstance(stepper, MemoryStepper), "checked by the base class"
+        self.worker.log = _TimedLog(self._job, stepper, UndoMemory(stepper.undo_capacity()))
 
 
 class _TimedLog(UndoLog):
     """An undo log whose copies take time."""
 
-    def __init__(self, job: Job, stepper: MemoryStepper, ring: HostRing) -> None:
-        super().__init__(stepper, ring)
+    def __init__(self, job: Job, stepper: MemoryStepper, memory: UndoMemory) -> None:
+        super().__init__(stepper, memory)
         self._job = job
 
     def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float) -> None:

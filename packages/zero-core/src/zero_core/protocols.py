@@ -654,7 +654,7 @@ class DeviceTierFactory(Protocol):
         groups: Sequence[Mapping[str, Any]],
         param_store: ParamStore | None = None,
         own_masters: Collection[torch.dtype] = ...,
-    ) -> StateTier:
+    ) -> SnapshotTier:
         """Make a tier. ``pieces`` and ``params`` use offsets in ``[0, numel)``.
 
         ``own_masters``: dtypes of shards that are updated in place, by default fp32 and float64.

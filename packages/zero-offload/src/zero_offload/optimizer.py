@@ -10,7 +10,9 @@ with None as values, because ``torch.distributed.checkpoint`` reads the names th
 [Note: changed parameters]
 Other code may write to parameters (``load_state_dict``, DDP's first broadcast, a clamp after each
 step), which increments autograd's version counter. An element that then differs from its rounded
-master weight becomes the new master weight. All other master weights stay unchanged.
+master weight becomes the new master weight. All other master weights stay unchanged. On a CPU a
+split master weight has no copy of the old parameter and keeps its remainder: it is rounded to the
+written value, and equals it only after `sync_from_params`.
 
 [Note: DTensors]
 Under FSDP2's ``fully_shard`` the update reads and writes the local part of a DTensor in place,
@@ -405,7 +407,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def sync_from_params(self) -> None:
         """Set the master weights to the parameters' current values.
 
-        This is needed only after writes through ``param.data``, which autograd does not count.
+        This is needed only after writes through ``param.data``, which autograd does not count, and
+        for exact split master weights on a CPU: see [Note: changed parameters].
         """
         for i in range(len(self._parts)):
             self._take_param(i)

@@ -37,7 +37,6 @@ from zero_offload.flat.geometry import Intervals
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.storage import BlockFile, Transfer
 from zero_offload.memory.streams import Copy, start_copy
-from zero_offload.protocols import Work
 
 _BLOCK = "offload_param"
 NUM_WRITE_BUFFERS = 2
@@ -136,7 +135,7 @@ class OffloadedParams:
         if self.file is not None:
             self.file.expect([s for s in segments if s not in self._host])
 
-    def fetch(self, segment: int, out: Tensor) -> Work:
+    def fetch(self, segment: int, out: Tensor) -> Copy:
         """Start to copy a shard to ``out`` (1-D, same length and dtype) on the current stream.
 
         Raises:
@@ -226,7 +225,7 @@ class FileShards:
         self._num_unmade = min(num_buffers, len(shards))
         self._free: list[_Buffer] = []
         # shards read ahead and not fetched yet
-        self._read: dict[int, tuple[_Buffer, Transfer]] = {}
+        self.read_ahead: dict[int, tuple[_Buffer, Transfer]] = {}
         self._fetched: dict[int, _Buffer] = {}  # fetched shards, most recent last
         self._stale: set[int] = set()  # shards written since they were last read
         self._collected: _Collected | None = None
@@ -240,10 +239,6 @@ class FileShards:
     def num_buffer_bytes(self) -> int:
         return self._memory.num_bytes + self._pageable.num_bytes
 
-    @property
-    def read_ahead(self) -> list[int]:
-        return list(self._read)
-
     def block_of(self, segment: int) -> int:
         return self._block[segment]
 
@@ -253,14 +248,14 @@ class FileShards:
             sooner: set[int] = set()
             for segment in segments:
                 sooner.add(segment)
-                if segment in self._read or self._is_kept(segment):
+                if segment in self.read_ahead or self._is_kept(segment):
                     continue
                 collected, written = self._collected, self._written.get(segment)
                 if collected is not None and collected.segment == segment:
                     return
                 if written is not None and not written.is_done:
                     return
-                for dropped in [read for read in self._read if read not in segments]:
+                for dropped in [read for read in self.read_ahead if read not in segments]:
                     self._forget_read(dropped)
                 buffer = self._buffer_for(segment, sooner)
                 if buffer is None:
@@ -275,14 +270,14 @@ class FileShards:
             if self._is_kept(segment):
                 buffer = self._fetched.pop(segment)
             else:
-                if segment not in self._read:
+                if segment not in self.read_ahead:
                     free = self._buffer_for(segment)
                     # Every buffer holds a shard that was read ahead: evict the last of them.
                     if free is None:
-                        self._forget_read(list(self._read)[-1])
+                        self._forget_read(list(self.read_ahead)[-1])
                         free = self._free.pop()
                     self._start_read(segment, free)
-                buffer, transfer = self._read.pop(segment)
+                buffer, transfer = self.read_ahead.pop(segment)
         is_whole = False
         try:
             if transfer is not None:
@@ -331,7 +326,7 @@ class FileShards:
     def _start_read(self, segment: int, buffer: _Buffer) -> None:
         buffer.free()
         transfer = self.blocks.read(self._block[segment], self._view(segment, buffer))
-        self._read[segment] = (buffer, transfer)
+        self.read_ahead[segment] = (buffer, transfer)
         self._stale.discard(segment)
 
     def _is_kept(self, segment: int) -> bool:
@@ -352,8 +347,8 @@ class FileShards:
         return None
 
     def _forget_read(self, segment: int) -> None:
-        if segment in self._read:
-            buffer, transfer = self._read.pop(segment)
+        if segment in self.read_ahead:
+            buffer, transfer = self.read_ahead.pop(segment)
             with suppress(StorageError):
                 transfer.wait()
             self._free.append(buffer)

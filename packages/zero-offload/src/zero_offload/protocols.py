@@ -18,13 +18,6 @@ Groups = Sequence[Mapping[str, Any]]
 OptimizerClass = type[torch.optim.Optimizer]
 
 
-class Work(Protocol):
-    """Handle of an asynchronous copy."""
-
-    def wait(self) -> object:
-        """Make the current stream wait for the copy. On a CPU, block until the copy is done."""
-
-
 @runtime_checkable
 class ParamStore(Protocol):
     """Writer of new values to parameter shards that are not in memory."""
@@ -283,6 +276,13 @@ class HostKernelOptimizer(Protocol):
     host_kernel: AdamKernel
 
 
+class ChangeWatcher(Protocol):
+    """Observer that reads states before they change."""
+
+    def before_change(self, start: int, stop: int) -> None:
+        """Called before states of ``[start, stop)`` change, in the thread that will change them."""
+
+
 @runtime_checkable
 class StateTier(Protocol):
     """Master weights and optimizer state of one flat space, and their update.
@@ -329,18 +329,6 @@ class StateTier(Protocol):
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
         """Raise KeyError or ValueError unless ``names`` and ``scalars`` could be written."""
-
-
-class ChangeWatcher(Protocol):
-    """Observer that reads states before they change."""
-
-    def before_change(self, start: int, stop: int) -> None:
-        """Called before states of ``[start, stop)`` change, in the thread that will change them."""
-
-
-@runtime_checkable
-class SnapshotTier(StateTier, Protocol):
-    """State tier whose states can be read at one point in time while training continues."""
 
     def watch_changes(self, watcher: ChangeWatcher) -> None:
         """Call ``watcher`` before every later change of states."""

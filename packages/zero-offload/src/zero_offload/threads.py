@@ -1,14 +1,35 @@
-"""Number of threads for optimizer kernels on the host."""
+"""Threads of the host: pools of them, and their number for optimizer kernels."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
 
 import torch
 
 _log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Threads(ThreadPoolExecutor):
+    """Thread pool that refuses jobs in a process that was forked after the first job."""
+
+    _pid: int | None = None
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        pid, self._pid = os.getpid(), self._pid or os.getpid()
+        if pid != self._pid:
+            raise RuntimeError(
+                f"process {pid} was forked after process {self._pid} had started its threads for "
+                f"offloaded state, which a fork does not copy: make the optimizer, engine or tier "
+                f"in the child process"
+            )
+        return super().submit(fn, *args, **kwargs)
 
 
 def num_kernel_threads() -> int:

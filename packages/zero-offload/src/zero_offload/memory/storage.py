@@ -27,7 +27,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from torch import Tensor
 from xxhash import xxh3_64
 
 from zero_offload.errors import StorageCorruptError, StorageError
+from zero_offload.threads import Threads
 
 if sys.platform == "linux":
     import fcntl
@@ -87,62 +88,11 @@ def check_folder(folder: str | Path) -> Path:
     return path
 
 
-class Scratch:
-    """An open file without a directory entry. ``path`` is its former name, for messages."""
+def _open_unlinked(folder: str | Path, name: str, num_bytes: int) -> tuple[int, str, bool]:
+    """Return the descriptor and former name of a new file, and whether it has direct I/O.
 
-    def __init__(self, fd: int, path: str, *, is_direct: bool) -> None:
-        self.fd = fd
-        self.path = path
-        self.is_direct = is_direct
-        self._local = threading.local()
-
-    def read(self, view: memoryview, address: int, offset: int) -> None:
-        """Fill ``view``, the memory at ``address``, from ``offset`` of the file on."""
-        for at, part, bounce in self._parts(view, address):
-            self._complete(os.preadv, part if bounce is None else bounce, offset + at)
-            if bounce is not None:
-                part[:] = bounce[: len(part)]
-
-    def write(self, view: memoryview, address: int, offset: int) -> None:
-        """Write ``view``, the memory at ``address``, to ``offset`` of the file."""
-        for at, part, bounce in self._parts(view, address):
-            if bounce is not None:
-                bounce[: len(part)] = part
-            self._complete(os.pwritev, part if bounce is None else bounce, offset + at)
-
-    def _parts(
-        self, view: memoryview, address: int
-    ) -> Iterator[tuple[int, memoryview, memoryview | None]]:
-        """Yield parts of ``view``, each with its offset, and its bounce buffer or None."""
-        direct = 0 if address % ALIGNMENT else len(view) - len(view) % ALIGNMENT
-        direct = direct if self.is_direct else len(view)
-        yield 0, view[:direct], None
-        # foreign: threading.local has no attributes in a new thread
-        if direct < len(view) and not hasattr(self._local, "memory"):
-            # The view does not keep this tensor alive.
-            self._local.memory = aligned_empty(_BOUNCE_BYTES)
-            self._local.view = bytes_of(self._local.memory)
-        for at in range(direct, len(view), _BOUNCE_BYTES):
-            part = view[at : at + _BOUNCE_BYTES]
-            yield at, part, self._local.view[: round_up(len(part))]
-
-    def _complete(self, call: _Call, view: memoryview, offset: int) -> None:
-        """Repeat ``call``, because one system call may transfer only a part of ``view``."""
-        grain = ALIGNMENT if self.is_direct else 1
-        done = 0
-        while done < len(view):
-            moved = call(self.fd, [view[done:]], offset + done)
-            if moved < len(view) - done:
-                moved -= moved % grain
-            if moved <= 0:
-                raise OSError(errno.EIO, "the file ends or stops before all bytes were moved")
-            done += moved
-
-
-def open_scratch(folder: str | Path, name: str, num_bytes: int) -> Scratch:
-    """Create an unlinked file of ``num_bytes`` with all its blocks allocated.
-
-    If no file can be created, ValueError is raised. A full disk raises OSError.
+    All its blocks are allocated. If no file can be created, ValueError is raised. A full disk
+    raises OSError.
     """
     try:
         fd, path = tempfile.mkstemp(prefix=f"{name}-", suffix=".bin", dir=check_folder(folder))
@@ -151,7 +101,7 @@ def open_scratch(folder: str | Path, name: str, num_bytes: int) -> Scratch:
     try:
         os.unlink(path)
         _allocate(fd, path, num_bytes)
-        return Scratch(fd, path, is_direct=_go_direct(fd, folder, num_bytes))
+        return fd, path, _go_direct(fd, folder, num_bytes)
     except BaseException:
         os.close(fd)
         raise
@@ -255,14 +205,13 @@ class BlockFile:
         self._lost: dict[int, StorageError] = {}
         self._current: dict[int, Future[None]] = {}
         try:
-            self._scratch = open_scratch(folder, name, self.num_bytes)
+            self._fd, self.path, self.is_direct = _open_unlinked(folder, name, self.num_bytes)
         except OSError as error:
             raise StorageError(error.errno, str(error.strerror), str(error.filename)) from error
-        self.path = self._scratch.path
-        self.is_direct = self._scratch.is_direct
+        self._local = threading.local()
         # A running transfer keeps this object alive, so the descriptor is closed after all of them.
-        self._closer = weakref.finalize(self, os.close, self._scratch.fd)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"storage-{name}")
+        self._closer = weakref.finalize(self, os.close, self._fd)
+        self._threads = Threads(_NUM_THREADS, thread_name_prefix=f"storage-{name}")
 
     def read(self, block: int, tensor: Tensor) -> Transfer:
         """Start to fill ``tensor`` (CPU, contiguous, as many bytes as the block) with a block.
@@ -295,7 +244,7 @@ class BlockFile:
             self.waited_s += seconds
 
     def fileno(self) -> int:
-        return self._scratch.fd
+        return self._fd
 
     def offset(self, block: int) -> int:
         return self._offsets[block]
@@ -334,7 +283,7 @@ class BlockFile:
         with self.running(), self._explained("reading", block):
             checksum = xxh3_64()
             for span, address, offset in self._spans(block, tensor):
-                self._scratch.read(span, address, offset)
+                self._move(os.preadv, span, address, offset)
                 checksum.update(span)
         with self._lock:
             self.bytes_read += self.block_bytes[block]
@@ -355,7 +304,7 @@ class BlockFile:
             with self.running(), self._explained("writing", block):
                 for span, address, offset in self._spans(block, tensor):
                     checksum.update(span)
-                    self._scratch.write(span, address, offset)
+                    self._move(os.pwritev, span, address, offset)
         except StorageError as error:
             self._lost[block] = error
             raise
@@ -368,6 +317,37 @@ class BlockFile:
         view, address, offset = bytes_of(tensor), tensor.data_ptr(), self._offsets[block]
         for at in range(0, len(view), _SPAN_BYTES):
             yield view[at : at + _SPAN_BYTES], address + at, offset + at
+
+    def _move(self, call: _Call, view: memoryview, address: int, offset: int) -> None:
+        """Read or write ``view``, the memory at ``address``, by ``call`` from ``offset`` on."""
+        direct = 0 if address % ALIGNMENT else len(view) - len(view) % ALIGNMENT
+        direct = direct if self.is_direct else len(view)
+        self._complete(call, view[:direct], offset)
+        # foreign: threading.local has no attributes in a new thread
+        if direct < len(view) and not hasattr(self._local, "memory"):
+            # The view does not keep this tensor alive.
+            self._local.memory = aligned_empty(_BOUNCE_BYTES)
+            self._local.view = bytes_of(self._local.memory)
+        for at in range(direct, len(view), _BOUNCE_BYTES):
+            part = view[at : at + _BOUNCE_BYTES]
+            bounce = self._local.view[: round_up(len(part))]
+            if call is os.pwritev:
+                bounce[: len(part)] = part
+            self._complete(call, bounce, offset + at)
+            if call is os.preadv:
+                part[:] = bounce[: len(part)]
+
+    def _complete(self, call: _Call, view: memoryview, offset: int) -> None:
+        """Repeat ``call``, because one system call may transfer only a part of ``view``."""
+        grain = ALIGNMENT if self.is_direct else 1
+        done = 0
+        while done < len(view):
+            moved = call(self._fd, [view[done:]], offset + done)
+            if moved < len(view) - done:
+                moved -= moved % grain
+            if moved <= 0:
+                raise OSError(errno.EIO, "the file ends or stops before all bytes were moved")
+            done += moved
 
     @contextmanager
     def _explained(self, action: str, block: int) -> Iterator[None]:

@@ -21,7 +21,7 @@ not of NaN, and not of magnitudes below ``2**-134``, which become 0.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -126,11 +126,6 @@ _RANDOM_BLOCK = 1 << 20
 """Maximum elements of a kernel call. Each call of a step rounds by the same random numbers."""
 
 
-def _windows(numel: int) -> Iterator[slice]:
-    size = WINDOW_NUMEL
-    return (slice(low, min(low + size, numel)) for low in range(0, numel, size))
-
-
 class _CompactAdamRule(AdamRule):
     """Adam with 16-bit or 8-bit moments. `for_params` splits bf16 parameters' master weights."""
 
@@ -163,7 +158,8 @@ class _CompactAdamRule(AdamRule):
         if not self.is_master_split:
             out.copy_(master)
             return
-        for part in _windows(master.numel()):
+        for low in range(0, master.numel(), WINDOW_NUMEL):
+            part = slice(low, low + WINDOW_NUMEL)
             out[part].copy_(upper_half(master[part]))
 
     @abstractmethod
@@ -172,20 +168,13 @@ class _CompactAdamRule(AdamRule):
 
     def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
         if name == MASTER and self.is_master_split:
-            found = torch.empty(stop - start, dtype=torch.float32, device="cpu")
-            for part in _windows(stop - start):
-                halves = (stored[half][start:stop][part] for half in (PARAM, REMAINDER))
-                found[part].copy_(join_master(*halves))
-            return found
+            return join_master(stored[PARAM][start:stop], stored[REMAINDER][start:stop])
         return super().decode(name, stored, start, stop)
 
     def encode(self, name: str, stored: Stored, start: int, values: Tensor) -> None:
         if name == MASTER and self.is_master_split:
-            own = {half: stored[half][start:] for half in (PARAM, REMAINDER)}
-            for part in _windows(values.numel()):
-                param, remainder = split_master(values[part].float())
-                own[PARAM][part].copy_(param)
-                own[REMAINDER][part].copy_(remainder)
+            part = slice(start, start + values.numel())
+            stored[PARAM][part], stored[REMAINDER][part] = split_master(values.float())
         else:
             super().encode(name, stored, start, values)
 

@@ -75,16 +75,12 @@ class BlockPipeline:
         ]
         self.buffer_bytes = len(self._free) * sum(self._longest)
         self._ahead: deque[tuple[int, tuple[int, ...]]] = deque()
-        self._prefetched: dict[int, _Buffer] = {}
+        self.prefetched: dict[int, _Buffer] = {}
         self._followers: dict[int, int] = {}  # next announced block of each block
         self._last: int | None = None  # last block announced with all parts
         self._reading: dict[int, _Buffer] = {}
         self._held: dict[int, _Buffer] = {}
         self._writing: dict[int, _Buffer] = {}
-
-    @property
-    def prefetched(self) -> list[int]:
-        return list(self._prefetched)
 
     @property
     def is_idle(self) -> bool:
@@ -140,11 +136,11 @@ class BlockPipeline:
         """Start to read the blocks that are expected next. See [Note: prefetch]."""
         self._read_ahead()
         first = block = None if self._last is None else self._followers.get(self._last)
-        while block is not None and not self._ahead and (self._free or block in self._prefetched):
+        while block is not None and not self._ahead and (self._free or block in self.prefetched):
             if block in self._reading or block in self._held or block in self._writing:
                 return
-            if block not in self._prefetched:
-                self._prefetched[block] = self._start_read(block, range(self._num_parts))
+            if block not in self.prefetched:
+                self.prefetched[block] = self._start_read(block, range(self._num_parts))
             block = self._followers.get(block)
             if block == first:
                 return
@@ -152,7 +148,7 @@ class BlockPipeline:
     def abandon(self) -> None:
         """Drop the announced blocks after an error, and wait for all transfers, failed or not."""
         self._ahead.clear()
-        for place in (self._prefetched, self._reading, self._held, self._writing):
+        for place in (self.prefetched, self._reading, self._held, self._writing):
             for buffer in place.values():
                 buffer.settle()
                 self._free.append(buffer)
@@ -174,10 +170,10 @@ class BlockPipeline:
             block, parts = self._ahead[0]
             if block in self._reading or block in self._held or block in self._writing:
                 return  # The block's earlier announcement is still in progress.
-            if block in self._prefetched:
+            if block in self.prefetched:
                 self._ahead.popleft()
-                self._reading[block] = self._prefetched.pop(block)
-            elif self._free or self._prefetched:
+                self._reading[block] = self.prefetched.pop(block)
+            elif self._free or self.prefetched:
                 self._ahead.popleft()
                 self._reading[block] = self._start_read(block, parts)
             else:
@@ -185,7 +181,7 @@ class BlockPipeline:
 
     def _start_read(self, block: int, parts: Iterable[int]) -> _Buffer:
         if not self._free:
-            _, reused = self._prefetched.popitem()  # drops the block that is needed last
+            _, reused = self.prefetched.popitem()  # drops the block that is needed last
             reused.settle()
             self._free.append(reused)
         buffer = self._free.pop()

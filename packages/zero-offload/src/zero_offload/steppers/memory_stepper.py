@@ -5,18 +5,17 @@ A tentative update runs during backward, before it is known whether the step is 
 as in the speculation and rollback of SuperOffload (arXiv 2509.21271). Undoing it restores all bits.
 Only the update thread sees tentative values.
 
-record  copies of all buffers of one chunk that a tentative update needs, in a ring of host memory.
+record  copies of all buffers of one chunk that a tentative update needs, in `UndoMemory`.
 saved   buffer that only the update thread reads. It is updated, and the copy has the old values.
 shadow  buffer of parameters, which other threads or copies to the device read. The copy is updated,
         and the buffer keeps the old values.
 
 `UndoLog.keep` copies the new values of shadows to their buffers. `UndoLog.undo` restores saved
-buffers. A chunk without room in the ring is not updated tentatively.
+buffers. A chunk without room for its record is not updated tentatively.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,71 +39,47 @@ from zero_offload.steppers.stepper import (
 )
 
 ALIGNMENT = 64
-"""Bytes of a cache line. The length of a ring's span is a multiple of it."""
+"""Bytes of a cache line. The memory of a record is a multiple of it."""
 
 
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(slots=True, eq=False)
-class RingSpan:
-    """Span of a ring that begins at byte ``start``. ``memory`` is uint8, 1-D."""
+class UndoMemory:
+    """Host memory of ``capacity`` bytes for records, allocated with the first one.
 
-    start: int
-    memory: Tensor
-    is_free: bool = False
-
-
-class HostRing:
-    """Ring buffer of ``capacity`` bytes of host memory, for one thread.
-
-    Spans are contiguous, taken in order and freed in any order. A span that does not fit before the
-    end of the memory begins at the memory's start. The memory is allocated with the first span.
+    Records are placed one after another. The memory is reused once all of them are freed.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._memory: Tensor | None = None
-        self._spans: deque[RingSpan] = deque()  # in order, from the oldest span in use on
-        self._head = 0  # offset of the next span
+        self._used = self._num_records = 0
 
-    def take(self, nbytes: int) -> RingSpan | None:
-        """Return a span of ``nbytes``, rounded up to `ALIGNMENT`, or None if it does not fit."""
+    def take(self, nbytes: int) -> Tensor | None:
+        """Return uint8 memory of ``nbytes``, rounded up to `ALIGNMENT`, or None if full."""
         needed = aligned(nbytes)
-        start = self._place(needed)
-        if start is None:
+        if needed > self.capacity - self._used:
             return None
         if self._memory is None:
             # The allocator's memory may not be aligned to a cache line.
             memory = torch.empty(self.capacity + ALIGNMENT, dtype=torch.uint8, device="cpu")
             self._memory = memory[-memory.data_ptr() % ALIGNMENT :][: self.capacity]
-        span = RingSpan(start, self._memory[start : start + needed])
-        self._spans.append(span)
-        self._head = start + needed
-        return span
+        self._num_records += 1
+        self._used += needed
+        return self._memory[self._used - needed : self._used]
 
-    def _place(self, needed: int) -> int | None:
-        if not self._spans:
-            self._head = 0
-            return 0 if needed <= self.capacity else None
-        tail = self._spans[0].start
-        if tail >= self._head:  # the used memory wraps around the end
-            return self._head if needed <= tail - self._head else None
-        if needed <= self.capacity - self._head:
-            return self._head
-        return 0 if needed <= tail else None
-
-    def free(self, span: RingSpan) -> None:
-        """Free a span. Its memory may be reused once all earlier spans are free."""
-        span.is_free = True
-        while self._spans and self._spans[0].is_free:
-            self._spans.popleft()
+    def free(self) -> None:
+        """Free one record."""
+        self._num_records -= 1
+        if not self._num_records:
+            self._used = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """Copies for one chunk's tentative update, in memory ``span``.
+    """Copies for one chunk's tentative update.
 
     ``saved`` pairs updated buffers with copies of their old values, ``shadows`` unchanged buffers
     with copies that have the new values. See [Note: tentative updates].
@@ -113,7 +88,6 @@ class Record:
     chunk: Chunk
     saved: list[tuple[Tensor, Tensor]]
     shadows: list[tuple[Tensor, Tensor]]
-    span: RingSpan
 
 
 _MOST_BUFFERS = 6
@@ -121,7 +95,7 @@ _MOST_BUFFERS = 6
 
 
 def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
-    """Return the ring capacity for records of all elements, whose buffers have ``num_bytes``."""
+    """Return the memory for records of all elements, whose buffers have ``num_bytes``."""
     num_spans = len(geometry.pieces) + len(geometry.shards)
     num_spans += geometry.numel // geometry.published_numel
     return aligned(num_bytes) + ALIGNMENT * _MOST_BUFFERS * num_spans
@@ -192,9 +166,9 @@ class MemoryStepper(RuleStepper):
         return undo_capacity(self.geometry, num_bytes.masters + num_bytes.states)
 
     def update_tentatively(
-        self, chunk: Chunk, grads: GradLedger, grad_scale: float, ring: HostRing
+        self, chunk: Chunk, grads: GradLedger, grad_scale: float, log: UndoMemory
     ) -> Record | None:
-        """Update a chunk so that it can be undone. Return None if the ring has no room for it."""
+        """Update a chunk so that it can be undone. Return None if ``log`` has no room for it."""
         spans = [
             (run, start, stop, block, block.clip(self.take(index), start, stop))
             for run in chunk.runs
@@ -202,16 +176,16 @@ class MemoryStepper(RuleStepper):
             for block in (self.layout.blocks[index],)
         ]
         homes = [home for *_, stored in spans for home in stored.values()]
-        span = ring.take(sum(aligned(home.nbytes) for home in homes))
-        if span is None:
+        memory = log.take(sum(aligned(home.nbytes) for home in homes))
+        if memory is None:
             return None
         # All-gathers or copies to the device may read these buffers until the step is confirmed.
         shadowed = (MASTER, PARAM) if self.is_in_place else (PARAM,)
-        record, at = Record(chunk, [], [], span), 0
+        record, at = Record(chunk, [], []), 0
         for run, start, stop, block, stored in spans:
             used, copies = dict(stored), []
             for name, home in stored.items():
-                copy = span.memory[at : at + home.nbytes].view(home.dtype)
+                copy = memory[at : at + home.nbytes].view(home.dtype)
                 at += aligned(home.nbytes)
                 copies.append((home, copy))
                 if name in shadowed:
@@ -255,20 +229,20 @@ class MemoryStepper(RuleStepper):
 class UndoLog:
     """Records of a tier's tentative updates, changed by the update thread only."""
 
-    def __init__(self, stepper: MemoryStepper, ring: HostRing) -> None:
+    def __init__(self, stepper: MemoryStepper, memory: UndoMemory) -> None:
         self._stepper = stepper
-        self._ring = ring
+        self._memory = memory
         self._records: SpanMap[Record] = SpanMap()
         self.num_kept = 0
         self.num_undone = 0
 
     @property
     def num_bytes(self) -> int:
-        return self._ring.capacity
+        return self._memory.capacity
 
     def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float) -> None:
         self.undo(chunk)
-        record = self._stepper.update_tentatively(chunk, grads, grad_scale, self._ring)
+        record = self._stepper.update_tentatively(chunk, grads, grad_scale, self._memory)
         if record is not None:
             for run in chunk.runs:
                 self._records.put(run.start, run.stop, record)
@@ -306,8 +280,8 @@ class UndoLog:
         return list(dict.fromkeys(found))
 
     def _drop(self, record: Record) -> int:
-        """Remove a record, return its numel. Its copies are valid until the ring's next `take`."""
+        """Remove a record, return its numel. Its copies are valid until the next `update`."""
         for run in record.chunk.runs:
             self._records.discard(run.start, run.stop)
-        self._ring.free(record.span)
+        self._memory.free()
         return sum(run.stop - run.start for run in record.chunk.runs)

@@ -361,4 +361,4 @@ class AutoTier(TwinTier):
 
     def _drain_host(self) -> float:
         self.check_whole()
-        return 0.0 if self._host_part is None else self._host_part.drain()
+        return 0.0 if self._host_part is None else self._host_part.tier.drain()

@@ -24,7 +24,7 @@ from zero_offload.flat.geometry import Geometry, Run, check_active, freeze_group
 from zero_offload.flat.grads import GradLedger, add_up
 from zero_offload.protocols import ChangeWatcher, Groups
 from zero_offload.rules.rule import MASTER
-from zero_offload.steppers.memory_stepper import HostRing, MemoryStepper, UndoLog
+from zero_offload.steppers.memory_stepper import MemoryStepper, UndoLog, UndoMemory
 from zero_offload.steppers.stepper import Chunk, Stepper, spans_of
 from zero_offload.tiers.worker import HostThread, Job, Phase, Progress, Speculation, Worker
 from zero_offload.transfers.mover import GradSums, HostMover, Mover, Release
@@ -344,25 +344,21 @@ class HostTier(FlatTier):
         job = Job(phase, chunks, grads, grad_scale, arrivals, before, of_chunk, readers)
         self._thread.submit(self.worker, job)
 
-    def enable_undo(self, most_bytes: int | None) -> bool:
-        """Create an undo log of at most ``most_bytes``. Return False if no update can be undone."""
+    def enable_undo(self, most_bytes: int | None) -> None:
+        """Create an undo log of at most ``most_bytes``, see `OffloadTiers.can_undo`."""
         stepper = self._stepper
-        if not isinstance(stepper, MemoryStepper):
-            return False
+        assert isinstance(stepper, MemoryStepper), "other updates cannot be undone"
         capacity = stepper.undo_capacity()
         if most_bytes is not None:
             capacity = min(capacity, most_bytes)
-        self.worker.log = UndoLog(stepper, HostRing(capacity))
+        self.worker.log = UndoLog(stepper, UndoMemory(capacity))
         self.mover.add_staging()
-        return True
 
     def speculate(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
         """Begin a step over the pieces ``active`` before it is confirmed. See [Note: speculation].
 
         It may be called several times before ``step``, each time for other pieces.
         """
-        if self.worker.log is None:
-            raise RuntimeError("speculate without enable_undo: call that once before")
         self._progress.check()
         indices, frozen = check_active(self.geometry, active), freeze_groups(groups)
         if not indices:

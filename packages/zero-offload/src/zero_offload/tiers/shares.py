@@ -30,7 +30,6 @@ from zero_offload.protocols import (
     Groups,
     OptimizerClass,
     ReservingTier,
-    SnapshotTier,
     StateTier,
 )
 from zero_offload.rules.resolve import check_elementwise
@@ -79,15 +78,6 @@ class Part:
         own = [scalars[piece] for piece, indices in self.local.items() for _ in indices]
         self.tier.check_states(names if own else (), own)
 
-    def snapshots(self) -> SnapshotTier:
-        """Return the tier if its states can be read during training, or raise TypeError."""
-        if not isinstance(self.tier, SnapshotTier):
-            raise TypeError(
-                f"{type(self.tier).__name__} has no watch_changes() and peek_state(), which a save "
-                "beside training needs: save at once"
-            )
-        return self.tier
-
 
 @dataclass(eq=False)
 class HostPart(Part):
@@ -95,9 +85,6 @@ class HostPart(Part):
 
     is_host = True
     tier: HostTier
-
-    def drain(self) -> float:
-        return self.tier.drain()
 
     def add_grad(
         self, start: int, grad: Tensor, *, is_first: bool, is_last: bool
@@ -129,9 +116,6 @@ class DevicePart(Part):
     has_sum: bool = False
     # copies or sums of gradients, by dtype
     _memory: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False)
-
-    def drain(self) -> float:
-        return 0.0
 
     def add_grad(
         self, start: int, grad: Tensor, *, is_first: bool, is_last: bool
@@ -356,7 +340,10 @@ def state_bytes(optimizer_class: OptimizerClass, groups: Groups, dtype: torch.dt
 
 
 class Shares:
-    """The host's and the device's part of a flat space, one of which may be missing."""
+    """The host's and the device's part of a flat space, one of which may be missing.
+
+    Counters include host tiers that a resplit replaced.
+    """
 
     def __init__(
         self, geometry: Geometry, groups: Groups, host: Intervals, factory: OffloadTiers
@@ -395,8 +382,7 @@ class Shares:
         if self._num_micro_steps:
             tier.expect_micro_steps(self._num_micro_steps)
         if self._has_undo:
-            can_undo = tier.enable_undo(self._factory.undo_buffer_size)
-            assert can_undo, "as the factory says: a share has another length, not another rule"
+            tier.enable_undo(self._factory.undo_buffer_size)
         self._reserve_part(part)
         self._watch_part(part)
         return part
@@ -440,10 +426,10 @@ class Shares:
 
     def enable_undo(self) -> bool:
         """Create the undo log for `speculate`. Return False if no update can be undone."""
-        if self._factory.can_undo:
-            self.check_whole()
-            host, most = self._host_part, self._factory.undo_buffer_size
-            self._has_undo = host is None or host.tier.enable_undo(most)
+        self.check_whole()
+        self._has_undo = self._factory.can_undo
+        if self._has_undo and self._host_part is not None:
+            self._host_part.tier.enable_undo(self._factory.undo_buffer_size)
         return self._has_undo
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
@@ -473,7 +459,7 @@ class Shares:
 
     def _watch_part(self, part: AnyPart) -> None:
         if self._watcher is not None:
-            part.snapshots().watch_changes(PartWatcher(self._watcher, part.share))
+            part.tier.watch_changes(PartWatcher(self._watcher, part.share))
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
         """Return ``num_steps`` and the scalars of a piece, which are equal on host and device."""
@@ -561,10 +547,6 @@ class Shares:
         for part in self._present:
             migrate(part.tier, part.share, write_state, share)
 
-
-class ReportingShares(Shares):
-    """`Shares` with sizes, and counters that include host tiers which a resplit replaced."""
-
     def report(self) -> tuple[PartReport, ...]:
         return tuple(part.report() for part in self._present)
 
@@ -616,7 +598,7 @@ class ReportingShares(Shares):
     def file_traffic(self) -> tuple[int, int]:
         """Wait for transfers. Return the file's bytes read and written since the last resplit."""
         if self._host_part is not None:
-            self._host_part.drain()
+            self._host_part.tier.drain()
         return (0, 0) if self.file is None else self.file.traffic()
 
     def time_copies(self, *, is_on: bool) -> None:

@@ -17,10 +17,10 @@ from zero_offload.flat.geometry import Geometry, Intervals, check_active
 from zero_offload.protocols import Groups
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import FlatTier
-from zero_offload.tiers.shares import AnyPart, ReportingShares, state_bytes, within_budget
+from zero_offload.tiers.shares import AnyPart, Shares, state_bytes, within_budget
 
 
-class TwinTier(ReportingShares):
+class TwinTier(Shares):
     """A StateTier made of a host tier for some elements and a device tier for all others."""
 
     owns_grads = True
@@ -183,7 +183,7 @@ class TwinTier(ReportingShares):
         if not owners:
             raise KeyError(f"the optimizer has no state {name!r}, only {self.state_names()}")
         spans = [(p.share.local(start), p.share.local(stop)) for p in owners]
-        reads = [p.snapshots().peek_state if is_peek else p.tier.read_state for p in owners]
+        reads = [p.tier.peek_state if is_peek else p.tier.read_state for p in owners]
         found = [read(name, *span) for read, span in zip(reads, spans, strict=True)]
         for values in found:
             if values.numel() == stop - start:

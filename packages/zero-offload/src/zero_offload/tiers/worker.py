@@ -21,11 +21,9 @@ A `HostThread`, or a simulation of it, calls `Worker.run_next`, which updates on
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -41,6 +39,7 @@ from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.streams import enter_device, with_index
 from zero_offload.steppers.memory_stepper import UndoLog
 from zero_offload.steppers.stepper import Chunk, Stepper, spans_of
+from zero_offload.threads import Threads
 from zero_offload.transfers.mover import Arrival, HostMover
 
 
@@ -385,21 +384,14 @@ class HostThread:
     def __init__(self, device: torch.device) -> None:
         self.changed = threading.Condition()
         self._device = with_index(device)
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload")
-        self._pid: int | None = None  # the process in which the thread was started
+        self._threads = Threads(max_workers=1, thread_name_prefix="zero-offload")
 
     def now(self) -> float:
         return perf_counter()
 
     def submit(self, worker: Worker, job: Job) -> None:
-        pid, self._pid = os.getpid(), self._pid or os.getpid()
-        if pid != self._pid:
-            raise RuntimeError(
-                f"process {pid} was forked after the first step in process {self._pid}, and a fork "
-                f"does not copy the thread of the updates: make the optimizer in the child process"
-            )
         worker.add(job)
-        self._executor.submit(self._run_all, worker, len(job.chunks))
+        self._threads.submit(self._run_all, worker, len(job.chunks))
 
     def _run_all(self, worker: Worker, num_chunks: int) -> None:
         try:

@@ -38,7 +38,7 @@ therefore first waits until the sums of squares of gradients that have arrived a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -64,7 +64,7 @@ from zero_offload.protocols import ParamStore, UploadCodec
 from zero_offload.rules.rule import KERNEL_DTYPES
 from zero_offload.settings import INSTALL
 from zero_offload.steppers.stepper import Stepper
-from zero_offload.threads import num_kernel_threads
+from zero_offload.threads import Threads, num_kernel_threads
 
 GROUP = "zero_core.upload_codecs"
 SHORTEST_NBYTES = 1 << 16
@@ -571,7 +571,7 @@ class GradSums:
         self.num_micro_steps = 1
         self._folds: SpanMap[Future[None]] = SpanMap()  # jobs that fold ranges
         self._running: set[Future[Any]] = set()
-        self._executor = ThreadPoolExecutor(
+        self._threads = Threads(
             max_workers=1,
             thread_name_prefix="zero-offload-sums",
             initializer=enter_device,
@@ -624,7 +624,7 @@ class GradSums:
                 streams.wait(arrived)
             return job()
 
-        future = self._executor.submit(run)
+        future = self._threads.submit(run)
         self._running = {f for f in self._running if not f.done()} | {future}
         return future
 
