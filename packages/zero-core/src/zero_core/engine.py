@@ -306,6 +306,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 train.end_step()
                 place.unfinished = ""
             place.num_steps = number = train.global_steps
+            self._communicator.begin_step(number)
             ended = EndedStep(number, why_skipped, rates, micro_steps, client_state or {})
             for follow in self._extensions.stepped:
                 follow(ended)
