@@ -591,8 +591,12 @@ def test_step_needs_all_of_its_micro_batches_and_none_before(schedule):
     engine = zero_core.build(_make("plain"), _config(accumulation_schedule=schedule))
     with pytest.raises(ValueError, match="has 3 micro-batches, found 2"):
         engine.train_batch(_batches(0, number=2))
-    for batches, name in ((_batches(0, number=5), "list"), (torch.ones(5, 4), "Tensor")):
-        with pytest.raises(ValueError, match=f"{name} has more, of which each call would take"):
+    for batches, why in (
+        (_batches(0, number=5), "list has more, of which each call would take"),
+        (torch.ones(3, 4), r"one Tensor: give a list, for example of tensor.chunk\(3\)"),
+        (dict.fromkeys("abc"), "one dict: give a list"),
+    ):
+        with pytest.raises(ValueError, match=why):
             engine.train_batch(batches)
     engine.train_batch(iter(_batches(0, number=5)))
     assert (engine.global_steps, engine.micro_steps) == (1, 3)

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["current_dispatch_mode", "disable_current_modes", "profiled_range", "pytree"]
 
@@ -244,14 +245,18 @@ def set_found_inf(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Iterat
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def copy_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    target._optimizer_step_pre_hooks.update(source._optimizer_step_pre_hooks)
-    target._optimizer_step_post_hooks.update(source._optimizer_step_post_hooks)
+def share_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Give both optimizers the same step hooks, also those that are added or removed later."""
+    target._optimizer_step_pre_hooks = source._optimizer_step_pre_hooks
+    target._optimizer_step_post_hooks = source._optimizer_step_post_hooks
 
 
-def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer.step()`` has pre-hooks, which may change the parameter groups."""
-    return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
+def has_step_pre_hooks(
+    optimizer: torch.optim.Optimizer, *, besides: RemovableHandle | None = None
+) -> bool:
+    """Whether ``step()`` has pre-hooks ``besides`` one, which may change the parameter groups."""
+    own = optimizer._optimizer_step_pre_hooks.keys() - {besides and besides.id}
+    return bool(_global_optimizer_pre_hooks or own)
 
 
 def storage_of(tensor: Tensor) -> int:
