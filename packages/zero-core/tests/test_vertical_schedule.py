@@ -139,6 +139,11 @@ def _boxes(net, x):
     return x
 
 
+def _differentiates(net, x):
+    y = _plain(net, x.requires_grad_())
+    return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
 def _in_order(*order):
     def call(net, x):
         for number in order:
@@ -203,6 +208,7 @@ WAYS = {
     "reversed": _in_order(3, 2, 1, 0),
     "left out": _in_order(0, 1),
     "boxed": _boxes,
+    "differentiates": _differentiates,
     "stashed": lambda net, x: _plain(net, x) + net.stashed,
     "reads another": _reads_another,
     "casts apart": _casts_apart,
@@ -414,6 +420,7 @@ def test_training_goes_on_after_a_forward_that_failed_and_an_evaluation(fails_in
         ("reads another", r"uses blocks.3.0.bias of unit 4"),
         ("casts apart", r"code behind the blocks uses a tensor .* code before the blocks computed"),
         ("casts around a pause", r"unit 2 \(blocks.1\) uses a tensor"),
+        ("differentiates", "micro-batch 0: torch.autograd.grad needs the graph of the whole"),
         ("in inference mode", r"blocks.0\) is called on another thread, or within torch.inference"),
     ],
 )
