@@ -529,23 +529,22 @@ def _lending(
     params: Sequence[Tensor], lent: Mapping[Tensor, tuple[Tensor, Tensor]]
 ) -> Iterator[None]:
     """Set values and gradients of ``lent`` parameters, clear other gradients. Undo at exit."""
+    # Refused parameters have no gradient, and the optimizer must not use them.
     held = [param for param in params if param in lent or not access.is_refused(param)]
     with access.opened(param for param in held if isinstance(param, nn.Parameter)):
-        grads = [(param, get_grad(param)) for param in params]
-        before = [(param, access.get_data(param)) for param in held]
+        before = [(param, access.get_data(param), get_grad(param)) for param in held]
         try:
-            for param in params:
+            for param in held:
                 set_grad(param, None)
-            for param, (values, grad) in lent.items():
-                _set_data(param, values)
-                set_grad(param, grad)
+                if param in lent:
+                    values, grad = lent[param]
+                    _set_data(param, values)
+                    set_grad(param, grad)
             yield
         finally:
-            for param in params:
+            for param, values, old_grad in before:
                 set_grad(param, None)
-            for param, values in before:
                 _set_data(param, values)
-            for param, old_grad in grads:
                 set_grad(param, old_grad)
 
 
