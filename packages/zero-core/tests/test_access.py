@@ -426,9 +426,10 @@ def test_what_stage_3_cannot_compute_is_refused_with_the_cure(ranks):
     x = torch.ones(4, 64)
     engine = Case(3).build(ranks, _OfParts())
     blocks = engine.module.blocks
+    blocks[0].second.forward = lambda x: _Keeping.apply(x, blocks[0].second.weight)
+    loss = engine(x)
     with pytest.raises(RuntimeError, match=r"blocks\.\d\..*save it by ctx.save_for_backward"):
-        blocks[0].second.forward = lambda x: _Keeping.apply(x, blocks[0].second.weight)
-        engine.backward(engine(x))
+        engine.backward(loss)
     blocks[2].first.forward = torch.func.grad(lambda x: (x @ blocks[2].first.weight).sum())
     with pytest.raises(RuntimeError, match="saved tensor hooks") as error:
         engine(x)

@@ -215,7 +215,8 @@ def _choose(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
             "those of Adam smaller"
         )
     if kind not in _BY_NAME:
-        near = difflib.get_close_matches(re.sub("^(deepspeed)?(fused|cpu)", "", kind), _BY_NAME, 1, 0.8)
+        plain = re.sub("^(deepspeed)?(fused|cpu)", "", kind)  # of the classes of DeepSpeed
+        near = difflib.get_close_matches(plain, _BY_NAME, 1, 0.8)
         close = [f" did you mean {n!r}?" for n in near]
         raise ConfigError(
             f"optimizer.type = {name!r} is not served;{''.join(close)} known: "
