@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,6 @@ from zero_comm.transport.protocol import TransportCollectives
 from zero_comm.transport.scratch import Scratch
 from zero_comm.transport.topology import check_ranks_per_node, find_ranks_per_node
 from zero_comm.transport.torch_collectives import TorchCollectives
-
-_STEP_SEED_STEP: Final = 0xC2B2AE35  # added to the seed of stochastic rounding for each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +98,7 @@ class TwoHopReduce:
         # Every rank and ``seed`` gets its own first seed of stochastic rounding.
         stream = seed * size + rank
         self._first_seed = (stream * 0x85EBCA6B + 1) % 2**32 if fmt.is_stochastic else None
-        self._step = 0
-        self._num_seeds = 0  # seeds that this step has used
+        self._num_seeds = 0
         self.sent = Scratch(transport)
         self.scratch = Scratch()
 
@@ -150,8 +147,7 @@ class TwoHopReduce:
         """Pack ``slices``, [parts, ranks of the hop, s], into ``rows``, [parts, ranks, bytes]."""
         seed = None
         if self._first_seed is not None:
-            seed = self._first_seed + self._step * _STEP_SEED_STEP
-            seed = (seed + (self._num_seeds + 1) * GROUP_SEED_STEP) % 2**32
+            seed = (self._first_seed + (self._num_seeds + 1) * GROUP_SEED_STEP) % 2**32
             self._num_seeds += len(slices)
         if self.feedback is None:
             packing.pack(slices.reshape(-1), rows, seed=seed)
@@ -170,8 +166,8 @@ class TwoHopReduce:
         return [] if self.feedback is None else self.feedback.tensors
 
     def begin_step(self, number: int) -> None:
-        """Start the seeds of step ``number``, which do not depend on earlier steps."""
-        self._step, self._num_seeds = number, 0
+        """Start the seeds of step ``number``, far from those of other steps."""
+        self._num_seeds = number * GROUP_SEED_STEP
 
 
 class SliceReducer:
