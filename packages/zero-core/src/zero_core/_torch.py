@@ -29,7 +29,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.hooks import RemovableHandle
 
 __all__ = ["current_dispatch_mode", "disable_current_modes", "profiled_range", "pytree"]
 
@@ -251,11 +250,9 @@ def share_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimize
     target._optimizer_step_post_hooks = source._optimizer_step_post_hooks
 
 
-def has_step_pre_hooks(
-    optimizer: torch.optim.Optimizer, *, besides: RemovableHandle | None = None
-) -> bool:
-    """Whether ``step()`` has pre-hooks ``besides`` one, which may change the parameter groups."""
-    own = optimizer._optimizer_step_pre_hooks.keys() - {besides and besides.id}
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer, besides: int | None = None) -> bool:
+    """Whether ``step()`` has pre-hooks, which may change the groups. ``besides``: one's id."""
+    own = optimizer._optimizer_step_pre_hooks.keys() - {besides}
     return bool(_global_optimizer_pre_hooks or own)
 
 

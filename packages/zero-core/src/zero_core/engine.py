@@ -288,7 +288,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                     for check in self._extensions.agreed:
                         check()
                     # Pre-hooks may change the groups, so with hooks no update starts before them.
-                    if not has_step_pre_hooks(self.optimizer, besides=self.optimizer.guard):
+                    if not has_step_pre_hooks(self.optimizer, self.optimizer.guard.id):
                         self._gradient.update_ahead()
                     backward.complete_gradient()
                     why_skipped = self._gradient.decide()

@@ -106,8 +106,7 @@ class Communicator:
         if found and self._stateful is None:
             raise ConfigError(
                 f"collectives of {type(transport).__name__} have {', '.join(found)} alone: "
-                f"zero_core.protocols.StatefulCollectives asks for {', '.join(sorted(optional))} "
-                "together"
+                "zero_core.protocols.StatefulCollectives asks for all of its members together"
             )
 
     def all_gather(

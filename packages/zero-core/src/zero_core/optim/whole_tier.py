@@ -119,7 +119,6 @@ class WholeTier(FlatTier):
         )
         self._layout = layout
         self._optimizer = optimizer
-        self._name = type(optimizer).__name__
         self._model_params = model_params
         self._pieces = layout.pieces(control.rank, is_sharded=is_sharded)
         self._num_steps = [0] * len(self._pieces)
@@ -180,6 +179,7 @@ class WholeTier(FlatTier):
             self._model_params[param]: (self._lent(param, values), self._lent(param, grad))
             for param, (values, grad) in found.items()
         }
+        kind = type(self._optimizer).__name__
         idle = [(n, self._model_params[n]) for n in self._piece_of.keys() - used]
         marks = [(n, p._version, p.data_ptr()) for n, p in idle if not access.is_refused(p)]
         with _lending(self._model_params, lent):
@@ -187,12 +187,12 @@ class WholeTier(FlatTier):
                 self._optimizer.step()
             except RuntimeError as error:
                 if any(map(access.is_refused, self._model_params)):
-                    error.add_note(f"{self._name}.step() may have used a parameter {_IDLE}")
+                    error.add_note(f"{kind}.step() may have used a parameter {_IDLE}")
                 raise
             for param, version, address in marks:
                 if self._is_lost(param, version, address):
                     name = self._layout.params[param].name
-                    raise RuntimeError(f"{self._name}.step() has written {name}, {_IDLE}")
+                    raise RuntimeError(f"{kind}.step() has written {name}, {_IDLE}")
             for model_param, (values, _) in lent.items():
                 if model_param.data_ptr() != values.data_ptr():  # the optimizer has set ``data``
                     values.copy_(model_param.detach())
