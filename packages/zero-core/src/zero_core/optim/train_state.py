@@ -103,7 +103,6 @@ class TrainState:
         self.num_rounds = 0  # rounds of the current micro-step: see `check_rounds`
         self.usual_rounds = 0.0  # most rounds of the newest micro-steps; 0: unknown, inf: warned
         self._rounds: list[int] = []  # of the newest micro-steps
-        self._is_first_known = False
         self._reported = 0  # id of the error that an interpreter last reported
         self.accumulation_steps = config.gradient_accumulation_steps  # micro-steps per step
         self.micro_steps = 0  # finished micro-steps of the whole training
@@ -198,33 +197,19 @@ class TrainState:
         """
         reported, self._reported = self._reported, id(vars(sys).get("last_value"))
         if self.usual_rounds or (self.num_rounds > 1 and reported != self._reported):
-            self._warn_of_rounds(
-                "backward adds to the gradient of %d that no step() has taken: if the program was "
-                "interrupted and began again, call engine.zero_grad() and run forward and backward "
-                "again, or the step is too long",
-                self.num_rounds - 1,
+            self.usual_rounds = math.inf
+            _log.warning(
+                "rank %d, step %d: backward adds to the gradient of %d that no step() has taken: "
+                "if the program was interrupted and began again, call engine.zero_grad() and run "
+                "forward and backward again, or the step is too long. This is said once",
+                *(self._rank, self.global_steps + 1, self.num_rounds - 1),
             )
 
     def _end_rounds(self) -> None:
-        before, self.num_rounds = [*self._rounds, self.num_rounds], 0
-        self._rounds = before[-_NUM_COMPARED:]
+        self._rounds = [*self._rounds, self.num_rounds][-_NUM_COMPARED:]
+        self.num_rounds = 0
         if self.usual_rounds < math.inf:
             self.usual_rounds = max(self._rounds)
-            if not self._is_first_known and len(before) == _NUM_COMPARED:
-                self._is_first_known = True
-                if before[0] > max(before[1:]):
-                    self._warn_of_rounds(
-                        "the first micro-step added up %d backwards, those after it fewer: if the "
-                        "program was interrupted and began again there, its step was too long. "
-                        "Build the engine again from the first weights. engine.zero_grad() drops a "
-                        "gradient",
-                        before[0],
-                    )
-
-    def _warn_of_rounds(self, text: str, number: int) -> None:
-        self.usual_rounds = math.inf
-        place = (self._rank, self.global_steps + 1)
-        _log.warning("rank %d, step %d: " + text + ". This is said once", *place, number)
 
     def step_skipped(self, where: str) -> None:
         """Count a skipped step, update the loss scale and warn. ``where``: what is not finite."""
