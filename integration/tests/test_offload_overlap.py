@@ -222,16 +222,12 @@ def test_with_a_size_of_the_log_steps_begin_in_backward_else_after_the_decision(
     engine.close()
 
 
-def _halve_rates(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] /= 2
-
-
 def test_units_of_an_optimizer_with_a_step_pre_hook_are_updated_after_backward() -> None:
     def train_by(is_early: bool | None) -> dict[str, torch.Tensor]:
         model = make_model()
         given = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        given.register_step_pre_hook(_halve_rates)
+        (group,) = given.param_groups
+        given.register_step_pre_hook(lambda *_: group.update(lr=group["lr"] / 2))
         top = {"check_grad_overflow": False}
         config = config_of(2, clipping=0.0, top=top, update_in_backward=is_early)
         engine = zero_core.build(model, config, optimizer=given)
