@@ -219,3 +219,20 @@ def test_with_a_size_of_the_log_steps_begin_in_backward_else_after_the_decision(
     engine = build(config_of(update_in_backward=None))
     assert "undo log" not in engine.memory_report()
     engine.close()
+
+
+def test_units_of_an_optimizer_with_a_step_pre_hook_are_updated_after_backward() -> None:
+    def train_by(is_early: bool | None) -> dict[str, torch.Tensor]:
+        model = make_model()
+        given = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        (group,) = given.param_groups
+        given.register_step_pre_hook(lambda *_: group.update(lr=group["lr"] / 2))
+        top = {"check_grad_overflow": False}
+        config = config_of(2, clipping=0.0, top=top, update_in_backward=is_early)
+        engine = zero_core.build(model, config, optimizer=given)
+        train(engine, [batch(step, 0, 0) for step in range(3)])
+        return engine.full_state_dict()
+
+    torch.testing.assert_close(train_by(None), train_by(False), rtol=0.0, atol=0.0)
+    with pytest.raises(zero_core.ConfigError, match="the optimizer has a step pre-hook"):
+        train_by(True)

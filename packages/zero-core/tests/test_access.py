@@ -371,6 +371,17 @@ class _Part(nn.Module):
         return _Kernel.apply(x, self.weight)
 
 
+class _Keeping(_Kernel):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.saved = x, weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.saved[1].T, ctx.saved[0].T @ grad
+
+
 class _Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -408,3 +419,18 @@ def _trains_parts(rank, world_size):
 
 def test_a_part_that_is_called_alone_waits_for_its_values():
     spawn(_trains_parts, 2)
+
+
+@on_ranks(2)
+def test_what_stage_3_cannot_compute_is_refused_with_the_cure(ranks):
+    x = torch.ones(4, 64)
+    engine = Case(3).build(ranks, _OfParts())
+    blocks = engine.module.blocks
+    blocks[0].second.forward = lambda x: _Keeping.apply(x, blocks[0].second.weight)
+    loss = engine(x)
+    with pytest.raises(RuntimeError, match=r"blocks\.\d\..*save it by ctx.save_for_backward"):
+        engine.backward(loss)
+    blocks[2].first.forward = torch.func.grad(lambda x: (x @ blocks[2].first.weight).sum())
+    with pytest.raises(RuntimeError, match="saved tensor hooks") as error:
+        engine(x)
+    assert "use torch.autograd.grad" in error.value.__notes__[0]

@@ -18,11 +18,19 @@ def _config(stage, block):
     return Case(stage=stage).config() | {"activation_checkpointing": block}
 
 
-def test_block_that_is_used_again_right_after_the_next_one_gets_its_whole_gradient():
-    x, expected = torch.randn(4, 7), make_tower(2)
-    torch.autograd.backward(expected(x, (0, 1, 0)))
+def _penalized(model, x):
+    loss = model(x)
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + grad.square().sum()
+
+
+@pytest.mark.parametrize("loss_of", [lambda model, x: model(x, (0, 1, 0)), _penalized])
+def test_block_that_is_used_again_right_after_the_next_one_gets_its_whole_gradient(loss_of):
+    """Also if a loss has a gradient in it, so that each backward recomputes the blocks."""
+    x, expected = torch.randn(4, 7, requires_grad=True), make_tower(2)
+    torch.autograd.backward(loss_of(expected, x))
     engine = zero_core.build(make_tower(2), _config(3, {}))
-    engine.backward(engine(x, (0, 1, 0)))
+    engine.backward(loss_of(engine, x))
     for name, param in expected.named_parameters():
         torch.testing.assert_close(engine.states.get_full(name, "grad"), param.grad)
 

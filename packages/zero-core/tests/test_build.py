@@ -12,7 +12,7 @@ import torch
 from support.mixture import NUM_EXPERTS, Mixture
 from support.tiers import MadeTier
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, StepLR
 
 import zero_core
 from zero_core import ConfigError
@@ -129,11 +129,16 @@ def _grouped(model):
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
 
 
-@pytest.mark.parametrize("is_made", [False, True])
-def test_a_given_optimizer_is_driven_with_its_groups_and_schedulers(is_made, caplog):
+def _chained(optimizer):
+    return ChainedScheduler([StepLR(optimizer, 1, 0.5), ExponentialLR(optimizer, 0.9)])
+
+
+@pytest.mark.parametrize(
+    ("is_made", "scheduler"), [(True, partial(StepLR, step_size=1, gamma=0.5)), (False, _chained)]
+)
+def test_a_given_optimizer_is_driven_with_its_groups_and_schedulers(is_made, scheduler, caplog):
     model, twin = make_model(), make_model()
     optimizer, plain = _grouped(model), _grouped(twin)
-    scheduler = partial(StepLR, step_size=1, gamma=0.5)
     plain_scheduler = scheduler(plain)
 
     given = scheduler if is_made else scheduler(optimizer)

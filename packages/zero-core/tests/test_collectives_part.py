@@ -47,6 +47,9 @@ class _Part:
     def forget_errors(self):
         pass
 
+    def begin_step(self, number):
+        pass
+
 
 def _build(ranks, **further):
     told = {}

@@ -342,6 +342,8 @@ def test_settings_of_an_optimizer_are_finite_but_for_limits_of_its_own(key, valu
             {"optimizer": {"type": "Adamm"}},
             "optimizer.type = 'Adamm' is not served; did you mean 'adam'",
         ),
+        ({"optimizer": {"type": "DeepSpeedCPUAdam"}}, "; did you mean 'adam'"),
+        ({"optimizer": {"type": "FusedLion"}}, "; did you mean 'lion'"),
         (
             {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "rho": 1}}},
             "optimizer.params.rho: unknown",

@@ -206,13 +206,17 @@ def test_groups_schedules_and_empty_groups_follow_ddp(ranks):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
-def test_hooks_of_a_given_optimizer_run_once_a_step(kind):
+def test_hooks_of_a_given_optimizer_run_once_a_step_until_they_are_removed(kind):
     model, seen = make_tower(), []
     given = kind(model.parameters(), lr=0.01)
-    given.register_step_pre_hook(lambda *_: seen.append("before"))
+    handle = given.register_step_pre_hook(lambda *_: seen.append("before"))
     given.register_step_post_hook(lambda *_: seen.append("after"))
-    train(Case(1).build(None, model, optimizer=given), [rows(0, 0)])
-    assert seen == ["before", "after"]
+    engine = Case(1).build(None, model, optimizer=given)
+    given.register_step_post_hook(lambda *_: seen.append("late"))
+    train(engine, [rows(0, 0)])
+    handle.remove()
+    train(engine, [rows(1, 0)])
+    assert seen == ["before", "after", "late", "after", "late"]
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 0), (3, 1), (3, 2), (3, 3)])

@@ -139,6 +139,11 @@ def _boxes(net, x):
     return x
 
 
+def _differentiates(net, x):
+    y = _plain(net, x.requires_grad_())
+    return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
 def _in_order(*order):
     def call(net, x):
         for number in order:
@@ -203,6 +208,7 @@ WAYS = {
     "reversed": _in_order(3, 2, 1, 0),
     "left out": _in_order(0, 1),
     "boxed": _boxes,
+    "differentiates": _differentiates,
     "stashed": lambda net, x: _plain(net, x) + net.stashed,
     "reads another": _reads_another,
     "casts apart": _casts_apart,
@@ -414,6 +420,7 @@ def test_training_goes_on_after_a_forward_that_failed_and_an_evaluation(fails_in
         ("reads another", r"uses blocks.3.0.bias of unit 4"),
         ("casts apart", r"code behind the blocks uses a tensor .* code before the blocks computed"),
         ("casts around a pause", r"unit 2 \(blocks.1\) uses a tensor"),
+        ("differentiates", "micro-batch 0: torch.autograd.grad needs the graph of the whole"),
         ("in inference mode", r"blocks.0\) is called on another thread, or within torch.inference"),
     ],
 )
@@ -591,8 +598,12 @@ def test_step_needs_all_of_its_micro_batches_and_none_before(schedule):
     engine = zero_core.build(_make("plain"), _config(accumulation_schedule=schedule))
     with pytest.raises(ValueError, match="has 3 micro-batches, found 2"):
         engine.train_batch(_batches(0, number=2))
-    for batches, name in ((_batches(0, number=5), "list"), (torch.ones(5, 4), "Tensor")):
-        with pytest.raises(ValueError, match=f"{name} has more, of which each call would take"):
+    for batches, why in (
+        (_batches(0, number=5), "list has more, of which each call would take"),
+        (torch.ones(3, 4), r"one Tensor: give a list, for example of tensor.chunk\(3\)"),
+        (dict.fromkeys("abc"), "one dict: give a list"),
+    ):
+        with pytest.raises(ValueError, match=why):
             engine.train_batch(batches)
     engine.train_batch(iter(_batches(0, number=5)))
     assert (engine.global_steps, engine.micro_steps) == (1, 3)

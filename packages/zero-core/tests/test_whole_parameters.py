@@ -1,5 +1,6 @@
 """Optimizers that update whole parameters, compared with their own step under DDP."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -303,6 +304,33 @@ def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones(ranks):
 def test_what_would_be_wrong_is_refused_by_its_name(make, zero, match):
     with pytest.raises(ConfigError, match=match):
         engine_of(make, 2, None, nn.Linear(3, 2), **zero)
+
+
+class Decaying(LionLike):
+    write = None
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                self.write(param)
+        super().step()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda p: p.mul_(0.9), lambda p: p.data.mul_(0.9), lambda p: setattr(p, "data", p.data * 0.9)],
+)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 2), (2, 3)])
+@on_ranks()
+def test_a_write_to_a_parameter_without_a_gradient_is_refused(ranks, stage, write):
+    model = make_model()
+    given = Decaying(trainable(model))
+    given.write = write
+    engine = Case(stage, "bf16").build(ranks, model, optimizer=given)
+    with pytest.raises(RuntimeError) as error:
+        trained(engine, ranks.rank, range(1))
+    said = [str(error.value), *getattr(error.value, "__notes__", ())]
+    assert re.search(r"Decaying.step\(\) .*whose grad is None: .* must skip", said[-1])
 
 
 @on_ranks(2)

@@ -226,14 +226,16 @@ def set_found_inf(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Iterat
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def copy_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    target._optimizer_step_pre_hooks.update(source._optimizer_step_pre_hooks)
-    target._optimizer_step_post_hooks.update(source._optimizer_step_post_hooks)
+def share_step_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Give both optimizers the same step hooks, also those that are added or removed later."""
+    target._optimizer_step_pre_hooks = source._optimizer_step_pre_hooks
+    target._optimizer_step_post_hooks = source._optimizer_step_post_hooks
 
 
-def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer.step()`` has pre-hooks, which may change the parameter groups."""
-    return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer, besides: int | None = None) -> bool:
+    """Whether ``step()`` has pre-hooks, which may change the groups. ``besides``: one's id."""
+    own = optimizer._optimizer_step_pre_hooks.keys() - {besides}
+    return bool(_global_optimizer_pre_hooks or own)
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -176,6 +176,11 @@ def build(
         resolved = for_evaluation(resolved, optimizer, lr_scheduler, extensions)
     check_is_free(model)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer, is_training=is_training)
+    offload = resolved.zero_optimization.offload_optimizer
+    if offload.update_in_backward is None and has_step_pre_hooks(drawn.optimizer):
+        offload = offload.model_copy(update={"update_in_backward": False})
+        zero = resolved.zero_optimization.model_copy(update={"offload_optimizer": offload})
+        resolved = resolved.model_copy(update={"zero_optimization": zero})
     initial = InitialValues(model)
     joined = _join(drawn, resolved, ranks, extensions, initial, is_given=pretrained is not None)
     if ranks.rank == 0 and is_training:

@@ -146,6 +146,7 @@ class ModelCheckpoints(GatheredCalls):
         yield
         self._passes.backward.discard()
         self._train.enter_micro_step(0)
+        self._communicator.begin_step(self._train.global_steps)
         self._passes.units.values_replaced()
         self._device_states.edits.forget()
         self.place.unfinished = ""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from zero_core._torch import cast_floats, copy_step_hooks, has_step_pre_hooks, mark_stepped
+from zero_core._torch import cast_floats, has_step_pre_hooks, mark_stepped, share_step_hooks
 from zero_core.checkpoint.patches import PatchWriter
 from zero_core.checkpointing import TrainingCheckpoints
 from zero_core.comm.meter import Meter
@@ -76,7 +76,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._may_step = False
         self.state = given.state
         if not is_given_stepped:
-            copy_step_hooks(given, self)
+            share_step_hooks(given, self)
         self.guard = given.register_step_pre_hook(self._refuse_step)  # refuses given.step()
 
     def engine_step(self) -> None:
@@ -289,7 +289,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                     for check in self._extensions.agreed:
                         check()
                     # Pre-hooks may change the groups, so with hooks no update starts before them.
-                    if not has_step_pre_hooks(self.optimizer):
+                    if not has_step_pre_hooks(self.optimizer, self.optimizer.guard.id):
                         self._gradient.update_ahead()
                     backward.complete_gradient()
                     why_skipped = self._gradient.decide()
@@ -307,6 +307,7 @@ class Engine(TrainingCheckpoints, ShardedModel):
                 train.end_step()
                 place.unfinished = ""
             place.num_steps = number = train.global_steps
+            self._communicator.begin_step(number)
             ended = EndedStep(number, why_skipped, rates, micro_steps, client_state or {})
             for follow in self._extensions.stepped:
                 follow(ended)
@@ -336,7 +337,8 @@ class Engine(TrainingCheckpoints, ShardedModel):
             The mean of this rank's losses, 0-dim, fp32 or wider, without gradient.
 
         Raises:
-            ValueError: too few micro-batches, or more in a sequence, DataLoader or tensor.
+            ValueError: too few micro-batches, more in a sequence or DataLoader, or one tensor or
+                mapping in place of a list.
             TypeError: without ``compute_loss``, the model returned no loss.
             RuntimeError: as for `step` and `backward`; or within a step or ``no_sync``, or after
                 `set_gradient_accumulation_boundary`. After an exception in a forward or backward,
@@ -529,17 +531,20 @@ def _drop_gradient(optimizer: EngineOptimizer, module: nn.Module, set_to_none: b
 
 def _micro_batches(batches: Iterable[Any], steps: int) -> list[Any]:
     """Return the micro-batches of one step. Raise ValueError if there are not so many."""
+    if isinstance(batches, Tensor | Mapping):  # its rows or keys are no micro-batches
+        raise ValueError(
+            f"train_batch: expected an iterator or a list of the step's {steps} micro-batches, "
+            f"found one {type(batches).__name__}: give a list, for example of tensor.chunk({steps})"
+        )
     remaining = iter(batches)
     found = list(islice(remaining, steps))
     if len(found) < steps:
         raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
-    if isinstance(batches, Sequence | DataLoader | Tensor) and next(remaining, None) is not None:
-        advice = "call iter() on it once, and give that iterator to each call"
-        if isinstance(batches, Tensor):
-            advice = "give a list of micro-batches"
+    if isinstance(batches, Sequence | DataLoader) and next(remaining, None) is not None:
         raise ValueError(
             f"train_batch: a step has {steps} micro-batches, and {type(batches).__name__} has "
-            f"more, of which each call would take the first ones: {advice}"
+            "more, of which each call would take the first ones: call iter() on it once, and give "
+            "that iterator to each call"
         )
     return found
 

@@ -150,14 +150,17 @@ class StatefulCollectives(Collectives, Protocol):
         """Bytes held on this rank, by kind, for `Engine.memory_report`."""
 
     def forget_values(self) -> None:
-        """Drop all stored weights and gradients, so that the next gathers start from exact values.
+        """Drop all stored weights, so that the next gathers start from exact values.
 
         All ranks call it when weights were replaced outside of a step (loaded, edited, states
         written), and when a checkpoint is saved, so that a resumed run equals a continued run.
         """
 
     def forget_errors(self) -> None:
-        """Drop stored quantization errors after a skipped step and its reductions, on all ranks."""
+        """Drop stored quantization errors after a skipped step or replaced weights."""
+
+    def begin_step(self, number: int) -> None:
+        """Start step ``number``, from 0. Random numbers may depend on it, but not on past steps."""
 
 
 @runtime_checkable

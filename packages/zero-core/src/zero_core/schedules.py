@@ -290,6 +290,8 @@ def count_of(schedule: Schedule) -> int | None:
     """Return how often ``schedule`` was stepped, up to a constant, or None if it has no count."""
     if isinstance(schedule, IterationSchedule):
         return schedule.last_batch_iteration
+    while isinstance(schedule, lr_scheduler.ChainedScheduler):  # it has no count of its own
+        schedule = schedule._schedulers[0]
     return schedule.last_epoch if isinstance(schedule, lr_scheduler.LRScheduler) else None
 
 

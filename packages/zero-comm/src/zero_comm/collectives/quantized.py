@@ -255,21 +255,23 @@ class QuantizedCollectives:
         return isinstance(self._transport, InPlaceCollectives) and self._transport.reduces_in_place
 
     def forget_values(self) -> None:
-        """Invalidate kept weights and errors after weights changed or a checkpoint was written.
+        """Invalidate kept weights after weights changed or a checkpoint was written.
 
         All ranks must call it between the same exchanges. The next gather of each unit starts from
-        the exact weights, and gradient errors are dropped. A run that continues after a checkpoint
-        therefore equals a run that starts from the checkpoint.
+        the exact weights, as in a run that starts from the checkpoint.
         """
         # Queued, because a gather that still runs would otherwise record its version afterwards.
         self._transport.launch(self._forget_weights, is_reduction=False).wait()
-        if self._reduction is not None:
-            self._transport.launch(self._reduction.forget, is_reduction=True).wait()
 
     def forget_errors(self) -> None:
-        """Drop gradient errors after non-finite gradients. All ranks must call it together."""
+        """Drop gradient errors, which fit no other gradients. All ranks must call it together."""
         if self._reduction is not None and self._reduction.feedback is not None:
             self._transport.launch(self._reduction.feedback.forget, is_reduction=True).wait()
+
+    def begin_step(self, number: int) -> None:
+        """Start the random numbers of step ``number``. No reduction may be pending."""
+        if self._reduction is not None:
+            self._reduction.begin_step(number)
 
     def _forget_weights(self) -> None:
         self._announced.clear()

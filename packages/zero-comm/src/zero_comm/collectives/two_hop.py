@@ -165,11 +165,9 @@ class TwoHopReduce:
     def errors(self) -> list[Tensor]:
         return [] if self.feedback is None else self.feedback.tensors
 
-    def forget(self) -> None:
-        """Restart the seeds of stochastic rounding and drop all errors."""
-        self._num_seeds = 0
-        if self.feedback is not None:
-            self.feedback.forget()
+    def begin_step(self, number: int) -> None:
+        """Start the seeds of step ``number``, far from those of other steps."""
+        self._num_seeds = number * GROUP_SEED_STEP
 
 
 class SliceReducer:

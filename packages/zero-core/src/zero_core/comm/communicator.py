@@ -101,13 +101,12 @@ class Communicator:
         self._names = names
         # Protocols of reduction works, cached by class because isinstance() on protocols is slow.
         self._protocols: dict[type, frozenset[type]] = {}
-        optional = {"forget_values", "forget_errors", "private_nbytes"}
+        optional = {"forget_values", "forget_errors", "begin_step", "private_nbytes"}
         found = sorted(optional.intersection(dir(transport)))
         if found and self._stateful is None:
             raise ConfigError(
                 f"collectives of {type(transport).__name__} have {', '.join(found)} alone: "
-                "zero_core.protocols.StatefulCollectives asks for forget_values, forget_errors and "
-                "private_nbytes together"
+                "zero_core.protocols.StatefulCollectives asks for all of its members together"
             )
 
     def all_gather(
@@ -220,3 +219,7 @@ class Communicator:
     def forget_errors(self) -> None:
         if self._stateful is not None:
             self._stateful.forget_errors()
+
+    def begin_step(self, number: int) -> None:
+        if self._stateful is not None:
+            self._stateful.begin_step(number)

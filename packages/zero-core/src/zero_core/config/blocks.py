@@ -133,7 +133,8 @@ class OffloadOptimizerConfig(_Block):
     """Limit of the host bytes that a rank page-locks for transfers. None sets no limit."""
     update_in_backward: bool | None = None
     """Update each unit in backward. None selects this if nothing can cancel the step or
-    ``undo_buffer_size`` is given, unless ``memory_checkpoint`` is on."""
+    ``undo_buffer_size`` is given, unless ``memory_checkpoint`` is on or the optimizer has a step
+    pre-hook."""
     undo_buffer_size: PositiveInt | None = None
     """Limit in bytes of a rank's undo log in host memory. The log is kept if units are updated in
     backward and the step may still be clipped or cancelled. Units for which it has no room are

@@ -98,7 +98,8 @@ class Cures(NamedTuple):
 # Reasons why a read (first) and a write (second) raise. The names in braces are fields of `Cures`.
 SHARDED = (
     "where stage 3 holds only this rank's shard of it: read it within {read}, which all ranks "
-    "enter; or, for the forward of another module, {declare}",
+    "enter; or, for the forward of another module, {declare}; or, for the backward of an "
+    "autograd.Function, save it by ctx.save_for_backward()",
     "where stage 3 holds only this rank's shard of it, so the value would be lost: write it within "
     "{write}, which all ranks enter",
 )

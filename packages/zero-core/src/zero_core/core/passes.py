@@ -531,6 +531,11 @@ class ForwardPass:
             return False
         if id(error) != self._failure:  # no inner block has reported it
             self._failure = id(error)  # keeping the error would keep its frames' tensors
+            if "saved tensor hooks" in str(error):  # torch.func's message
+                error.add_note(
+                    "The engine's forward has such hooks at stage 3: use torch.autograd.grad with "
+                    "create_graph=True in place of torch.func, or stage 2"
+                )
             self._communicator.note_failure(f"the forward of {unit!r}", error)
         return True
 

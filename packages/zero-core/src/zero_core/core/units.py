@@ -271,6 +271,7 @@ class UnitSet:
     def values_replaced(self, flats: Iterable[FlatParams] | None = None) -> None:
         """Call `values_changed` for values that were written outside of a step."""
         self._communicator.forget_values()
+        self._communicator.forget_errors()
         self.values_changed(flats)
 
     def publish(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -214,7 +215,9 @@ def _choose(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
             "those of Adam smaller"
         )
     if kind not in _BY_NAME:
-        close = [f" did you mean {n!r}?" for n in difflib.get_close_matches(kind, _BY_NAME, 1, 0.8)]
+        plain = re.sub("^(deepspeed)?(fused|cpu)", "", kind)  # of the classes of DeepSpeed
+        near = difflib.get_close_matches(plain, _BY_NAME, 1, 0.8)
+        close = [f" did you mean {n!r}?" for n in near]
         raise ConfigError(
             f"optimizer.type = {name!r} is not served;{''.join(close)} known: "
             f"{sorted(_BY_NAME)}; pass build() an object of any other class"

@@ -13,7 +13,8 @@ owner: each rank updates its slice and keeps the slice's state.
 The tier runs the given or configured optimizer on the model's own parameters. During its step, an
 owned parameter with a gradient temporarily has its whole master weight and gradient, and a sliced
 one has the rank's 1-D slice of them. All other parameters have no gradient, so optimizers skip
-them. Owned parameters have the same shapes, groups and states as without an engine.
+them: a write that would be lost is refused. Owned parameters have the same shapes, groups and
+states as without an engine.
 
 [Note: rounds]
 Divided parameters are exchanged in rounds of consecutive segments of one dtype. To bound the bytes
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import get_grad, pytree, set_grad
+from zero_core._torch import get_grad, pytree, set_grad, storage_of
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import WHOLES, Meter
 from zero_core.config import master_dtype
@@ -46,6 +47,10 @@ from zero_core.layout.discovery import inner_components
 from zero_core.optim.device_tier import MASTER, Chunked, FlatTier
 from zero_core.protocols import ParamStore
 
+_IDLE = (
+    "whose grad is None: an optimizer that updates whole parameters must skip such parameters, as "
+    "torch's do, because what it writes to them is lost"
+)
 # Torch's own setter, because a parameter's class may override ``data``.
 _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -174,8 +179,20 @@ class WholeTier(FlatTier):
             self._model_params[param]: (self._lent(param, values), self._lent(param, grad))
             for param, (values, grad) in found.items()
         }
+        kind = type(self._optimizer).__name__
+        idle = [(n, self._model_params[n]) for n in self._piece_of.keys() - used]
+        marks = [(n, p._version, p.data_ptr()) for n, p in idle if not access.is_refused(p)]
         with _lending(self._model_params, lent):
-            self._optimizer.step()
+            try:
+                self._optimizer.step()
+            except RuntimeError as error:
+                if any(map(access.is_refused, self._model_params)):
+                    error.add_note(f"{kind}.step() may have used a parameter {_IDLE}")
+                raise
+            for param, version, address in marks:
+                if self._is_lost(param, version, address):
+                    name = self._layout.params[param].name
+                    raise RuntimeError(f"{kind}.step() has written {name}, {_IDLE}")
             for model_param, (values, _) in lent.items():
                 if model_param.data_ptr() != values.data_ptr():  # the optimizer has set ``data``
                     values.copy_(model_param.detach())
@@ -189,6 +206,18 @@ class WholeTier(FlatTier):
         numbers = {bisect_right(self._masters.starts, self._pieces[i].start) - 1 for i in active}
         chunks = [self._masters.chunks[number] for number in sorted(numbers)]
         self._publish([c for s, m in chunks for c in self._copies(s, s + m.numel())])
+
+    def _is_lost(self, param: int, version: int, address: int) -> bool:
+        """Return whether the optimizer has changed a parameter beside its master weight."""
+        piece, found = self._piece_of[param], self._model_params[param]
+        master = self._masters.one(piece.start, piece.stop)
+        is_apart = storage_of(found) != storage_of(master)
+        if found.data_ptr() != address or (is_apart and found._version != version):
+            return True
+        if not is_apart or id(found) not in access.aliased:
+            return False
+        own = self._layout.params[param].to_elements(found.detach())[piece.offset :][: len(master)]
+        return not torch.equal(own.nan_to_num(), master.to(own).nan_to_num())
 
     def _lent(self, param: int, elements: Tensor) -> Tensor:
         """Return ``elements`` in the parameter's shape, or as they are if they are only a slice."""
@@ -500,10 +529,12 @@ def _lending(
     params: Sequence[Tensor], lent: Mapping[Tensor, tuple[Tensor, Tensor]]
 ) -> Iterator[None]:
     """Set values and gradients of ``lent`` parameters, clear other gradients. Undo at exit."""
-    with access.opened(param for param in params if isinstance(param, nn.Parameter)):
-        before = [(param, param.data, get_grad(param)) for param in params]
+    # Refused parameters have no gradient, and the optimizer must not use them.
+    held = [param for param in params if param in lent or not access.is_refused(param)]
+    with access.opened(param for param in held if isinstance(param, nn.Parameter)):
+        before = [(param, access.get_data(param), get_grad(param)) for param in held]
         try:
-            for param in params:
+            for param in held:
                 set_grad(param, None)
                 if param in lent:
                     values, grad = lent[param]

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,13 +236,12 @@ def recompute_blocks(
     def wrap(unit: Unit, block: nn.Module) -> Callable[..., Any]:
         forward = block.forward
 
-        @contextmanager
-        def recomputing() -> Iterator[None]:
-            passes.backward.enter_recompute(unit)
-            yield
+        class Recomputing(nullcontext[None]):  # entered again by each backward of the same graph
+            def __enter__(self) -> None:
+                passes.backward.enter_recompute(unit)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), recomputing()
+            return nullcontext(), Recomputing()
 
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:

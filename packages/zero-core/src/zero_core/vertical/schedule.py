@@ -351,6 +351,11 @@ class VerticalSchedule(MicroBatches):
                 f"{self._name(one.segments.number)} uses a tensor that needs a gradient and that "
                 f"{maker} computed, but was not given it as an argument",
             ) from None
+        except RuntimeError as error:
+            if "not have been used in the graph" not in str(error):
+                raise
+            why = "torch.autograd.grad needs the graph of the whole forward, which is cut at blocks"
+            raise self._refuse(one, why) from error
         before = self._in_attributes
         if before is not None:
             self._in_attributes = _tensors_in_attributes(self._state.module)
