@@ -277,7 +277,7 @@ class Reader:
                                 f"crc32 {facts.crc32[index]}, found {found}; {_ADVICE}"
                             )
                         self._checked.add((name, index))
-            except CheckpointCorruptError:
+            except (CheckpointCorruptError, CheckpointFailedError):
                 raise
             except (OSError, CheckpointError) as error:
                 raise CheckpointCorruptError(
