@@ -277,8 +277,8 @@ class ModelCopies:
         self._methods = [ObjectMethods(name, replaced) for name, replaced in methods]
 
     def remove(self) -> None:
-        for method in self._methods:
-            method.remove()
+        while self._methods:  # these refer to this object, which would be a cycle
+            self._methods.pop().remove()
 
     @staticmethod
     def refuse_pickle(*_: object) -> NoReturn:
