@@ -23,8 +23,7 @@ from torch import nn
 
 import zero_core
 from faults.harness import Program, complete
-from zero_core.checkpoint.files import find, read_buffers, read_weights
-from zero_core.checkpoint.load import read_client_state
+from zero_core.checkpoint.files import find, read_buffers, read_client_state, read_weights
 from zero_core.checkpoint.manifest import MANIFEST, seal
 from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate, train
 

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR, 
 
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
+from zero_core.checkpoint import read_client_state
 from zero_core.checkpoint.files import read_weights
 from zero_core.checkpoint.json_values import MAX_NUMEL, decode, encode
-from zero_core.checkpoint.load import read_client_state
 from zero_core.extensions.weight_average import AVERAGE, WeightAverage
 from zero_core.optim.train_state import TrainState
 from zero_core.schedules import WarmupLR

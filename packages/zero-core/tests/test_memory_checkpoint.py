@@ -179,13 +179,13 @@ def test_launcher_is_found_above_a_shell_that_ends_with_the_rank(monkeypatch):
         assert shell.stdout is not None
         assert shell.stdout.readline() == b"\n"
         monkeypatch.setattr(os, "getppid", lambda: shell.pid)
-        above = snapshots.find_launcher()
+        above = keeper.find_launcher()
         # A launcher may itself be started by another launcher.
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/1/error.json")
-        assert snapshots.find_launcher() == shell.pid
+        assert keeper.find_launcher() == shell.pid
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/0/error.json")
         monkeypatch.setattr(keeper, "status", lambda process: [])
-        assert snapshots.find_launcher() == shell.pid
+        assert keeper.find_launcher() == shell.pid
     assert above == os.getpid()
 
 

@@ -95,6 +95,8 @@ def test_store_that_fails_after_the_commit_does_not_fail_the_save(objects, monke
     monkeypatch.setattr(Objects, "is_down", True)
     assert engine.save_checkpoint(objects, keep_last=1).name == read_latest(objects) == "step-1"
     assert "no answer" in caplog.text
+    with pytest.raises(zero_core.CheckpointFailedError, match="no answer"):
+        zero_core.verify_checkpoint(str(objects))
     monkeypatch.undo()
 
 

@@ -16,8 +16,7 @@ import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
 from zero_core.checkpoint.json_values import decode
 from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, parse, seal
-from zero_core.checkpoint.safetensors_files import read_header
-from zero_core.checkpoint.save import write_file
+from zero_core.checkpoint.safetensors_files import read_header, write_file
 
 
 def _build(optimizer):

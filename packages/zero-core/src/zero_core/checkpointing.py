@@ -36,7 +36,6 @@ from zero_core.step.update import StepGradient
 class ModelCheckpoints(GatheredCalls):
     """Save and load methods of all engines, including those built for evaluation."""
 
-    device: torch.device
     sharded_state: ShardedState
     _communicator: Communicator
     _passes: Passes
@@ -218,7 +217,7 @@ class TrainingCheckpoints(ModelCheckpoints):
         """Restore what `save_checkpoint` wrote and return the checkpoint's folder and client state.
 
         Every rank must call it. Without ``tag`` the newest complete checkpoint is loaded. Parts
-        named in ``without`` stay as they are; see `zero_core.checkpoint.load.PARTS`.
+        named in ``without`` stay as they are; see `zero_core.checkpoint.PARTS`.
 
         Raises:
             CheckpointError: there is no checkpoint, or it does not fit the engine.
@@ -255,10 +254,9 @@ class TrainingCheckpoints(ModelCheckpoints):
         def is_any_here() -> bool:  # `load_checkpoint` refuses a single checkpoint's folder
             return holds_checkpoint(place) or (place / MANIFEST).is_file()
 
-        is_here = control.together("checkpoint: find", is_any_here)
-        if not control.sum(torch.tensor([float(is_here)], device=self.device)).item():
-            return None
-        return self.load_checkpoint(place)[1]
+        if any(control.gather_json(control.together("checkpoint: find", is_any_here))):
+            return self.load_checkpoint(place)[1]
+        return None
 
     @property
     def patch_version(self) -> int:

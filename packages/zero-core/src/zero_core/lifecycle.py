@@ -31,7 +31,6 @@ from zero_core.object_methods import ObjectMethods, SuspendableHooks
 from zero_core.sharded.sharded_state import ShardedState
 
 _log = logging.getLogger(__name__)
-_KEYS = ("__deepcopy__", "__reduce_ex__")  # looked up on an object by copy.deepcopy and pickle
 
 
 class LeftShard(NamedTuple):
@@ -270,13 +269,16 @@ class ModelCopies:
     def __init__(self, state: ShardedState, *handles: Sequence[Any]) -> None:
         self._state = state
         self._handles = handles
-        self._modules = list(state.module.modules())
-        self._attach()
+        modules = list(state.module.modules())
+        # copy.deepcopy and pickle look these up on an object.
+        copies = [(module, partial(self._copy, module)) for module in modules]
+        reduces = [(module, partial(self._reduce, module)) for module in modules]
+        methods = ("__deepcopy__", copies), ("__reduce_ex__", reduces)
+        self._methods = [ObjectMethods(name, replaced) for name, replaced in methods]
 
     def remove(self) -> None:
-        for module in self._modules:
-            for key in _KEYS:
-                vars(module).pop(key, None)
+        while self._methods:  # these refer to this object, which would be a cycle
+            self._methods.pop().remove()
 
     @staticmethod
     def refuse_pickle(*_: object) -> NoReturn:
@@ -286,12 +288,6 @@ class ModelCopies:
             "engine.gathered(); keep a training by engine.save_checkpoint(), and weights by "
             "engine.full_state_dict()"
         )
-
-    def _attach(self) -> None:
-        # setattr on a compiled module would set the attribute on the original module
-        for module in self._modules:
-            methods = partial(self._copy, module), partial(self._reduce, module)
-            vars(module).update(zip(_KEYS, methods, strict=True))
 
     def _reduce(self, module: nn.Module, protocol: int) -> Any:
         if protocol == DEFAULT_PROTOCOL:  # that of torch.save; copy.copy has another one
@@ -310,12 +306,11 @@ class ModelCopies:
         handles: list[Any] = []
         for found in (found for some in self._handles for found in some):
             handles += found.handles if isinstance(found, SuspendableHooks) else [found]
-        methods = [handle for handle in handles if isinstance(handle, ObjectMethods)]
+        methods = [h for h in (*handles, *self._methods) if isinstance(h, ObjectMethods)]
         hooks = [handle for handle in handles if isinstance(handle, RemovableHandle)]
         numbers, tables = {hook.id for hook in hooks}, [hook.hooks_dict_ref() for hook in hooks]
         found_in = {id(table): table for table in tables if table is not None}
         before = [(table, list(table.items())) for table in found_in.values()]
-        self.remove()
         try:
             for table, items in before:
                 table.clear()
@@ -329,4 +324,3 @@ class ModelCopies:
             for table, items in before:  # restore the original order of hooks
                 table.clear()
                 table.update(items)
-            self._attach()

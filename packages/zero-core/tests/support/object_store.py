@@ -22,7 +22,7 @@ class Objects(DirFileSystem):  # type: ignore[misc]
     protocol = "objects"
     num_written = 0
     is_down = False
-    """Whether listings fail, like those of a store that does not answer."""
+    """Whether listings and reads of data fail, like those of a store that does not answer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(path=os.environ[ROOT], fs=LocalFileSystem(auto_mkdir=True), **options)
@@ -35,6 +35,8 @@ class Objects(DirFileSystem):  # type: ignore[misc]
     def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         if "w" in mode:
             self._count()
+        elif self.is_down and "data-" in path:
+            raise ConnectionError("no answer")
         file = super().open(path, mode, **options)
         # As in s3fs, a replaced object is read up to its old size if a listing cached that size.
         size = self._sizes.get(self._join(path))

@@ -2,13 +2,11 @@
 
 Saving and loading are methods of the engine. These functions find and read checkpoints without an
 engine, and write a checkpoint from values of another source. Finding and verifying checkpoints
-needs no torch, whose import takes seconds: names that need it are imported at their first use.
+needs no torch, whose import takes seconds: functions that need it import it when they are called.
 """
 
-from typing import TYPE_CHECKING
-
-from zero_core._lazy import lazy_names
 from zero_core.checkpoint.files import (
+    PARTS,
     check_tag,
     export_checkpoint,
     find,
@@ -18,15 +16,15 @@ from zero_core.checkpoint.files import (
     newest_step,
     prune_checkpoints,
     read_buffers,
+    read_client_state,
     read_latest,
     read_weights,
     verify_checkpoint,
 )
-from zero_core.checkpoint.in_memory.keeper import started_at
+from zero_core.checkpoint.in_memory.keeper import find_launcher, started_at
 from zero_core.checkpoint.json_values import encode
 from zero_core.checkpoint.manifest import (
     BUFFERS,
-    CHUNK_BYTES,
     FORMAT,
     MANIFEST,
     RNG,
@@ -37,7 +35,7 @@ from zero_core.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from zero_core.checkpoint.safetensors_files import ModelFiles
+from zero_core.checkpoint.safetensors_files import CHUNK_BYTES, ModelFiles, write_file
 from zero_core.checkpoint.storage import (
     LATEST,
     Aside,
@@ -47,11 +45,6 @@ from zero_core.checkpoint.storage import (
     location_of,
     write_synced,
 )
-
-if TYPE_CHECKING:
-    from zero_core.checkpoint.in_memory.snapshots import find_launcher
-    from zero_core.checkpoint.load import PARTS, read_client_state
-    from zero_core.checkpoint.save import write_file
 
 __all__ = [
     "BUFFERS",
@@ -92,10 +85,3 @@ __all__ = [
     "write_manifest",
     "write_synced",
 ]
-
-_HOMES = {
-    "in_memory.snapshots": "find_launcher",
-    "load": "PARTS read_client_state",
-    "save": "write_file",
-}
-__getattr__ = lazy_names(__name__, _HOMES)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import struct
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from zero_core.checkpoint.json_values import decode, find_classes
 from zero_core.checkpoint.manifest import (
@@ -55,6 +55,12 @@ _MAX_LATEST_BYTES = 1024
 _BLOCK_BYTES = 1 << 20  # small blocks stay in the CPU cache between read and checksum
 _RNG_WORDS = 624  # words of a Mersenne Twister's state, as in torch's CPU generator
 _ADVICE = "load an older checkpoint by its tag"
+PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
+"""Parts of a checkpoint that a load may leave out. "frozen": values of parameters that were frozen.
+"optimizer": optimizer states and hyperparameters. Without these, another optimizer may be used.
+"progress": counters, the loss scale and the states of random generators."""
+_Progress = Callable[[int, int], None]
+"""Callback that receives how much is done, and the total."""
 
 
 def check_tag(tag: object) -> None:
@@ -277,7 +283,7 @@ class Reader:
                                 f"crc32 {facts.crc32[index]}, found {found}; {_ADVICE}"
                             )
                         self._checked.add((name, index))
-            except CheckpointCorruptError:
+            except (CheckpointCorruptError, CheckpointFailedError):
                 raise
             except (OSError, CheckpointError) as error:
                 raise CheckpointCorruptError(
@@ -433,6 +439,16 @@ class Reader:
         return spec.is_opaque or (saved.memory_order or ()) == spec.order
 
 
+def read_client_state(directory: Path | str, tag: str | None = None) -> dict[str, Any]:
+    """Return the client state of checkpoint ``tag``, by default the newest, without an engine.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        CheckpointCorruptError: the manifest, or the file ``latest``, is damaged.
+    """
+    return Reader(find(location_of(directory), tag)).read_progress()[1]
+
+
 def read_weights(directory: Path | str, tag: str | None = None) -> Iterator[Weight]:
     """Yield every parameter of checkpoint ``tag``, by default the newest, without an engine.
 
@@ -450,14 +466,8 @@ def read_buffers(directory: Path | str, tag: str | None = None) -> dict[str, Ten
     return Reader(find(location_of(directory), tag)).read_buffers()
 
 
-class Progress(Protocol):
-    """Callback that reports progress: ``done`` of ``total``."""
-
-    def __call__(self, done: int, total: int, /) -> None: ...
-
-
 def verify_checkpoint(
-    directory: str | Path, tag: str | None = None, *, progress: Progress | None = None
+    directory: str | Path, tag: str | None = None, *, progress: _Progress | None = None
 ) -> int:
     """Check every byte of checkpoint ``tag``, by default the newest, and that nothing is missing.
 
@@ -570,7 +580,7 @@ def export_checkpoint(
     tag: str | None = None,
     *,
     dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
+    progress: _Progress | None = None,
 ) -> list[str]:
     """Write the model of a checkpoint as ``model.safetensors``, in Hugging Face's layout.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.checkpoint.files import Reader, find
+from zero_core.checkpoint.files import PARTS, Reader, find
 from zero_core.checkpoint.json_values import find_classes, restore, safe_class
 from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, RNG, VALUE, file_name
-from zero_core.checkpoint.storage import Location, location_of
+from zero_core.checkpoint.storage import Location
 from zero_core.core.extension import PREFIX
 from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import ParamSpec, unflatten
@@ -27,10 +26,6 @@ from zero_core.sharded import MASTER
 from zero_core.sharded.sharded_state import ShardedState, load_buffers, named_buffers
 
 _log = logging.getLogger(__name__)
-PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
-"""Parts of a checkpoint that a load may leave out. "frozen": values of parameters that were frozen.
-"optimizer": optimizer states and hyperparameters. Without these, another optimizer may be used.
-"progress": counters, the loss scale and the states of random generators."""
 _Read = Callable[[], Tensor]
 _HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'
 
@@ -64,7 +59,7 @@ def load_checkpoint(
     if isinstance(reader.folder, Path):
         found = (reader.folder / MANIFEST).stat()
         own = [found.st_ino, found.st_mtime_ns, found.st_ctime_ns, reader.manifest.sha256]
-    rows = [json.loads(row) for row in control.gather_bytes(json.dumps(own).encode())]
+    rows = control.gather_json(own)
     digests = [row[-1] for row in rows]
     if len(set(digests)) > 1:
         raise CheckpointError(
@@ -156,16 +151,6 @@ def restore_from(
     saved_progress, client_state = reader.read_progress()
     progress.load_state_dict(saved_progress, without)
     return client_state
-
-
-def read_client_state(directory: Path | str, tag: str | None = None) -> dict[str, Any]:
-    """Return the client state of checkpoint ``tag``, by default the newest, without an engine.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-        CheckpointCorruptError: the manifest, or the file ``latest``, is damaged.
-    """
-    return Reader(find(location_of(directory), tag)).read_progress()[1]
 
 
 def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> Callable[[], None]:

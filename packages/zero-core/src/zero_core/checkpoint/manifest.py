@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from zero_core.checkpoint import storage
-from zero_core.checkpoint.safetensors_files import DTYPES, KEYS, dtype_of, first_error
+from zero_core.checkpoint.safetensors_files import CHUNK_BYTES, DTYPES, KEYS, dtype_of, first_error
 from zero_core.checkpoint.storage import Location, Staging, open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.sharded import MASTER
@@ -40,7 +40,6 @@ BUFFERS = "buffers.safetensors"
 VALUE = "value"  # prefix of files of frozen parameters' values
 WHOLE = "whole"  # prefix of files of whole optimizer states
 RNG = "rng"  # prefix of files of random generators' states
-CHUNK_BYTES = 16 << 20  # bytes under one CRC-32, in new checkpoints
 _MAX_BYTES = 128 << 20  # limit of a manifest, enough for about 300,000 parameters
 _MAX_RANKS = 1 << 20
 _MAX_NUMEL = 1 << 60

@@ -23,7 +23,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -56,12 +56,7 @@ from zero_core.checkpoint.storage import (
     writing,
 )
 from zero_core.core.extension import Extension
-from zero_core.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointFailedError,
-    PatchGapError,
-)
+from zero_core.errors import CheckpointCorruptError, CheckpointError, PatchGapError
 from zero_core.layout.arithmetic import Segment, flatten, unflatten
 from zero_core.layout.discovery import plain_name
 from zero_core.lifecycle import owner_of
@@ -155,6 +150,10 @@ def _crc_of(*tensors: Tensor) -> int:
     return crc
 
 
+_Change = tuple[PatchedTensor, Piece, Tensor, Tensor]
+"""A piece of a tensor, with its positions and values."""
+
+
 class PatchWriter(Extension):
     """Writer of an engine's patches.
 
@@ -230,76 +229,58 @@ class PatchWriter(Extension):
         return {n: new for n, new in found.items() if self._buffers.get(n, (None,))[0] != new[0]}
 
     def _write(self, since: int | None, version: int, path: Path | None) -> WeightPatch:
-        control, buffer = self._state.control, TensorBuffer(io.BytesIO())
+        control, numbers = self._state.control, count()
         if not self._engine:
-            self._engine = control.gather_bytes(uuid4().hex.encode())[0].decode()
-        new = None if path is None else path.with_name(path.name + ".tmp")
-        failure: Exception | None = None
-        tensors: dict[PatchedTensor, list[Piece]] = {}
+            self._engine = control.gather_json(uuid4().hex)[0]
 
-        def open_raw() -> None:
-            if path is not None and control.rank == 0:
-                with storing(path):
+        def write(changes: Iterator[_Change]) -> Path | bytes:
+            tensors: dict[PatchedTensor, list[Piece]] = {}
+            with storing(path), ExitStack() as stack:
+                raw: IO[bytes] = io.BytesIO()
+                if path is not None:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    buffer.raw = TemporaryFile(dir=path.parent)  # noqa: SIM115
-
-        def finish() -> Path | bytes | None:
-            if failure is not None:
-                raise failure
-            if control.rank != 0:
-                return None
-            described = tuple(
-                tensor.model_copy(update={"pieces": tuple(sorted(of, key=lambda p: p.start))})
-                for tensor, of in tensors.items()
-            )
-            whole = Document(engine=self._engine, since=since, version=version, tensors=described)
-            text = whole.model_dump_json()
-            metadata = {_METADATA_KEY: text, _CHECKSUM_KEY: str(zlib.crc32(text.encode()))}
-            if path is None or new is None:
-                file = io.BytesIO()
-                buffer.write_to(file, metadata)
-                return file.getvalue()
-            with storing(path):
+                    raw = stack.enter_context(TemporaryFile(dir=path.parent))
+                buffer = TensorBuffer(raw)
+                every = chain(changes, self._buffer_changes(since, numbers))
+                for tensor, piece, positions, values in every:
+                    tensors.setdefault(tensor, []).append(piece)
+                    buffer.add(f"{piece.number}.positions", positions)
+                    buffer.add(f"{piece.number}.values", values)
+                found = tuple(
+                    tensor.model_copy(update={"pieces": tuple(sorted(of, key=lambda p: p.start))})
+                    for tensor, of in tensors.items()
+                )
+                whole = Document(engine=self._engine, since=since, version=version, tensors=found)
+                text = whole.model_dump_json()
+                metadata = {_METADATA_KEY: text, _CHECKSUM_KEY: str(zlib.crc32(text.encode()))}
+                if path is None:
+                    file = io.BytesIO()
+                    buffer.write_to(file, metadata)
+                    return file.getvalue()
+                new = path.with_name(path.name + ".tmp")
+                stack.callback(new.unlink, missing_ok=True)
                 with new.open("wb") as named:
                     buffer.write_to(named, metadata)
                 new.replace(path)
-            return path
+                return path
 
-        try:
-            control.together("weight_patch: open", open_raw)
-            try:
-                for tensor, piece, positions, values in self._changes(since):
-                    if failure is not None:  # continue, as all ranks must iterate over `_changes`
-                        continue
-                    tensors.setdefault(tensor, []).append(piece)
-                    try:
-                        with storing(path):
-                            buffer.add(f"{piece.number}.positions", positions)
-                            buffer.add(f"{piece.number}.values", values)
-                    except CheckpointFailedError as error:
-                        failure = error
-            except CheckpointError as error:  # on rank 0: `together` raises it on all ranks
-                failure = error
-            source = control.together("weight_patch: write", finish)
-        finally:
-            buffer.raw.close()
-            if new is not None and control.rank == 0:
-                with suppress(OSError):
-                    new.unlink(missing_ok=True)
+        changes = self._changes(since, numbers)
+        source = control.on_first_rank("weight_patch: write", changes, write)
         size = len(source) if isinstance(source, bytes) else source.stat().st_size if source else 0
         return WeightPatch(since, version, size, source)
 
-    def _changes(self, since: int | None) -> Iterator[tuple[PatchedTensor, Piece, Tensor, Tensor]]:
-        """Yield the pieces of all ranks, on rank 0 only. Every rank must iterate to the end."""
-        control, layout, numbers = self._state.control, self._state.layout, count()
+    def _changes(self, since: int | None, numbers: Iterator[int]) -> Iterator[_Change]:
+        """Yield all ranks' pieces of parameters, on rank 0. Every rank must iterate to the end."""
+        control, layout = self._state.control, self._state.layout
         for segment in layout.segments:
             if segment.is_opaque:  # bytes of a quantized parameter, which never change
                 continue
             own, parts = self._own_pieces(segment, since)
-            facts = json.dumps([own, [part.numel() for part in parts]]).encode()
-            found = [json.loads(of_rank) for of_rank in control.gather_bytes(facts)]
+            found = control.gather_json([own, [part.numel() for part in parts]])
             if not any(pieces for pieces, _ in found):
                 continue
+            # Refuse a dtype on all ranks, because each must take part in the exchanges.
+            dtype = dtype_name(segment.dtype, layout.params[segment.slots[0].param].name)
             data = torch.cat(parts) if parts else _NONE.to(self._state.device)
             received = [sum(sizes) if control.rank == 0 else 0 for _, sizes in found]
             sent = [data.numel()] + [0] * (control.world_size - 1)
@@ -312,7 +293,7 @@ class PatchWriter(Extension):
                 tensor = PatchedTensor(
                     names=(spec.name, *spec.aliases),
                     shape=spec.shape,
-                    dtype=dtype_name(spec.dtype, spec.name),
+                    dtype=dtype,
                     order=spec.order,
                     pieces=(),
                 )
@@ -321,7 +302,9 @@ class PatchWriter(Extension):
                     values = values.view(spec.dtype)
                 piece = Piece(next(numbers), start, numel, Kind(kind), Form(form), *crcs)
                 yield tensor, piece, positions, values
-        for name, value in self._state.buffers().items() if control.rank == 0 else ():
+
+    def _buffer_changes(self, since: int | None, numbers: Iterator[int]) -> Iterator[_Change]:
+        for name, value in self._state.buffers().items():
             if since is None or self._buffers[name][1] > since:
                 dtype = dtype_name(value.dtype, name)
                 shape = tuple(value.shape)

@@ -11,14 +11,24 @@ import ctypes
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from zero_core.checkpoint.storage import Location, open_regular, size_of, storing, write_all
+from zero_core.checkpoint.storage import (
+    ADVICE,
+    Location,
+    open_regular,
+    size_of,
+    storing,
+    write_all,
+    writing,
+)
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
 if TYPE_CHECKING:
@@ -26,6 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from zero_core.sharded.snapshot import StateBlocks
+
+    Tensors = Mapping[str, Tensor | StateBlocks | Sequence[Tensor]]
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -51,6 +63,8 @@ DTYPES = {  # names in torch, and bytes of an element
     "BOOL": ("bool", 1),
 }
 KEYS = {name: key for key, (name, _) in DTYPES.items()}  # by names in torch
+CHUNK_BYTES = 16 << 20  # bytes under one CRC-32, in new checkpoints
+_BLOCK_BYTES = 1 << 20  # small blocks stay in the CPU cache between write and checksum
 MAX_FILE_BYTES = 5 * 1000**3  # limit of the tensors in a file; a larger tensor has its own file
 _COPIED_BYTES = 16 * 1024**2  # bytes copied at a time
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
@@ -261,9 +275,7 @@ def make_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def arrange(
-    tensors: Mapping[str, Tensor | StateBlocks | Sequence[Tensor]],
-) -> tuple[bytes, int, Iterator[Tensor]]:
+def arrange(tensors: Tensors) -> tuple[bytes, int, Iterator[Tensor]]:
     """Return a file's header, data size in bytes, and data. A sequence becomes one 1-D tensor."""
     from torch import Tensor
 
@@ -282,6 +294,32 @@ def arrange(
     header = make_header((one[:3] for one in found), {})
     size = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape, _ in found)
     return header, size, (tensor.contiguous() for one in found for tensor in one[3])
+
+
+def write_file(folder: Location, name: str, tensors: Tensors) -> dict[str, dict[str, Any]]:
+    """Write a safetensors file (see `writing`). Return {name: size and checksums}."""
+    path = folder / name
+    with storing(path, ADVICE), writing(path) as file:
+        return {name: write_summed(tensors, file)}
+
+
+def write_summed(tensors: Tensors, file: IO[bytes] | None = None) -> dict[str, Any]:
+    size, crcs = 0, [0]
+    header, _, values = arrange(tensors)
+    parts: Iterable[bytes | Tensor] = chain([header], values)
+    for value in parts:
+        data = memoryview(value) if isinstance(value, bytes) else bytes_of(value)
+        while data.nbytes:
+            used = size % CHUNK_BYTES
+            if size and not used:
+                crcs.append(0)
+            block = data[: min(CHUNK_BYTES - used, _BLOCK_BYTES)]
+            crcs[-1] = zlib.crc32(block, crcs[-1])
+            if file is not None:
+                write_all(file, block)
+            size += block.nbytes
+            data = data[block.nbytes :]
+    return {"bytes": size, "crc32": crcs}
 
 
 class TensorBuffer:

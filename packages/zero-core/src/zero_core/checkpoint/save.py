@@ -21,19 +21,16 @@ snapshot has not copied, and frozen values in host memory, are read by the threa
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import threading
 import uuid
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -43,7 +40,6 @@ from zero_core.checkpoint.files import check_kept, check_tag, prune, split_tag
 from zero_core.checkpoint.json_values import encode, flatten
 from zero_core.checkpoint.manifest import (
     BUFFERS,
-    CHUNK_BYTES,
     RNG,
     VALUE,
     WHOLE,
@@ -53,19 +49,8 @@ from zero_core.checkpoint.manifest import (
     slice_key,
     write_manifest,
 )
-from zero_core.checkpoint.safetensors_files import arrange, bytes_of
-from zero_core.checkpoint.storage import (
-    ADVICE,
-    Aside,
-    Location,
-    Staging,
-    Upload,
-    inode_of,
-    link,
-    storing,
-    write_all,
-    writing,
-)
+from zero_core.checkpoint.safetensors_files import write_file, write_summed
+from zero_core.checkpoint.storage import Aside, Location, Staging, Upload, inode_of, link
 from zero_core.comm.control import Exchange
 from zero_core.errors import CheckpointError, CheckpointFailedError, CollectiveError
 from zero_core.optim.train_state import TrainState
@@ -75,9 +60,10 @@ from zero_core.sharded import MASTER
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded.snapshot import Snapshot, StateBlocks, StateWatch, stream_after
 
+if TYPE_CHECKING:
+    from zero_core.checkpoint.safetensors_files import Tensors
+
 _log = logging.getLogger(__name__)
-_BLOCK_BYTES = 1 << 20  # small blocks stay in the CPU cache between write and checksum
-_Tensors = Mapping[str, Tensor | StateBlocks | Sequence[Tensor]]
 _Files = dict[str, dict[str, Tensor]]
 """For each file name, tensors by name."""
 OnPending = Literal["wait", "refuse"]
@@ -146,7 +132,7 @@ class _Taken:
     words: dict[str, Any]  # progress, client_state and has_frozen of the `Manifest`
     row: list[Any]  # this rank's scalars, Python generator state and whole states
     # For each file, a function that returns its tensors, and `_KnownFile.version`.
-    reads: dict[str, tuple[Callable[[], _Tensors], int | None]]
+    reads: dict[str, tuple[Callable[[], Tensors], int | None]]
 
 
 class Saver:
@@ -174,15 +160,7 @@ class Saver:
         """Start a save in a thread: see `Engine.async_save`. Every rank must call it."""
         self._settle(on_pending)
         snapshot = Snapshot(self._state, self._watch, max_bytes)
-        try:
-            taken = self._take(request, snapshot, is_beside=True)
-            if self._watch is None:
-                snapshot.keep(0, self._state.local_numel)  # copy all: the tier announces no changes
-        except BaseException:
-            snapshot.end()
-            raise
-        self._pending = pending = PendingSave(request.tag, snapshot)
-        self._state.readers[:] = [pending]
+        pending = PendingSave(request.tag, snapshot)
 
         def run() -> None:
             failure = None
@@ -200,7 +178,16 @@ class Saver:
             else:
                 pending.set_exception(failure)
 
-        threading.Thread(target=run, name=f"zero-core save of {request.tag}").start()
+        try:
+            taken = self._take(request, snapshot, is_beside=True)
+            if self._watch is None:
+                snapshot.keep(0, self._state.local_numel)  # copy all: the tier announces no changes
+            threading.Thread(target=run, name=f"zero-core save of {request.tag}").start()
+        except BaseException:
+            snapshot.end()
+            raise
+        self._pending = pending
+        self._state.readers[:] = [pending]
         return pending
 
     def _settle(self, on_pending: OnPending) -> None:
@@ -262,7 +249,7 @@ class Saver:
 
         words, row, small = state.control.together("checkpoint: prepare", prepare)
 
-        reads: dict[str, tuple[Callable[[], _Tensors], int | None]] = {}
+        reads: dict[str, tuple[Callable[[], Tensors], int | None]] = {}
         for name in names:
             reads[file_name(name, rank)] = partial(tier_slices, state, name, snapshot), version
         in_snapshot = {file_name(MASTER, rank)} if isinstance(tier, WholeTier) else set(reads)
@@ -281,9 +268,9 @@ class Saver:
     def _write(self, taken: _Taken, exchange: Exchange) -> None:
         """Write the files of ``taken`` and commit them. Every rank must call it."""
         request, directory, tag = taken.request, taken.request.directory, taken.request.tag
-        cards = exchange.gather_bytes(json.dumps([uuid.uuid4().hex, str(request.place)]).encode())
-        token, place = json.loads(cards[0])
-        others = {r: row[1] for r, row in enumerate(map(json.loads, cards)) if row[1] != place}
+        cards = exchange.gather_json([uuid.uuid4().hex, str(request.place)])
+        token, place = cards[0]
+        others = {rank: card[1] for rank, card in enumerate(cards) if card[1] != place}
         if others and exchange.rank == 0:
             rank = min(others)
             _log.warning(
@@ -300,7 +287,7 @@ class Saver:
 
         def describe() -> None:
             if is_first:
-                content = fill(frame_of(self._state), map(json.loads, rows), taken.state_names)
+                content = fill(frame_of(self._state), rows, taken.state_names)
                 write_manifest(staging, content | taken.words)
 
         def finish() -> None:
@@ -321,7 +308,7 @@ class Saver:
                 "checkpoint: write", lambda: self._write_files(taken, staging.folder)
             )
             files = {name: file.facts for name, file in written.items()}
-            rows = exchange.gather_bytes(json.dumps([files, *taken.row]).encode())
+            rows = exchange.gather_json([files, *taken.row])
             exchange.together("checkpoint: write", describe)
             exchange.together("checkpoint: finish", finish)
         finally:
@@ -339,7 +326,7 @@ class Saver:
             facts = None
             if known is not None and isinstance(path, Path):
                 is_same = known.version == version is not None or (
-                    file in summed and known.facts == _write_summed(tensors)
+                    file in summed and known.facts == write_summed(tensors)
                 )
                 if is_same and link(known.path, known.inode, path):
                     facts = known.facts
@@ -380,16 +367,8 @@ def small_files(state: ShardedState) -> _Files:
     return found | ({BUFFERS: state.buffers()} if rank == 0 else {})
 
 
-def _blocks_of(state: ShardedState, segment: int, name: str) -> StateBlocks:
-    read, (start, stop) = state.tier.read_state, state.own_span(segment)
-    # On a CPU, small blocks stay in the cache until they are written.
-    numel = 1 << 18 if state.device.type == "cpu" else 1 << 23
-    blocks = (read(name, low, min(low + numel, stop)) for low in range(start, stop, numel))
-    return StateBlocks(read(name, start, min(start + 1, stop)).dtype, (stop - start,), blocks)
-
-
 def tier_slices(
-    state: ShardedState, name: str, snapshot: Snapshot | None
+    state: ShardedState, name: str, snapshot: Snapshot
 ) -> Mapping[str, Tensor | StateBlocks]:
     """Return this rank's slices of a state by segment, from ``snapshot`` or from the tier.
 
@@ -400,9 +379,7 @@ def tier_slices(
     found: dict[str, Tensor] = {}
     if name == MASTER or not isinstance(tier, WholeTier):
         trainable = [s.index for s in state.layout.segments if s.is_trainable]
-        if snapshot is not None:
-            return {str(s): snapshot.tensor(s, name) for s in trainable}
-        return {str(s): _blocks_of(state, s, name) for s in trainable}
+        return {str(s): snapshot.tensor(s, name) for s in trainable}
     for piece in state.pieces:
         low, high = state.own_span(piece.segment)
         low, high = max(low, piece.start), min(high, piece.stop)
@@ -433,28 +410,3 @@ def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
         for index, piece in enumerate(state.pieces)
         if piece.offset == 0
     }
-
-
-def write_file(folder: Location, name: str, tensors: _Tensors) -> dict[str, dict[str, Any]]:
-    """Write a safetensors file (see `writing`). Return {name: size and checksums}."""
-    path = folder / name
-    with storing(path, ADVICE), writing(path) as file:
-        return {name: _write_summed(tensors, file)}
-
-
-def _write_summed(tensors: _Tensors, file: IO[bytes] | None = None) -> dict[str, Any]:
-    size, crcs = 0, [0]
-    header, _, values = arrange(tensors)
-    for value in chain([torch.frombuffer(bytearray(header), dtype=torch.uint8)], values):
-        data = bytes_of(value)
-        while data.nbytes:
-            used = size % CHUNK_BYTES
-            if size and not used:
-                crcs.append(0)
-            block = data[: min(CHUNK_BYTES - used, _BLOCK_BYTES)]
-            crcs[-1] = zlib.crc32(block, crcs[-1])
-            if file is not None:
-                write_all(file, block)
-            size += block.nbytes
-            data = data[block.nbytes :]
-    return {"bytes": size, "crc32": crcs}

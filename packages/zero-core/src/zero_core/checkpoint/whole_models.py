@@ -208,19 +208,7 @@ def _saved_by(
 
 
 def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dtype | None) -> Path:
-    failure: Exception | None = None
-    has_gathered = True
-
-    def gather() -> Iterator[tuple[ParamSpec, Tensor]]:
-        nonlocal has_gathered
-        try:
-            yield from state.full_params(rank=0, dtype=dtype)
-        except Exception:
-            has_gathered = False
-            raise
-
-    params = gather()
-    if state.control.rank == 0:
+    def write(params: Iterator[tuple[ParamSpec, Tensor]]) -> None:
         files = ModelFiles(directory)
         try:
             # Store a tied weight under one name only, because readers tie weights again.
@@ -229,19 +217,11 @@ def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dty
             for name, buffer in state.buffers().items():
                 files.add(name, buffer)
             files.finish()
-        except Exception as error:
+        except Exception:
             files.discard()
-            if not has_gathered:  # the other ranks are in a collective, or have failed as well
-                raise
-            failure = error
-    for _ in params:  # collectives: every rank must iterate to the end, even after a file error
-        pass
+            raise
 
-    def report() -> None:
-        if failure is not None:
-            raise failure
-
-    state.control.together("export", report)
+    state.control.on_first_rank("export", state.full_params(rank=0, dtype=dtype), write)
     return directory
 
 

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ PIECE_BYTES = 64 << 20
 _KINDS = (CheckpointCorruptError, CheckpointError, CheckpointFailedError)
 """Errors that `Exchange.together` raises. If ranks' errors differ, the first in this tuple wins."""
 _T = TypeVar("_T")
+_Item = TypeVar("_Item")
 
 
 class Lane(Enum):
@@ -111,6 +112,10 @@ class Exchange(Protocol):
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's ``data``, in rank order, on every rank."""
 
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``, in rank order. Tuples become lists, keys strings."""
+        return [json.loads(row) for row in self.gather_bytes(json.dumps(value).encode())]
+
     def leave(self) -> None:
         """End a sequence of `gather_bytes` calls. May wait until other ranks have read the data."""
         return
@@ -136,7 +141,7 @@ class Exchange(Protocol):
                     kind = CheckpointCorruptError
                 said = str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
                 failure = [kind.__name__, said]
-            rows = [json.loads(row) for row in self.gather_bytes(json.dumps(failure).encode())]
+            rows = self.gather_json(failure)
         failed = [f"rank {r}: {row[1]}" for r, row in enumerate(rows) if row]
         if failed:
             names = {row[0] for row in rows if row}
@@ -147,6 +152,42 @@ class Exchange(Protocol):
                 raise kind(f"{what} failed on every rank: {failure[1]}")
             raise kind(f"{what} failed on {'; '.join(failed)}")
         return found
+
+    def on_first_rank(
+        self, what: str, items: Iterator[_Item], act: Callable[[Iterator[_Item]], _T]
+    ) -> _T | None:
+        """Return ``act(items)`` on rank 0, or raise its error on all ranks, as `together`.
+
+        ``items`` runs collectives: every rank iterates to the end, even after an error of ``act``.
+        Its own error is raised at once: other ranks are in its collective, or fail as well.
+        """
+        broken: list[Exception] = []
+
+        def watched() -> Iterator[_Item]:
+            try:
+                yield from items
+            except Exception as error:
+                broken.append(error)
+                raise
+
+        stream = watched()
+        found: _T | None = None
+        failure: Exception | None = None
+        try:
+            found = act(stream) if self.rank == 0 else None
+        except Exception as error:
+            failure = error
+        if broken:
+            raise broken[0]
+        for _ in stream:
+            pass
+
+        def report() -> _T | None:
+            if failure is not None:
+                raise failure
+            return found
+
+        return self.together(what, report)
 
 
 class ControlGroup(Exchange):
@@ -239,7 +280,7 @@ class ControlGroup(Exchange):
 
     def differences(self, facts: Mapping[str, str]) -> str:
         """Describe the first few ``facts`` that differ between ranks. Every rank must call it."""
-        rows = [json.loads(row) for row in self.gather_bytes(json.dumps(dict(facts)).encode())]
+        rows = self.gather_json(dict(facts))
         said = []
         for name in dict.fromkeys(name for row in rows for name in row):
             ranks: dict[str, list[int]] = {}

@@ -58,12 +58,18 @@ class Snapshot:
     """
 
     def __init__(
-        self, state: ShardedState, watch: StateWatch | None, max_bytes: int | None = None
+        self,
+        state: ShardedState,
+        watch: StateWatch | None,
+        max_bytes: int | None = None,
+        *,
+        block_numel: int | None = None,
     ) -> None:
         """Wait for pending updates, and start the snapshot: [Note: copied before they change].
 
         ``max_bytes`` limits the copies: an update that needs more waits until some are read.
         Without a watch there is no limit: the caller first copies everything by `keep`.
+        ``block_numel``: elements that are read or copied at once, by default `BLOCK_NUMEL`.
         """
         self.peak_bytes = 0  # maximum of _num_bytes so far
         self._names = list(state.tier.state_names())
@@ -73,12 +79,13 @@ class Snapshot:
         self._blocks: list[tuple[int, int]] = []
         self._of_segment: dict[int, tuple[range, torch.dtype]] = {}  # by segment: blocks, dtype
         self._nbytes: list[int] = []  # upper bound of each block's size
+        numel = block_numel or BLOCK_NUMEL
         for segment in state.layout.segments:
             if segment.is_trainable:
                 low, high = state.own_span(segment.index)
                 first = len(self._blocks)
-                starts = range(low, high, BLOCK_NUMEL)
-                self._blocks += [(at, min(at + BLOCK_NUMEL, high)) for at in starts]
+                starts = range(low, high, numel)
+                self._blocks += [(at, min(at + numel, high)) for at in starts]
                 wide = torch.float64 if segment.dtype == torch.float64 else torch.float32
                 self._of_segment[segment.index] = range(first, len(self._blocks)), wide
                 width = wide.itemsize * len(self._names)
