@@ -5,7 +5,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zero_core
-from zero_core import CheckpointError, ConfigError, RankMismatchError
+from zero_core import CheckpointError, ConfigError, RankMismatchError, extensions
 from zero_core.core.extension import Extension
 from zero_core.extensions.weight_average import AVERAGE, WeightAverage
 from zero_core.testing.models import batch, make_model
@@ -142,3 +142,24 @@ def test_wrong_extensions_are_refused():
             Case().build(ranks, extensions=own)
 
     simulate(differ, 2)
+
+
+ASKING = {
+    "check_replicas_every": {"check_replicas_every": 1},
+    "zero_optimization.ignore_unused_parameters": {
+        "zero_optimization": {"stage": 1, "ignore_unused_parameters": False}
+    },
+    "world_size_invariant": {"world_size_invariant": True},
+    "memory_checkpoint": {"memory_checkpoint": {"every": 1}},
+    "tiled_compute": {"tiled_compute": {"logits": {"names": ["head"]}}},
+    "activation_checkpointing": {"activation_checkpointing": {"enabled": True}},
+}
+
+
+def test_keys_without_their_extension_are_refused_and_named(monkeypatch):
+    assert {*extensions.FIRST, *extensions.LAST, *extensions.WRAPPERS} == ASKING.keys()
+    for table in ("FIRST", "LAST", "WRAPPERS"):
+        monkeypatch.setattr(extensions, table, {})
+    for key, top in ASKING.items():
+        with pytest.raises(ConfigError, match=f"^{key}: no table of zero_core.extensions has"):
+            Case(top=top).build()

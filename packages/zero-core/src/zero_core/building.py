@@ -38,7 +38,13 @@ from zero_core.core.unit import Unit
 from zero_core.core.units import UnitSet
 from zero_core.engine import Engine, EngineOptimizer
 from zero_core.errors import CollectiveError, ConfigError
-from zero_core.extensions import Site, attach_extensions, make_extensions, wrap_forwards
+from zero_core.extensions import (
+    Site,
+    attach_extensions,
+    check_extensions,
+    make_extensions,
+    wrap_forwards,
+)
 from zero_core.extensions.guards import TrainingGuard
 from zero_core.extensions.invariance import arithmetic_of
 from zero_core.extensions.lengths import WeightLengths
@@ -174,6 +180,7 @@ def build(
         torch.manual_seed(resolved.seed)
     if not is_training:
         resolved = for_evaluation(resolved, optimizer, lr_scheduler, extensions)
+    check_extensions(resolved)
     check_is_free(model)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer, is_training=is_training)
     offload = resolved.zero_optimization.offload_optimizer

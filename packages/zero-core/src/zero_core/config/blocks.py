@@ -638,6 +638,21 @@ class Config(_Block):
         return block is not None and block.enabled
 
     @property
+    def extension_keys(self) -> tuple[str, ...]:
+        """Keys that request an extension of `zero_core.extensions`, in the order of attachment."""
+        zero = self.zero_optimization
+        asked = {
+            "check_replicas_every": self.check_replicas_every,
+            "zero_optimization.ignore_unused_parameters": zero.stage in (1, 2)
+            and not zero.ignore_unused_parameters,
+            "world_size_invariant": self.world_size_invariant,
+            "memory_checkpoint": self.memory_checkpoint is not None,
+            "tiled_compute": self.tiled_compute is not None,
+            "activation_checkpointing": self.is_recomputed,
+        }
+        return tuple(key for key, is_asked in asked.items() if is_asked)
+
+    @property
     def has_inputs_on_host(self) -> bool:
         """Whether blocks' inputs are kept in host memory until recomputation. No effect on a CPU.
 

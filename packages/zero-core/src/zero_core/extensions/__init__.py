@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 from torch import nn
 
@@ -23,6 +23,8 @@ from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs, recompute_blocks
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.tiled import TiledForwards
+
+_T = TypeVar("_T")
 
 
 def attach_extensions(
@@ -59,23 +61,62 @@ class Site(NamedTuple):
     per_node: int
 
 
+def _given(block: _T | None) -> _T:
+    assert block is not None, "the configuration has the key"
+    return block
+
+
+FIRST: dict[str, Callable[[Site], Extension]] = {
+    "check_replicas_every": lambda site: ReplicaCheck(site.state, site.config),
+    "zero_optimization.ignore_unused_parameters": lambda site: UnusedParameters(
+        site.state, site.facts, site.train
+    ),
+}
+"""Constructors of extensions that handle events before the user's, by configuration key."""
+LAST: dict[str, Callable[[Site], Extension]] = {
+    # Last, because it records only backwards that no other extension has refused.
+    "world_size_invariant": lambda site: Invariance(
+        site.state.module, site.config, site.train, site.ranks
+    ),
+    # Last, because it copies states at a step's end, after other extensions changed theirs.
+    "memory_checkpoint": lambda site: MemoryCheckpoints(
+        site.state, site.train, _given(site.config.memory_checkpoint), site.ranks, site.per_node
+    ),
+}
+"""Constructors of extensions that handle events after the user's, by configuration key."""
+WRAPPERS: dict[str, Callable[..., Removable]] = {
+    "tiled_compute": lambda site, passes, modules, host_inputs: TiledForwards(
+        modules[0], _given(site.config.tiled_compute), passes
+    ),
+    "activation_checkpointing": lambda site, passes, modules, host_inputs: recompute_blocks(
+        [modules[unit.index] for unit in passes.units.blocks],
+        passes,
+        host_inputs,
+        is_on_cpu=_given(site.config.activation_checkpointing).cpu_checkpointing,
+    ),
+}
+"""Functions that wrap forwards of modules, by key of the configuration."""
+
+
+def check_extensions(config: Config) -> None:
+    """Raise ConfigError for a configuration key whose extension is in no table."""
+    for key in config.extension_keys:
+        if key not in FIRST | LAST | WRAPPERS:
+            raise ConfigError(
+                f"{key}: no table of zero_core.extensions has an extension for it: take the key "
+                "out of the configuration, or add what serves it to a table"
+            )
+
+
 def make_extensions(site: Site, given: Sequence[Extension]) -> list[Extension]:
     """Return extensions in the order in which they handle an event. Every rank must call it."""
-    config, state, train = site.config, site.state, site.train
-    zero = config.zero_optimization
-    first: list[Extension] = [*HeartbeatFile.wanted(site.ranks.rank)]
-    if config.check_replicas_every:
-        first.append(ReplicaCheck(state, config))
-    if zero.stage in (1, 2) and not zero.ignore_unused_parameters:
-        first.append(UnusedParameters(state, site.facts, train))
-    last: list[Extension] = []
-    # Last, because it records only backwards that no other extension has refused.
-    if config.world_size_invariant:
-        last.append(Invariance(state.module, config, train, site.ranks))
-    # Last, because it copies states at a step's end, after other extensions changed theirs.
-    if (copies := config.memory_checkpoint) is not None:
-        last.append(MemoryCheckpoints(state, train, copies, site.ranks, site.per_node))
-    return [*first, *given, *last]
+    keys, rank = site.config.extension_keys, site.ranks.rank
+    return [
+        *HeartbeatFile.wanted(rank),
+        *(FIRST[key](site) for key in keys if key in FIRST),
+        *given,
+        *(LAST[key](site) for key in keys if key in LAST),
+    ]
 
 
 def wrap_forwards(
@@ -85,11 +126,6 @@ def wrap_forwards(
 
     ``host_inputs`` moves inputs of blocks from an accelerator to the host and back.
     """
-    config, wrapped = site.config, list[Removable]()
-    if (tiles := config.tiled_compute) is not None:
-        wrapped.append(TiledForwards(modules[0], tiles, passes))
-    if config.is_recomputed:
-        blocks = [modules[unit.index] for unit in passes.units.blocks]
-        is_on_cpu = config.has_inputs_on_host
-        wrapped.append(recompute_blocks(blocks, passes, host_inputs, is_on_cpu=is_on_cpu))
-    return wrapped + hook_components(passes, modules, site.state)
+    keys = site.config.extension_keys
+    found = [WRAPPERS[k](site, passes, modules, host_inputs) for k in keys if k in WRAPPERS]
+    return found + hook_components(passes, modules, site.state)
