@@ -111,6 +111,7 @@ class ModelCheckpoints(GatheredCalls):
     def _saving(self, call: str, *, drops_partial: bool) -> Iterator[None]:
         self._device_states.check_states(call)
         self._communicator.forget_values()
+        self._communicator.forget_errors()  # a resumed run has none, and equals one that goes on
         with self.place.during(call):
             yield
 

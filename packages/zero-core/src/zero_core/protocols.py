@@ -157,7 +157,7 @@ class StatefulCollectives(Collectives, Protocol):
         """
 
     def forget_errors(self) -> None:
-        """Drop stored quantization errors after a skipped step or replaced weights."""
+        """Drop stored quantization errors after a skipped step, a save or replaced weights."""
 
     def begin_step(self, number: int) -> None:
         """Start step ``number``, from 0. Random numbers may depend on it, but not on past steps."""
