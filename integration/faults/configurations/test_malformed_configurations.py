@@ -359,16 +359,18 @@ def test_any_bytes_are_served_or_refused(edits: list[tuple[int, int, bytes]]) ->
 @MANY
 @given(st.binary(max_size=120) | VALUES.map(lambda v: json.dumps(v).encode()))
 @example(b"[" * 100_000)
-@example(b'[true, 3, 1, "' + b"0" * 32 + b'", ""]')
+@example(b'[true, 3, 1, "' + b"0" * 32 + b'", "", {}]')
+@example(b'[1, 3, 1, "' + b"0" * 32 + b'", "", {"0": 4}]')
 def test_any_description_of_a_window_is_read_or_refused(row: bytes) -> None:
     try:
-        pid, descriptor, nbytes, secret, _ = read_card(row, 1)
+        pid, descriptor, nbytes, secret, _, ends = read_card(row, 1)
     except CollectiveError:
         return
     assert pid > 0
     assert (descriptor or 0) >= 0
     assert nbytes >= 0
-    assert len(secret) == 16
+    assert len(bytes.fromhex(secret)) == 16
+    assert all(end >= 0 for end in ends.values())
 
 
 NUMEL = 300

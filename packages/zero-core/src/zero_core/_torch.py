@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction as DisableTorchFunction
 from torch._C._profiler import _RecordFunctionFast as profiled_range
+from torch.optim import _muon
 from torch.optim.optimizer import _foreach_supported_types, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -53,6 +54,8 @@ swap_tensor = torch._C._swap_tensor_impl
 """Exchange the C++ tensors of two Python tensor objects, which stay the same objects."""
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 """Return the active `TorchFunctionMode`s, the innermost last."""
+orthogonalize = _muon._zeropower_via_newtonschulz
+"""Orthogonalize a matrix in bf16 as `torch.optim.Muon`. A bf16 matrix is scaled in place."""
 call_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 _CALL = nn.Module.__call__.__name__
 _FIRST_OWN_NUMBER = 1 << 32

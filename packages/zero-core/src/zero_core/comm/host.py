@@ -459,14 +459,10 @@ def check_announced(nbytes: int, most: int, rank: int, sender: int, *, multiple:
 class HostLibrary:
     """`ControlLibrary` of CPU ranks. See [Note: messages of different sizes never meet]."""
 
-    def __init__(
-        self, messages: Messages, *, rank: int, world_size: int, channel: int = CONTROL_CHANNEL
-    ) -> None:
-        """Use ``channel`` for all messages. A background thread needs a separate channel."""
+    def __init__(self, messages: Messages, *, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self._messages = messages
-        self._channel = channel
         self._peers = [(rank + k) % world_size for k in range(1, world_size)]
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:
@@ -522,9 +518,9 @@ class HostLibrary:
         return _Several(works)
 
     def _send(self, tensor: Tensor, target: int, kind: Kind) -> Work:
-        tag = tag_of(self._channel, kind, tensor.nbytes % _NUM_SIZES)
+        tag = tag_of(CONTROL_CHANNEL, kind, tensor.nbytes % _NUM_SIZES)
         return self._messages.isend(tensor, target, tag)
 
     def _receive(self, tensor: Tensor, source: int, kind: Kind) -> Work:
-        tag = tag_of(self._channel, kind, tensor.nbytes % _NUM_SIZES)
+        tag = tag_of(CONTROL_CHANNEL, kind, tensor.nbytes % _NUM_SIZES)
         return self._messages.irecv(tensor, source, tag)

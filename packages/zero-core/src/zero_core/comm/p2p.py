@@ -14,24 +14,25 @@ from collections.abc import Sequence
 from datetime import timedelta
 from enum import IntEnum
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_core.comm.queues import Pending
 from zero_core.protocols import Work
 
 _NUM_CHANNELS = 4096
 CONTROL_CHANNEL = 0
-"""Default channel of a process group's control messages. Channels from `Messages.next_channel`
+"""Channel of a process group's control messages. Channels from `Messages.next_channel`
 would differ between ranks after an engine's ``build`` has failed on only some of them."""
 
 _numbers: defaultdict[str, count[int]] = defaultdict(count)
 """Counter of `ProcessMessages.next_channel`, by the process group's name."""
-_under_way: WeakKeyDictionary[dist.ProcessGroup, set[_Message]] = WeakKeyDictionary()
-"""Messages of each process group whose `wait` has not returned."""
+_under_way: WeakKeyDictionary[dist.ProcessGroup, set[dist.Work]] = WeakKeyDictionary()
+"""Messages of each process group whose ``wait`` has not returned."""
 
 
 class Kind(IntEnum):
@@ -68,26 +69,6 @@ class Messages(Protocol):
         """Return the next channel number. All ranks must call it equally often."""
 
 
-class _Message:
-    """A pending message, kept alive until `wait` returns.
-
-    gloo sends in order on each connection. A send or receive that is freed before it completes
-    blocks all later messages of that connection, whatever their tag.
-    """
-
-    __slots__ = ("_limits", "_under_way", "_work")
-
-    def __init__(self, work: dist.Work, limits: list[timedelta], under_way: set[_Message]) -> None:
-        self._work = work
-        self._limits = limits  # arguments of ``wait``: a timeout or nothing
-        self._under_way = under_way
-        under_way.add(self)
-
-    def wait(self) -> None:
-        self._work.wait(*self._limits)
-        self._under_way.discard(self)
-
-
 class ProcessMessages:
     """`Messages` between processes, over torch.distributed."""
 
@@ -98,20 +79,30 @@ class ProcessMessages:
         elif group is None:
             group = dist.group.WORLD
         self._group = group
+        # Arguments of ``wait``: a timeout or nothing.
         self._limits = [] if timeout_s is None else [timedelta(seconds=timeout_s)]
-        self._under_way = set[_Message]() if group is None else _under_way.setdefault(group, set())
+        self._under_way = set[Any]() if group is None else _under_way.setdefault(group, set())
 
     # The checks in `dist.isend` and `dist.irecv` would take as long as sending a small message.
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
         assert self._group is not None, "a single rank sends nothing"
-        work = self._group.send([_real(tensor)], target, tag)
-        return _Message(work, self._limits, self._under_way)
+        return self._keep(self._group.send([_real(tensor)], target, tag))
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         assert self._group is not None, "a single rank receives nothing"
-        work = self._group.recv([_real(tensor)], source, tag)
-        return _Message(work, self._limits, self._under_way)
+        return self._keep(self._group.recv([_real(tensor)], source, tag))
+
+    def _keep(self, message: dist.Work) -> Work:
+        # gloo sends in order on each connection. A send or receive that is freed before it
+        # completes blocks all later messages of that connection, whatever their tag.
+        self._under_way.add(message)
+
+        def wait() -> None:
+            message.wait(*self._limits)
+            self._under_way.discard(message)
+
+        return Pending(wait)
 
     def next_channel(self) -> int:
         name = "" if self._group is None else self._group.group_name

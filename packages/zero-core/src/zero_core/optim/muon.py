@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from zero_core._torch import orthogonalize
 from zero_core.optim.adam import BaseOptimizer, check_settings, update_adam
 
 
@@ -88,22 +89,10 @@ class Muon(BaseOptimizer):
             factor = 0.2 * math.sqrt(max(rows, columns))
             if group["adjust_lr_fn"] == "original":
                 factor = math.sqrt(max(1, rows / columns))
-            direction = orthogonal(average)
+            narrow = average.to(torch.bfloat16, copy=True)
+            direction = orthogonalize(narrow, (3.4445, -4.7750, 2.0315), 5, 1e-7)
             param.mul_(1 - group["lr"] * group["weight_decay"])
             param.add_(direction, alpha=-group["lr"] * factor)
-
-
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Return ``matrix`` [rows, columns] orthogonalized as by `torch.optim.Muon`, in bf16."""
-    rows, columns = matrix.shape
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix.bfloat16()
-    x = x.T if rows > columns else x
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if rows > columns else x
 
 
 def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:

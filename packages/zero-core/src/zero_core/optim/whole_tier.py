@@ -345,7 +345,7 @@ class WholeTier(FlatTier):
             if name != "step" and type(value) is Tensor and value.shape == spec.shape:
                 value = spec.to_values(spec.to_elements(value))
             if name != "step" or is_on_device:
-                value = _moved(value, self._device)
+                value = pytree.tree_map_only(Tensor, lambda t: t.to(self._device), value)
             moved[name] = value
         self._optimizer.state[owner] = moved
 
@@ -546,14 +546,3 @@ def _lending(
                 set_grad(param, None)
                 _set_data(param, values)
                 set_grad(param, old_grad)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    # `pytree` would treat an instance of an unregistered container class as a leaf.
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: _moved(item, device) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(item, device) for item in value)
-    return value

@@ -178,9 +178,7 @@ class SimulatedRanks(Ranks):
         return super().connect()
 
     def exchange_beside(self, watch: Watch | None) -> Exchange:
-        channel = self.carrier.next_channel()
-        library = HostLibrary(self.carrier, rank=self.rank, world_size=self.size, channel=channel)
-        return ControlGroup(library, self.device)
+        return ControlGroup(self.library(), self.device)
 
     def messages(self) -> Messages:
         return self.carrier
