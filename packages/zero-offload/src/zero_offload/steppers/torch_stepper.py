@@ -222,8 +222,9 @@ class TorchStepper(Stepper):
         for i in active:
             group, param = self.geometry.pieces[i].group, self._params[i]
             entry = self._entries.get(param, {})
-            key = (group, *entry)
-            if self._tried.get(key) == groups[group]:
+            # A schedule changes the learning rate at each step, and torch takes any number.
+            key, settings = (group, *entry), {**groups[group], "lr": type(groups[group].get("lr"))}
+            if self._tried.get(key) == settings:
                 continue
             trial = nn.Parameter(param.detach()[:_PROBE_NUMEL].clone())
             trial.grad = torch.ones_like(trial)
@@ -242,7 +243,7 @@ class TorchStepper(Stepper):
                     f"param_groups[{group}] ({error!r}), and nothing was updated: correct them "
                     f"and call step() again"
                 ) from error
-            self._tried[key] = groups[group]
+            self._tried[key] = settings
 
     def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: SpanMemory) -> None:
         assert self._optimizer is not None, "a chunk without pieces"
