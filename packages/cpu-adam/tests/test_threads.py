@@ -12,8 +12,10 @@ import warnings
 
 import numpy as np
 import pytest
-from support.kernel_cases import HYPER, assert_same_bits, copies, make_arrays, run_kernel
-from support.rule_cases import narrow
+from support.kernel_cases import HYPER, assert_same_bits, copies, make_arrays
+from support.rule_cases import narrow, run
+
+import cpu_adam
 
 # Threads share 37 grains of 8192 elements, of which the last is shorter.
 NUMEL = 300_001
@@ -29,7 +31,7 @@ def big():
 @pytest.fixture(scope="module")
 def expected(big):
     result = copies(big)
-    run_kernel(result, num_threads=1, **HYPER)
+    run(cpu_adam.adam_step, result, num_threads=1, **HYPER)
     return result
 
 
@@ -50,7 +52,7 @@ def test_a_copy_too_large_for_the_caches_is_the_same(isa, out_dtype, hyper):
     for start in (aligned, aligned + 1):
         out[:] = 0
         view = out[start : start + numel]
-        run_kernel(arrays, view, num_threads=2, **hyper)
+        run(cpu_adam.adam_step, {**arrays, "out": view}, num_threads=2, **hyper)
         expected = narrow(arrays["master"], out_dtype)
         assert view.tobytes() == expected.tobytes()
         assert not out[:start].any()
@@ -64,7 +66,7 @@ def test_concurrent_calls_from_several_threads_are_correct(big, expected, hyper)
         try:
             for _ in range(4):
                 actual = copies(big)
-                run_kernel(actual, num_threads=count, **hyper)
+                run(cpu_adam.adam_step, actual, num_threads=count, **hyper)
                 assert_all_same(actual, expected)
         except BaseException as problem:  # the assertion below reports it
             problems.append(problem)
@@ -80,11 +82,11 @@ def test_concurrent_calls_from_several_threads_are_correct(big, expected, hyper)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_forked_child_gets_threads_of_its_own(big, expected, hyper, depth):
-    run_kernel(copies(big), num_threads=4, **hyper)  # creates the parent's pool
+    run(cpu_adam.adam_step, copies(big), num_threads=4, **hyper)  # creates the parent's pool
 
     def child(levels):
         actual = copies(big)
-        run_kernel(actual, num_threads=4, **hyper)
+        run(cpu_adam.adam_step, actual, num_threads=4, **hyper)
         assert_all_same(actual, expected)
         if levels > 1:
             assert fork_and_wait(levels - 1) == 0
@@ -112,7 +114,7 @@ def test_a_forked_child_gets_threads_of_its_own(big, expected, hyper, depth):
         return "hung"
 
     assert fork_and_wait(depth) == 0
-    run_kernel(copies(big), num_threads=4, **hyper)  # the parent's pool still works
+    run(cpu_adam.adam_step, copies(big), num_threads=4, **hyper)  # the parent's pool still works
 
 
 def test_the_gil_is_released(hyper):
@@ -133,7 +135,7 @@ def test_the_gil_is_released(hyper):
         # If the call held the GIL, the ticker would run only before and after the call.
         while most < 20 and time.monotonic() < deadline:
             before = ticks[0]
-            run_kernel(arrays, num_threads=1, **hyper)
+            run(cpu_adam.adam_step, arrays, num_threads=1, **hyper)
             most = max(most, ticks[0] - before)
     finally:
         stop.set()
@@ -160,7 +162,7 @@ def test_workers_may_run_wherever_the_process_may(big, hyper):
     # A worker changes its affinity only for a moment, to leave its caller's CPU.
     arrays = copies(big)
     for _ in range(300):
-        run_kernel(arrays, num_threads=2, **hyper)
+        run(cpu_adam.adam_step, arrays, num_threads=2, **hyper)
     threads = [int(name) for name in os.listdir("/proc/self/task")]
     assert len(threads) > 1
     allowed = os.sched_getaffinity(0)

@@ -7,8 +7,10 @@ import sys
 
 import numpy as np
 import pytest
-from support.kernel_cases import copies, make_arrays, run_kernel
+from support.kernel_cases import copies, make_arrays
+from support.rule_cases import run
 
+import cpu_adam
 from cpu_adam import _scalars
 
 NUMEL = 300_001  # threads share 37 grains of 8192 elements
@@ -49,11 +51,11 @@ def test_flush_to_zero_of_the_caller_holds_on_every_thread(hyper):
     arrays["exp_avg"][:] = 1e-39  # subnormal: kept only if flush-to-zero is off
     arrays["grad"][:] = 0
     kept, flushed = copies(arrays), copies(arrays)
-    run_kernel(kept, num_threads=4, **hyper)
+    run(cpu_adam.adam_step, kept, num_threads=4, **hyper)
     if not torch.set_flush_denormal(True):
         pytest.skip("the CPU has no such mode")
     try:
-        run_kernel(flushed, num_threads=4, **hyper)
+        run(cpu_adam.adam_step, flushed, num_threads=4, **hyper)
     finally:
         torch.set_flush_denormal(False)
     assert (kept["exp_avg"] != 0).all()

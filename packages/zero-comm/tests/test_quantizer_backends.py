@@ -19,7 +19,7 @@ from support.backends import (
     every_target,
     needs_native,
 )
-from support.quantizer_reference import ALL_DTYPES
+from support.quantizer_strategies import ALL_DTYPES
 from support.real_ranks import start_ranks
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.quantizer_reference import ALL_DTYPES
+from support.quantizer_strategies import ALL_DTYPES
 from torch import Tensor
 
 from zero_comm import (

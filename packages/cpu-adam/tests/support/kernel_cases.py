@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
-import cpu_adam
-from cpu_adam import reference
 
 HYPER: dict[str, Any] = {
     "step": 3,
@@ -146,42 +142,5 @@ def as_argument(array: np.ndarray | None) -> Any:
     return Bfloat16(array) if array is not None and array.dtype == np.uint16 else array
 
 
-def run_kernel(arrays: dict[str, np.ndarray], out: np.ndarray | None = None, **hyper: Any) -> None:
-    cpu_adam.adam_step(
-        arrays["master"],
-        as_argument(arrays["grad"]),
-        arrays["exp_avg"],
-        arrays["exp_avg_sq"],
-        out=as_argument(out),
-        **hyper,
-    )
-
-
-def run_reference(
-    arrays: dict[str, np.ndarray], out: np.ndarray | None = None, **hyper: Any
-) -> None:
-    reference.adam_step(**arrays, out=out, **hyper)
-
-
 def copies(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: array.copy() for name, array in arrays.items()}
-
-
-def assert_kernel_is_reference(
-    arrays: dict[str, np.ndarray],
-    out_dtype: type | None = None,
-    run: Callable[..., None] = run_kernel,
-    **hyper: Any,
-) -> None:
-    """Run kernel and reference on copies of ``arrays``, and compare every array bit by bit."""
-    actual, expected = copies(arrays), copies(arrays)
-    numel = arrays["master"].shape
-    actual_out = None if out_dtype is None else np.zeros(numel, out_dtype)
-    expected_out = None if out_dtype is None else np.zeros(numel, out_dtype)
-    num_threads = hyper.pop("num_threads", 1)
-    run(actual, actual_out, num_threads=num_threads, **hyper)
-    run_reference(expected, expected_out, **hyper)
-    for name in expected:
-        assert_same_bits(actual[name], expected[name])
-    if actual_out is not None and expected_out is not None:
-        assert_same_bits(actual_out, expected_out)

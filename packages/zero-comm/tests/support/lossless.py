@@ -10,7 +10,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support import lossless_reference
 from zero_comm import (
     CorruptMessageError,
     apply_difference,
@@ -33,11 +32,6 @@ def integers_of(x: Tensor) -> Tensor:
     return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
-def patterns_of(x: Tensor) -> list[int]:
-    bits = 8 * x.element_size()
-    return [pattern % 2**bits for pattern in integers_of(x).tolist()]
-
-
 def any_bits(numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     most = 2 ** (8 * dtype.itemsize - 1)
     return torch.randint(-most, most, (numel,), generator=generator)
@@ -50,7 +44,6 @@ class Lossless:
     modes: ClassVar[dict[int, set[int]]]  # possible modes by itemsize
     shares: ClassVar[Sequence[float]]  # values of ``share`` for `pair`
     reference: Any  # the plain torch codec
-    by_definition: Callable[[Tensor, Tensor], bytes]
     pair: Callable[
         [int, torch.dtype, float, float, int], Pair
     ]  # (numel, dtype, share, octaves, seed)
@@ -153,10 +146,6 @@ class Differences(Lossless):
     reference = TorchDifferences()
     encode_checked = staticmethod(encode_difference)
 
-    def by_definition(self, old: Tensor, new: Tensor) -> bytes:
-        bits = 8 * old.element_size()
-        return lossless_reference.difference_buffer(patterns_of(old), patterns_of(new), bits)
-
     def pair(self, numel: int, dtype: torch.dtype, share: float, octaves: float, seed: int) -> Pair:
         generator = torch.Generator().manual_seed(seed)
         old = any_bits(numel, dtype, generator)
@@ -201,9 +190,6 @@ class Values(Lossless):
     shares = (0.0, 0.02, 0.5, 1.0)
     reference = TorchValues()
     decode_checked = staticmethod(decode_values)
-
-    def by_definition(self, old: Tensor, new: Tensor) -> bytes:
-        return lossless_reference.value_buffer(patterns_of(new), 8 * new.element_size())
 
     def pair(self, numel: int, dtype: torch.dtype, share: float, octaves: float, seed: int) -> Pair:
         generator = torch.Generator().manual_seed(seed)

@@ -102,14 +102,10 @@ class HappensBefore:
                 self._order(self._number("stream", before), reuse)
         self._order(host, reuse)
         self._access(reuse, f"reuse of freed memory on stream {stream}", (), [memory])
-        if readers:
-            self._forget(memory)
-
-    def _forget(self, memory: Range) -> None:
-        """Forget accesses to freed memory, because its next contents are unrelated."""
-        for part in self._parts(memory):
-            self._last_write.pop(part, None)
-            self._reads.pop(part, None)
+        if readers:  # the block's next contents are unrelated
+            for part in self._parts(memory):
+                self._last_write.pop(part, None)
+                self._reads.pop(part, None)
 
     def _parts(self, memory: Range) -> range:
         start, nbytes = memory

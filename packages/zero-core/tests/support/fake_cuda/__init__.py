@@ -16,9 +16,7 @@ this torch then sees 8 fake H100 devices. torch's allocator, streams, autograd t
 - After a job has failed, every call that uses the device reports the job's error.
 - If a job touches memory after ``cudaFree``, the process dies by SIGSEGV.
 
-Environment: ``FAKE_CUDA_DEVICES`` (number), ``FAKE_CUDA_CAPACITY`` (bytes per device),
-``FAKE_CUDA_ONE_COLLECTIVE`` (see `set_one_collective_at_a_time`), and for `set_delays`
-``FAKE_CUDA_SEED``, ``FAKE_CUDA_KERNEL_US`` and ``FAKE_CUDA_COPY_US`` (microseconds).
+The environment variable ``FAKE_CUDA_DEVICES`` sets the number of devices, 8 by default.
 """
 
 from __future__ import annotations
@@ -96,10 +94,7 @@ def forget_contexts() -> None:
 class Counters:
     """Work of a device since the last `reset_counters`."""
 
-    launches: int  # kernels, copies and collectives
     by_name: dict[str, int]  # "aten::mm", "copy up", "copy down", "nccl all_gather", ...
-    bytes_read: int  # bytes of tensors that jobs read and did not write
-    bytes_written: int  # bytes of tensors that jobs wrote, also in place
     # Synchronizations of the host by kind. "event", "stream", "device": explicit ones. "item": an
     # operator needs a value or shape on the host. "copy": a blocking copy, or one to pageable
     # memory. "staged copy": a non-blocking copy from pageable memory, for which the host does not
@@ -125,14 +120,13 @@ class TraceRecord(NamedTuple):
     Attributes:
         kind: one of
 
-            - ``"stream"``: a stream was created. ``name`` is its priority
             - ``"launch"``: a job was launched. ``name`` is its operator
             - ``"event_record"``, ``"event_wait"``: ``stream`` records or awaits ``version`` of
               ``event``. Waiting for version 0 has no effect: the event was not recorded yet
             - ``"event_synchronize"``, and ``"event_query"`` if the event had completed
             - ``"stream_synchronize"``, ``"device_synchronize"``, and ``"stream_query"`` if the
               stream was idle. ``name`` is ``"copy"`` or ``"item"`` if an operator synchronized
-            - ``"alloc"``, ``"free"``: ``writes`` is the block, ``stream`` its owner
+            - ``"free"``: ``writes`` is the block, ``stream`` its owner
             - ``"pinned_alloc"``: ``writes`` is pinned memory that torch's allocator requested
             - ``"record_stream"``: ``reads`` is the block, ``stream`` its user
             - ``"host_access"``: see `note_host_access`

@@ -31,28 +31,21 @@ using Clock = std::chrono::steady_clock;
 using Lock = std::unique_lock<std::mutex>;
 
 constexpr int kMaxDevices = 16;
-constexpr size_t kSpan = size_t{32} << 30;  // bytes of address space per device
-constexpr size_t kAlign = 4096;             // a page, whose protection can change
+constexpr size_t kSpan = size_t{32} << 30;       // bytes of address space per device
+constexpr size_t kAlign = 4096;                  // a page, whose protection can change
+constexpr int64_t kCapacity = int64_t{8} << 30;  // bytes of a device
 constexpr size_t kMaxQueued = 1024;
 constexpr int kPoison = 0xFF;  // NaN in every floating type, -1 in integers
 
 // ---------------------------------------------------------------- settings, counters and the trace
 
-int64_t environment(const char* name, int64_t otherwise) {
-  const char* text = getenv(name);
-  return text ? atoll(text) : otherwise;
-}
-
 struct Settings {
-  std::atomic<uint64_t> seed{static_cast<uint64_t>(environment("FAKE_CUDA_SEED", 0))};
-  std::atomic<int64_t> kernel_us{environment("FAKE_CUDA_KERNEL_US", 0)};
-  std::atomic<int64_t> copy_us{environment("FAKE_CUDA_COPY_US", 0)};
-  std::atomic<int64_t> capacity{environment("FAKE_CUDA_CAPACITY", int64_t{8} << 30)};
+  std::atomic<uint64_t> seed{0};
+  std::atomic<int64_t> kernel_us{0}, copy_us{0};
   std::atomic<bool> is_tracing{false}, has_stacks{false};
 };
 
 struct Counters {
-  int64_t launches = 0, bytes_read = 0, bytes_written = 0;
   std::map<std::string, int64_t> by_name, syncs;
   std::vector<std::pair<std::string, std::string>> stacks;  // kind and Python stack of host waits
 };
@@ -84,7 +77,8 @@ std::array<std::atomic<bool>, kMaxDevices>& has_context =
 
 // Returns the devices in CUDA_VISIBLE_DEVICES. As in CUDA, an invalid entry ends the list.
 std::vector<int> find_devices() {
-  int most = std::min(kMaxDevices, static_cast<int>(environment("FAKE_CUDA_DEVICES", 8)));
+  const char* limit = getenv("FAKE_CUDA_DEVICES");
+  int most = std::min(kMaxDevices, limit ? atoi(limit) : 8);
   std::vector<int> found;
   const char* visible = getenv("CUDA_VISIBLE_DEVICES");
   if (!visible) {
@@ -204,9 +198,7 @@ struct Stream {
   uint64_t num_enqueued = 0, num_done = 0;
   bool is_started = false;
 
-  Stream(int device, int64_t id, int priority) : device(device), priority(priority), id(id) {
-    record({"stream", device, id, std::to_string(priority)});
-  }
+  Stream(int device, int64_t id, int priority) : device(device), priority(priority), id(id) {}
 
   void enqueue(Job job) {
     Lock lock(mutex);
@@ -307,15 +299,12 @@ int device_of_stream(cudaStream_t stream) { return state_of(stream).device; }
 void submit(cudaStream_t stream, Job job) {
   Stream& state = state_of(stream);
   if (job.kind != Kind::silent) {
-    Lock lock(counters_mutex);
-    auto& own = counters[state.device];
-    own.launches++;
-    own.by_name[job.name]++;
-    for (auto& range : job.reads) own.bytes_read += range.end - range.begin;
-    for (auto& range : job.writes) own.bytes_written += range.end - range.begin;
-  }
-  if (job.kind != Kind::silent)
+    {
+      Lock lock(counters_mutex);
+      counters[state.device].by_name[job.name]++;
+    }
     record({"launch", state.device, state.id, job.name, 0, 0, job.reads, job.writes});
+  }
   state.enqueue(std::move(job));
 }
 
@@ -473,7 +462,7 @@ cudaError_t allocate(void** found, size_t size) {
   if (cudaError_t error = error_of(device)) return error;
   size = (size + kAlign - 1) / kAlign * kAlign;
   Lock lock(memory_mutex);
-  if (used_bytes[device] + static_cast<int64_t>(size) > settings.capacity)
+  if (used_bytes[device] + static_cast<int64_t>(size) > kCapacity)
     return failed(cudaErrorMemoryAllocation);
   char* data;
   auto old = freed[device].find(size);
@@ -622,10 +611,7 @@ const char* fake_counters(int device) {
   Lock lock(counters_mutex);
   auto& own = counters[device];
   auto pair = [](auto& item) { return "[" + quoted(item.first) + "," + quoted(item.second) + "]"; };
-  return kept("{\"launches\":" + std::to_string(own.launches) +
-              ",\"bytes_read\":" + std::to_string(own.bytes_read) +
-              ",\"bytes_written\":" + std::to_string(own.bytes_written) +
-              ",\"by_name\":" + object(own.by_name) + ",\"syncs\":" + object(own.syncs) +
+  return kept("{\"by_name\":" + object(own.by_name) + ",\"syncs\":" + object(own.syncs) +
               ",\"stacks\":[" + joined(own.stacks, pair) + "]}");
 }
 
@@ -709,7 +695,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   p->uuid.bytes[0] = static_cast<char>(devices[device] + 1);
   p->major = 9;
   p->multiProcessorCount = 132;
-  p->totalGlobalMem = static_cast<size_t>(settings.capacity.load());
+  p->totalGlobalMem = kCapacity;
   p->warpSize = 32;
   p->maxThreadsPerBlock = 1024;
   p->maxThreadsPerMultiProcessor = 2048;
@@ -798,8 +784,8 @@ cudaError_t cudaFree(void* data) {
 }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   Lock lock(memory_mutex);
-  *total = static_cast<size_t>(settings.capacity.load());
-  *free = static_cast<size_t>(settings.capacity - used_bytes[current_device]);
+  *total = kCapacity;
+  *free = static_cast<size_t>(kCapacity - used_bytes[current_device]);
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** data, size_t size, unsigned) {

@@ -45,21 +45,8 @@ constexpr size_t kBox = size_t{1} << 20;  // bytes of a byte stream's ring buffe
 constexpr int kSplits = 64;
 
 size_t size_of(int type) {
-  switch (type) {
-    case int32:
-    case uint32:
-    case float32:
-      return 4;
-    case int64:
-    case uint64:
-    case float64:
-      return 8;
-    case float16:
-    case bfloat16:
-      return 2;
-    default:
-      return 1;
-  }
+  constexpr size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};  // by `Type`
+  return type <= bfloat16 ? sizes[type] : 1;
 }
 
 struct Header {
@@ -126,8 +113,7 @@ struct Turns {
   }
 };
 Turns* turns = new Turns[16];  // by device
-std::atomic<bool>& is_one_at_a_time =
-    *new std::atomic<bool>(getenv("FAKE_CUDA_ONE_COLLECTIVE") != nullptr);
+std::atomic<bool>& is_one_at_a_time = *new std::atomic<bool>(false);
 
 struct Comm {
   std::string name;
@@ -291,31 +277,13 @@ void reduce_into(char* target, const std::vector<std::vector<char>>& rows, size_
   }
 }
 
-void reduce(char* target, const std::vector<std::vector<char>>& rows, size_t num, int type,
-            int how) {
-  switch (type) {
-    case int8:
-      return reduce_into<int8_t>(target, rows, num, how);
-    case uint8:
-      return reduce_into<uint8_t>(target, rows, num, how);
-    case int32:
-      return reduce_into<int32_t>(target, rows, num, how);
-    case uint32:
-      return reduce_into<uint32_t>(target, rows, num, how);
-    case int64:
-      return reduce_into<int64_t>(target, rows, num, how);
-    case uint64:
-      return reduce_into<uint64_t>(target, rows, num, how);
-    case float16:
-      return reduce_into<c10::Half, float>(target, rows, num, how);
-    case bfloat16:
-      return reduce_into<c10::BFloat16, float>(target, rows, num, how);
-    case float64:
-      return reduce_into<double>(target, rows, num, how);
-    default:
-      return reduce_into<float>(target, rows, num, how);
-  }
-}
+using Reduce = void (*)(char*, const std::vector<std::vector<char>>&, size_t, int);
+constexpr Reduce reductions[] = {
+    reduce_into<int8_t>,           reduce_into<uint8_t>,
+    reduce_into<int32_t>,          reduce_into<uint32_t>,
+    reduce_into<int64_t>,          reduce_into<uint64_t>,
+    reduce_into<c10::Half, float>, reduce_into<float>,
+    reduce_into<double>,           reduce_into<c10::BFloat16, float>};  // by `Type`
 
 // ------------------------------------------------------------------------- operations and groups
 
@@ -426,8 +394,8 @@ void exchange(Comm& comm, const Header& header, char* input, size_t stride, F pl
 void exchange_and_reduce(Comm& comm, const Header& header, char* input, size_t stride, char* out) {
   std::vector<std::vector<char>> rows(comm.size, std::vector<char>(header.size));
   exchange(comm, header, input, stride, [&](int peer) { return rows[peer].data(); });
-  reduce(out, rows, header.size / size_of(static_cast<int>(header.type)),
-         static_cast<int>(header.type), static_cast<int>(header.reduction));
+  size_t num = header.size / size_of(static_cast<int>(header.type));
+  reductions[header.type](out, rows, num, static_cast<int>(header.reduction));
 }
 
 int broadcast(const void* input, void* out, size_t num, int type, int root, Comm* comm,

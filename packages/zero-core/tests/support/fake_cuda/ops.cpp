@@ -70,7 +70,6 @@ void watch_allocator() {
       int old = 0;
       cudaGetDevice(&old);
       if (old != entry.device_) cudaSetDevice(entry.device_);
-      if (entry.action_ == Entry::ALLOC) note("alloc", stream, "", {}, block);
       if (entry.action_ == Entry::FREE_REQUESTED) note("free", stream, "", {}, block);
       if (entry.action_ == Entry::FREE_COMPLETED) poison(stream, data, entry.size_);
       if (old != entry.device_) cudaSetDevice(old);
