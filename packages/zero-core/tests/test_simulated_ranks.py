@@ -3,9 +3,7 @@
 import pytest
 import torch
 from support import fake_cuda
-from support.fake_cuda.simulated import simulate_on_devices
 
-from zero_core.comm.control import Lane
 from zero_core.testing.oracle import Case, run_ddp, run_engine
 from zero_core.testing.ranks import alone, run_on_processes
 from zero_core.testing.simulated import SimulatedRanks, simulate
@@ -75,41 +73,3 @@ def test_a_missing_wait_or_record_stream_shows():
     assert use(waits=True, records=True, late="copies")
     assert not use(waits=True, records=False, late="copies")
     assert not use(waits=False, records=True, late="kernels")
-
-
-@pytest.mark.cuda
-@alone
-def test_only_pinned_copies_do_not_block():
-    host = torch.arange(100.0).pin_memory()
-    assert host.is_pinned()
-    assert not torch.zeros(1).is_pinned()
-    fake_cuda.reset_counters()
-    with fake_cuda.held("copies"):
-        device = host.to(DEVICE, non_blocking=True)
-        address = host.data_ptr()
-        del host
-        other = torch.zeros(100, pin_memory=True)
-        assert other.data_ptr() != address
-        assert fake_cuda.counters(1).syncs == {}
-    assert device.tolist() == list(range(100))
-    fake_cuda.reset_counters()
-    torch.zeros(100).to(DEVICE, non_blocking=True)  # counts as a staged copy
-    device.to("cpu", non_blocking=False)
-    device.to("cpu", torch.float64, non_blocking=True)  # goes to pinned memory, without a wait
-    found = fake_cuda.counters(1).syncs
-    assert found == {"staged copy": 1, "copy": 1}, found
-
-
-def _launch_in_another_order(ranks):
-    fake_cuda.set_one_collective_at_a_time(True)
-    groups = [ranks.library().subgroup(range(2), Lane.GATHERS) for _ in range(2)]
-    outs = [torch.zeros(8, device=ranks.device) for _ in groups]
-    for k in (0, 1) if ranks.rank else (1, 0):
-        groups[k].all_gather(outs[k], torch.ones(4, device=ranks.device))
-
-
-@pytest.mark.cuda
-@alone
-def test_communicators_used_in_different_orders_hang_where_they_share_a_full_device():
-    with pytest.raises(RuntimeError, match="waited too long for its peers"):
-        simulate_on_devices(_launch_in_another_order, 2, timeout_s=1.0)
