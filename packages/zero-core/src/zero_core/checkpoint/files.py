@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from zero_core.checkpoint.json_values import decode, find_classes
 from zero_core.checkpoint.manifest import (
@@ -59,8 +59,6 @@ PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 """Parts of a checkpoint that a load may leave out. "frozen": values of parameters that were frozen.
 "optimizer": optimizer states and hyperparameters. Without these, another optimizer may be used.
 "progress": counters, the loss scale and the states of random generators."""
-_Progress = Callable[[int, int], None]
-"""Callback that receives how much is done, and the total."""
 
 
 def check_tag(tag: object) -> None:
@@ -466,8 +464,14 @@ def read_buffers(directory: Path | str, tag: str | None = None) -> dict[str, Ten
     return Reader(find(location_of(directory), tag)).read_buffers()
 
 
+class Progress(Protocol):
+    """Callback that reports progress: ``done`` of ``total``."""
+
+    def __call__(self, done: int, total: int, /) -> None: ...
+
+
 def verify_checkpoint(
-    directory: str | Path, tag: str | None = None, *, progress: _Progress | None = None
+    directory: str | Path, tag: str | None = None, *, progress: Progress | None = None
 ) -> int:
     """Check every byte of checkpoint ``tag``, by default the newest, and that nothing is missing.
 
@@ -580,7 +584,7 @@ def export_checkpoint(
     tag: str | None = None,
     *,
     dtype: torch.dtype | None = None,
-    progress: _Progress | None = None,
+    progress: Progress | None = None,
 ) -> list[str]:
     """Write the model of a checkpoint as ``model.safetensors``, in Hugging Face's layout.
 
