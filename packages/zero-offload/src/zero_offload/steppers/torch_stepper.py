@@ -17,7 +17,6 @@ elements. Its state entry before and after shows the names and forms of states a
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -176,10 +175,6 @@ class TorchStepper(Stepper):
         self._params = [nn.Parameter(self._masters.view(p.start, p.stop)) for p in geometry.pieces]
         members = self._members(range(len(self._params)), groups)
         self._optimizer = make_optimizer(optimizer_class, members) if members else None
-        # Another optimizer, with copies of two elements, tries settings before a step.
-        probe = nn.Parameter(torch.ones(_PROBE_NUMEL, dtype=self._dtype, device=device))
-        self._trial = make_optimizer(optimizer_class, [{**groups[0], "params": [probe]}])
-        self._tried: dict[tuple[Any, ...], Mapping[str, Any]] = {}
         for i in range(len(self._params)):
             self._start(i)
 
@@ -201,7 +196,6 @@ class TorchStepper(Stepper):
 
     def plan(self, active: Sequence[int], groups: Groups, grads: GradLedger) -> list[Chunk]:
         groups = served_groups(groups, self.device)
-        self._try_settings(active, groups)
         chunks: list[Chunk] = []
         pending: list[Run] = []
         numel = 0
@@ -213,37 +207,6 @@ class TorchStepper(Stepper):
                 chunks.append(Chunk(tuple(pending), groups))
                 pending, numel = [], 0
         return [*chunks, Chunk(tuple(pending), groups)] if pending else chunks
-
-    def _try_settings(self, active: Sequence[int], groups: Groups) -> None:
-        """Update copies of two elements, or raise ValueError if torch refuses a group's settings.
-
-        A group's pieces with the same states are tried once, and again if the settings change.
-        """
-        for i in active:
-            group, param = self.geometry.pieces[i].group, self._params[i]
-            entry = self._entries.get(param, {})
-            # A schedule changes the learning rate at each step, and torch takes any number.
-            key, settings = (group, *entry), {**groups[group], "lr": type(groups[group].get("lr"))}
-            if self._tried.get(key) == settings:
-                continue
-            trial = nn.Parameter(param.detach()[:_PROBE_NUMEL].clone())
-            trial.grad = torch.ones_like(trial)
-            self._trial.param_groups = [{**groups[group], "params": [trial]}]
-            self._trial.state = defaultdict(dict)
-            if entry:
-                self._trial.state[trial] = {
-                    k: v[:_PROBE_NUMEL].clone() if is_elementwise(v, param.numel()) else deepcopy(v)
-                    for k, v in entry.items()
-                }
-            try:
-                self._trial.step()
-            except Exception as error:
-                raise ValueError(
-                    f"{type(self._trial).__qualname__} refuses the settings of "
-                    f"param_groups[{group}] ({error!r}), and nothing was updated: correct them "
-                    f"and call step() again"
-                ) from error
-            self._tried[key] = settings
 
     def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: SpanMemory) -> None:
         assert self._optimizer is not None, "a chunk without pieces"
