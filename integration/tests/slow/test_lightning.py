@@ -11,12 +11,18 @@ import warnings
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import TestCase
 from unittest.mock import patch
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -222,6 +228,17 @@ def _fits_twice(world_size: int, folder: Path) -> None:
     _trainer("zero_stage_3", world_size, folder).test(module, _loader(), verbose=False)
 
 
+def _accumulates_more_later(world_size: int, folder: Path) -> None:
+    more = GradientAccumulationScheduler({0: 1, 1: 2})
+    expected = _fit(DDPStrategy(), world_size, folder, callbacks=[more])
+    save = LambdaCallback(on_train_batch_end=lambda t, *_: t.save_checkpoint(folder / "any.ckpt"))
+    with TestCase().assertNoLogs("zero_core.extensions.guards"):
+        found = _fit("zero_stage_2", world_size, folder, callbacks=[more, save])
+    _check_same(found, expected)
+    engine = found.trainer.strategy.engine
+    assert (engine.global_steps, engine.micro_steps) == (8, 10)
+
+
 def _refuses(world_size: int, folder: Path) -> None:
     clipped = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
     with pytest.raises(zero_core.ConfigError, match="use 'norm'"):
@@ -236,8 +253,8 @@ def _refuses(world_size: int, folder: Path) -> None:
 
 
 def _all_of(rank: int, world_size: int, folder: Path) -> None:
-    by_hand = _trains_by_hand_and_is_made_late
-    for program in (_trains_in_16_bits, by_hand, _has_named_optimizer, _fits_twice, _refuses):
+    by_hand, more = _trains_by_hand_and_is_made_late, _accumulates_more_later
+    for program in (_trains_in_16_bits, by_hand, more, _has_named_optimizer, _fits_twice, _refuses):
         program(world_size, folder)
 
 

@@ -92,6 +92,8 @@ class ZeroPrecision(Precision):
             is_last = not model.trainer.fit_loop._should_accumulate()
             self._attached.set_gradient_accumulation_boundary(is_last)
         model.backward(self._attached.scale(tensor), *args, **kwargs)
+        if not self._attached.is_gradient_accumulation_boundary():
+            self._attached.step()
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -332,7 +334,7 @@ class ZeroStrategy(DDPStrategy):
         control = self.engine.sharded_state.control  # gather_bytes, because broadcast() pickles
         folder = Path(os.fsdecode(control.gather_bytes(os.fsencode(filepath))[0]))
         encode(kept, "checkpoint", _ADVICE)  # raises an error with advice, unlike the engine
-        self.engine.save_checkpoint(folder, _TAG, client_state={"lightning": kept})
+        self.engine.save_checkpoint(folder, _TAG, {"lightning": kept}, drops_partial=True)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
