@@ -115,9 +115,7 @@ class ZeroPrecision(Precision):
         self._attached.clip_grad_norm_(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
-        raise MisconfigurationException(
-            "gradient_clip_algorithm='value' is not served by the ZeRO strategies: use 'norm'"
-        )
+        raise MisconfigurationException("gradient_clip_algorithm 'value' is not served: use 'norm'")
 
 
 class ZeroStrategy(DDPStrategy):

@@ -101,10 +101,9 @@ class Checkpoints(Facts):
         *,
         from_deepspeed: str | Path | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Restore a checkpoint. Returns its folder and the client state.
+        """Restore a checkpoint, except random generators. Returns its folder and the client state.
 
-        Every rank must call it. Random generators stay as they are, as in DeepSpeed. With ``tag``
-        None and no file ``latest``, returns (None, None).
+        Every rank must call it. With ``tag`` None and no file ``latest``, returns (None, None).
 
         Args:
             load_dir: folder that `save_checkpoint` was given.
