@@ -256,7 +256,9 @@ def test_part_that_is_left_out_stays_as_it_was(option, steps, rate, epoch, tmp_p
     _train(engine, range(1))
     weight = engine.module.embed.weight
     moment = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    drawn = torch.random.get_rng_state()
     engine.load_checkpoint(tmp_path, **option)
+    assert torch.equal(torch.random.get_rng_state(), drawn)  # never loaded, as by DeepSpeed
     assert_same(engine.core.full_state_dict(), expected)
     found = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
     assert torch.equal(found, moment) == ("load_lr_scheduler_states" not in option)

@@ -11,12 +11,13 @@ import warnings
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import TestCase
 from unittest.mock import patch
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -143,13 +144,17 @@ def _check_same(found: _Fit, expected: _Fit) -> None:
 
 
 def _trains(rank: int, world_size: int, folder: Path) -> None:
-    # With 5 batches an epoch (10 on one rank) in steps of 3, each epoch ends with a shorter step.
-    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
+    # An epoch of 5 batches (10 on one rank) in steps of 2, then 3, ends with a shorter step.
+    used: list[Any] = [callbacks.GradientAccumulationScheduler({0: 2, 1: 3})]
+    options = {"callbacks": used, "gradient_clip_val": 0.3}
     expected = _fit(DDPStrategy(), world_size, folder, **options)
-    unclipped = _fit(DDPStrategy(), world_size, folder, accumulate_grad_batches=3)
+    unclipped = _fit(DDPStrategy(), world_size, folder, callbacks=used)
     assert unclipped.module.train_losses[-1] != expected.module.train_losses[-1]
+    place = folder / "within a step.ckpt"
+    used.append(callbacks.LambdaCallback(on_train_batch_end=lambda t, *_: t.save_checkpoint(place)))
     for stage, suffix in itertools.product((1, 2, 3), ("", "_offload")):
-        found = _fit(f"zero_stage_{stage}{suffix}", world_size, folder, **options)
+        with TestCase().assertNoLogs("zero_core.extensions.guards"):
+            found = _fit(f"zero_stage_{stage}{suffix}", world_size, folder, **options)
         _check_same(found, expected)
         assert found.trainer.strategy.engine.global_steps == found.trainer.global_step
         # Stages 1 and 2 leave complete values in the module. At stage 3 reads on two ranks fail.
@@ -226,7 +231,7 @@ def _refuses(world_size: int, folder: Path) -> None:
     clipped = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
     with pytest.raises(zero_core.ConfigError, match="use 'norm'"):
         _fit("zero_stage_2", world_size, folder, **clipped)
-    averaging = StochasticWeightAveraging(1e-2)
+    averaging = callbacks.StochasticWeightAveraging(1e-2)
     with pytest.raises(zero_core.ConfigError, match="StochasticWeightAveraging"):
         _fit("zero_stage_2", world_size, folder, callbacks=[averaging])
     module = _Module()
@@ -246,7 +251,9 @@ def test_precisions_manual_loops_late_models_and_second_fits_go_as_with_ddp(tmp_
 
 
 def _resumes(rank: int, world_size: int, folder: Path) -> None:
-    saver = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, monitor="loss")
+    saver = callbacks.ModelCheckpoint(
+        dirpath=folder, filename="{epoch}", save_top_k=-1, monitor="loss"
+    )
     options = {"max_epochs": 4, "callbacks": [saver], "enable_checkpointing": True}
     options["accumulate_grad_batches"] = 2
     straight = _fit("zero_stage_3", world_size, folder, **options)

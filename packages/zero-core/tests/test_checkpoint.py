@@ -350,7 +350,7 @@ def _check_parts(ranks, folder):
     first.save_checkpoint(folder, "light", has_frozen=False, is_latest=False)
     expected = _values(first)
     moments = {}
-    for without in ((), ("optimizer",), ("lr_scheduler",), ("progress",), WEIGHTS_ALONE):
+    for without in ((), ("optimizer",), ("lr_scheduler",), ("progress",), ("rng",), WEIGHTS_ALONE):
         engine = _build(2, ranks, **WARM_UP)
         train_steps(engine, 0, 1)
         rate = _rate(engine)

@@ -312,7 +312,7 @@ class ZeroTrainer(Trainer):
                     f"{checkpoint}: the schedule that was saved does not fit: {error}; resume with "
                     "the schedule of the saved training, or load the weights alone into the model"
                 ) from error
-        self.engine.load_checkpoint(checkpoint)
+        self.engine.load_checkpoint(checkpoint, without=("rng",))  # the Trainer restores its own
         if schedule is not None:
             schedule.load_state_dict(saved)
 

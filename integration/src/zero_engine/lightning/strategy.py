@@ -92,6 +92,8 @@ class ZeroPrecision(Precision):
             is_last = not model.trainer.fit_loop._should_accumulate()
             self._attached.set_gradient_accumulation_boundary(is_last)
         model.backward(self._attached.scale(tensor), *args, **kwargs)
+        if not self._attached.is_gradient_accumulation_boundary():
+            self._attached.step()
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -113,9 +115,7 @@ class ZeroPrecision(Precision):
         self._attached.clip_grad_norm_(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
-        raise MisconfigurationException(
-            "gradient_clip_algorithm='value' is not served by the ZeRO strategies: use 'norm'"
-        )
+        raise MisconfigurationException("gradient_clip_algorithm 'value' is not served: use 'norm'")
 
 
 class ZeroStrategy(DDPStrategy):
@@ -332,7 +332,7 @@ class ZeroStrategy(DDPStrategy):
         control = self.engine.sharded_state.control  # gather_bytes, because broadcast() pickles
         folder = Path(os.fsdecode(control.gather_bytes(os.fsencode(filepath))[0]))
         encode(kept, "checkpoint", _ADVICE)  # raises an error with advice, unlike the engine
-        self.engine.save_checkpoint(folder, _TAG, client_state={"lightning": kept})
+        self.engine.save_checkpoint(folder, _TAG, {"lightning": kept}, drops_partial=True)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None

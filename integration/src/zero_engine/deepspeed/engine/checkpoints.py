@@ -101,7 +101,7 @@ class Checkpoints(Facts):
         *,
         from_deepspeed: str | Path | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Restore a checkpoint. Returns its folder and the client state.
+        """Restore a checkpoint, except random generators. Returns its folder and the client state.
 
         Every rank must call it. With ``tag`` None and no file ``latest``, returns (None, None).
 
@@ -141,7 +141,7 @@ class Checkpoints(Facts):
             "lr_scheduler": load_module_only or not load_lr_scheduler_states,
             "progress": load_module_only,
         }
-        without = [part for part, is_out in left_out.items() if is_out]
+        without = ["rng", *(part for part, is_out in left_out.items() if is_out)]
         try:
             loaded, client_state = self.core.load_checkpoint(load_dir, name, without=without)
         except CheckpointError as error:

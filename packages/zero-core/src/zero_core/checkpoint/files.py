@@ -55,10 +55,10 @@ _MAX_LATEST_BYTES = 1024
 _BLOCK_BYTES = 1 << 20  # small blocks stay in the CPU cache between read and checksum
 _RNG_WORDS = 624  # words of a Mersenne Twister's state, as in torch's CPU generator
 _ADVICE = "load an older checkpoint by its tag"
-PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
+PARTS = ("frozen", "optimizer", "lr_scheduler", "progress", "rng")
 """Parts of a checkpoint that a load may leave out. "frozen": values of parameters that were frozen.
 "optimizer": optimizer states and hyperparameters. Without these, another optimizer may be used.
-"progress": counters, the loss scale and the states of random generators."""
+"progress": counters, the loss scale and "rng". "rng": the states of random generators."""
 
 
 def check_tag(tag: object) -> None:

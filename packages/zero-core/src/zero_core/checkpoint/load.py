@@ -192,7 +192,7 @@ def _find_all(state: ShardedState, reader: Reader, without: Collection[str]) -> 
     _check_buffers(state, reader)
     generators: dict[str, Tensor] = {}  # states of torch's generators to restore
     rank = state.control.rank
-    if "progress" not in without and manifest.world_size == state.control.world_size:
+    if {"progress", RNG}.isdisjoint(without) and manifest.world_size == state.control.world_size:
         has_cuda = "cuda" in reader.tensors(file_name(RNG, rank)) and torch.cuda.is_available()
         for kind in ("torch", "cuda") if has_cuda else ("torch",):
             generators[kind] = reader.read_random_state(rank, kind)
