@@ -25,9 +25,11 @@ def _names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_last_ones_multiples_and_other_names_stay(tmp_path):
+def test_last_ones_multiples_and_other_names_stay(tmp_path, caplog):
     engine = build_small()
     engine.save_checkpoint(tmp_path, "best", is_latest=False)
+    assert engine.resume(tmp_path) is None
+    assert "has checkpoints (best) and no file 'latest'" in caplog.text
     for step in range(1, 7):
         train_small(engine)
         engine.save_checkpoint(tmp_path, f"best-{step}", is_latest=False)
