@@ -93,9 +93,14 @@ def test_a_second_save_waits_or_is_refused_and_loads_wait(ranks, tmp_path):
     engine.load_checkpoint(tmp_path, "step-1")
     assert second.done()
     train_steps(engine, 1, 2)
-    engine.async_save(tmp_path)
+    gated.gate.clear()
+    third = engine.async_save(tmp_path)
+    threading.Timer(0.05, gated.gate.set).start()
+    with engine.gathered(modifier_rank=0):  # shows the memory of frozen values
+        assert third.done()
+    engine.async_save(tmp_path, "last")
     engine.close()
-    assert (tmp_path / "step-2" / "manifest.json").exists()
+    assert (tmp_path / "last" / "manifest.json").exists()
 
 
 def test_copies_are_bounded_if_asked_except_of_whole_states(tmp_path, monkeypatch):

@@ -25,9 +25,11 @@ def _names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_last_ones_multiples_and_other_names_stay(tmp_path):
+def test_last_ones_multiples_and_other_names_stay(tmp_path, caplog):
     engine = build_small()
     engine.save_checkpoint(tmp_path, "best", is_latest=False)
+    assert engine.resume(tmp_path) is None
+    assert "has checkpoints (best) and no file 'latest'" in caplog.text
     for step in range(1, 7):
         train_small(engine)
         engine.save_checkpoint(tmp_path, f"best-{step}", is_latest=False)
@@ -82,6 +84,7 @@ def test_what_killed_saves_left_is_gone_after_the_next_one(tmp_path):
     (tmp_path / ".latest.saving").write_text("x")
     (tmp_path / ".two.old").mkdir()  # partly removed: lacks its manifest
     (tmp_path / ".two.old" / "exp_avg-00000.safetensors").write_bytes(b"x")
+    (tmp_path / ".two.old" / "tokenizer.json").touch()
     (tmp_path / ".mine.old").mkdir()
     marks = [tmp_path / f".{letter * 32}-0" for letter in "ab"]
     for mark in marks:
@@ -93,8 +96,24 @@ def test_what_killed_saves_left_is_gone_after_the_next_one(tmp_path):
     engine.save_checkpoint(tmp_path, "four")
     hidden = [marks[1].name, ".live.saving", ".mine.old"]
     assert _names(tmp_path) == sorted([*hidden, "four", "latest", "one", "two"])
+    assert (tmp_path / "two" / "tokenizer.json").exists()
     live.remove()
     engine.load_checkpoint(tmp_path, "one")
+
+
+def test_a_save_keeps_other_files_in_the_folder_of_its_tag(tmp_path):
+    engine, place = build_small(), tmp_path / "best"
+    (place / "sub").mkdir(parents=True)
+    (place / "tokenizer.json").touch()
+    for has_frozen in (True, False):
+        engine.save_checkpoint(tmp_path, "best", has_frozen=has_frozen)
+        assert {"sub", "tokenizer.json"} < set(_names(place))
+        assert (place / "value-00000.safetensors").exists() == has_frozen
+    assert _names(tmp_path) == ["best", "latest"]
+    (tmp_path / "mine").touch()
+    with pytest.raises(CheckpointError, match="mine is a file: move it"):
+        engine.save_checkpoint(tmp_path, "mine")
+    engine.load_checkpoint(tmp_path)
 
 
 def test_folder_under_way_survives_other_programs_that_clear_up(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero_core.checkpoint import whole_models
-from zero_core.checkpoint.files import holds_checkpoint
+from zero_core.checkpoint.files import holds_checkpoint, list_checkpoints, split_tag
 from zero_core.checkpoint.load import load_checkpoint
 from zero_core.checkpoint.manifest import MANIFEST
 from zero_core.checkpoint.patches import PatchWriter, WeightPatch
@@ -31,6 +33,9 @@ from zero_core.runtime.device_states import NO_PARTS
 from zero_core.runtime.gathered import GatheredCalls
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.update import StepGradient
+
+_log = logging.getLogger(__name__)
+_STEP = re.compile(r"(step-|global_step)[0-9]+")  # tags of saves without a tag
 
 
 class ModelCheckpoints(GatheredCalls):
@@ -241,6 +246,7 @@ class TrainingCheckpoints(ModelCheckpoints):
         must call it. With ``memory_checkpoint``, a snapshot in memory is preferred if it is at
         least as new as the newest checkpoint on disk, and not after ``last_step``. Returns the
         client state given to the save, or to `step` for a snapshot. None if nothing was loaded.
+        Without the file ``latest``, the newest ``step-N`` is loaded, with a warning.
 
         Raises:
             CheckpointError: as `load_checkpoint`; also if only some ranks find a checkpoint.
@@ -252,12 +258,25 @@ class TrainingCheckpoints(ModelCheckpoints):
                 with self.rewriting():
                     return restore()
 
-        def is_any_here() -> bool:  # `load_checkpoint` refuses a single checkpoint's folder
-            return holds_checkpoint(place) or (place / MANIFEST).is_file()
+        def unnamed_tags() -> list[str] | None:
+            if holds_checkpoint(place) or (place / MANIFEST).is_file():
+                return None  # `load_checkpoint` finds the newest, or refuses a checkpoint's folder
+            return list_checkpoints(place) if place.is_dir() else []
 
-        if any(control.gather_json(control.together("checkpoint: find", is_any_here))):
+        rows = control.gather_json(control.together("checkpoint: find", unnamed_tags))
+        if None in rows:
             return self.load_checkpoint(place)[1]
-        return None
+        tags = sorted(set[str](rows[0]).intersection(*rows))
+        steps = [(split_tag(tag)[1] or 0, tag) for tag in tags if _STEP.fullmatch(tag)]
+        newest = max(steps)[1] if steps else None
+        if tags and control.rank == 0:
+            _log.warning(
+                "resume(): %s has checkpoints (%s) and no file 'latest', as after an incomplete "
+                "copy or a kill in the first save. It loads %s. load_checkpoint(..., tag) loads "
+                "another",
+                *(place, ", ".join(tags), newest or "none, because no tag is step-N"),
+            )
+        return None if newest is None else self.load_checkpoint(place, newest)[1]
 
     @property
     def patch_version(self) -> int:

@@ -18,6 +18,7 @@ save of the same tag removes them if they are older than a day. A removal of the
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import re
@@ -171,6 +172,8 @@ class Aside:
     def make(self) -> None:
         """Remove files of killed saves, and make and lock the folder, on one rank per folder."""
         remove_stale(self.folder.parent)
+        if self._place.is_file():
+            raise CheckpointError(f"{self._place} is a file: move it, or give another tag")
         for attempt in range(_TRIES):
             try:
                 self.folder.mkdir()
@@ -198,7 +201,7 @@ class Aside:
             sync_folder(self.folder)
 
     def commit(self, *, is_latest: bool) -> None:
-        """Rename the folder to its tag, and replace an earlier checkpoint of the tag."""
+        """Rename the folder to its tag, and replace an earlier folder except for others' files."""
         place = self._place
         directory, old = place.parent, place.with_name(f".{place.name}.old")
         mark = directory / f".{LATEST}.{uuid.uuid4().hex}.saving"
@@ -207,12 +210,11 @@ class Aside:
                 if is_latest:
                     write_synced(mark, place.name.encode())
                 if place.exists():
-                    shutil.rmtree(old, ignore_errors=True)
+                    _discard_replaced(old, place)
                     place.rename(old)
                 self.folder.rename(place)
                 self._unlock()
-                with suppress(FileNotFoundError):  # none, or another program has removed it
-                    discard(old)
+                _discard_replaced(old, place)
                 if is_latest:
                     mark.replace(directory / LATEST)
                 sync_folder(directory)
@@ -381,6 +383,21 @@ def discard(place: Location) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
+def _discard_replaced(old: Path, place: Path) -> None:
+    """Remove ``old``, but move entries that its manifest does not name to ``place``."""
+    if old.is_symlink():
+        old.unlink(missing_ok=True)
+        return
+    own = {MANIFEST}
+    with suppress(OSError, ValueError, LookupError, TypeError):  # it was not a checkpoint
+        own.update(json.loads((old / MANIFEST).read_bytes())["files"])
+    with suppress(FileNotFoundError):  # there is no ``old``, or another program has removed it
+        for path in old.iterdir():
+            if path.name not in own and not os.path.lexists(place / path.name):
+                path.rename(place / path.name)
+        discard(old)
+
+
 def _open_locked(folder: Path) -> tuple[int, bool | None]:
     """Open and lock a folder. Return its descriptor, and whether it is locked.
 
@@ -427,7 +444,7 @@ def remove_stale(directory: Path) -> None:
             place = directory / match["tag"]
             with suppress(OSError):  # another program has removed or renamed it
                 if (place / MANIFEST).is_file():
-                    discard(path)
+                    _discard_replaced(path, place)
                 elif (path / MANIFEST).is_file() and not place.exists():
                     path.rename(place)
 

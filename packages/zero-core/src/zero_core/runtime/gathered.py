@@ -243,7 +243,8 @@ class GatheredParams:
                 )
             if modifier_rank == control.rank:
                 values_before = [p.tensor.clone() for p in full]
-            control.barrier()  # other ranks may read this rank's slice until they arrive here
+            # Other ranks, or a pending save, may read the values that this context shows.
+            self.state.quiesce()
             self._edited.update(id(p.param) for p in full)
         # Changes of these are lost: they are not kept, and no open context may change them.
         lost = [p for p in full if not (p.flat.is_kept or id(p.param) in self._edited)]
