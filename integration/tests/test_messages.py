@@ -132,7 +132,7 @@ def _goes_on(ranks: SimulatedRanks, name: str, folder: Path) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", KEPT)
 def test_run_that_saved_and_goes_on_equals_the_one_that_resumes(name: str, tmp_path: Path) -> None:
-    """Without kept errors and differences it equals a run without a save, too."""
+    """It equals a run without a save, too, but for kept errors and 4-bit differences."""
     simulate(_goes_on, 4, name, tmp_path, ranks_per_node=2)
 
 

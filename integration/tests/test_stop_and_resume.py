@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import destroy_process_group, init_process_group
 
 from benchmarks.harness.forked_python import forked_python
+from zero_core.checkpoint import LATEST
 from zero_core.errors import ConfigError
 from zero_engine.launch.ranks import agree_on_prefix
 from zero_engine.train.launch import check_request, default_ranks
@@ -68,6 +69,7 @@ def test_run_that_was_stopped_and_resumed_is_one_without_a_stop(
     folder, straight = RunFolder(tmp_path / "interrupted"), finished_run[0]
     _train_until_stopped(folder, *tiny_options)
     assert _numbers(folder)[-1]["step"] != STEPS, "the signal came too late"
+    (folder.checkpoint / LATEST).unlink()  # as after a kill in the first save
     train_forked("--resume=auto", f"--output={folder.root}")
     assert len(_numbers(straight)) == STEPS + 4  # steps, and evaluations at 0, 20, 40, 60
     assert _numbers(folder) == _numbers(straight)

@@ -9,7 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zero_core.checkpoint import Location, holds_checkpoint, local_path, location_of
+from zero_core.checkpoint import (
+    Location,
+    holds_checkpoint,
+    list_checkpoints,
+    local_path,
+    location_of,
+)
 from zero_core.config import parse_json, read_config_text
 from zero_core.errors import CheckpointError, ConfigError
 from zero_engine.presets import default_config_text
@@ -61,7 +67,8 @@ class RunFolder:
 
     @property
     def has_checkpoint(self) -> bool:
-        return holds_checkpoint(self.checkpoint)
+        place = self.checkpoint  # after a kill in the first save it lacks ``latest``
+        return holds_checkpoint(place) or (place.is_dir() and bool(list_checkpoints(place)))
 
     @property
     def has_run(self) -> bool:

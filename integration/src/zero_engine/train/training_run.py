@@ -287,9 +287,10 @@ def open_corpus(folder: Path, seed: int, device: torch.device) -> Corpus:
 def clear_run(folder: RunFolder, *, keeps_checkpoints: bool = False) -> None:
     """Remove an earlier run's results from ``folder``, and its checkpoints unless they are kept."""
     if not keeps_checkpoints and folder.has_checkpoint:  # the folder may have other files
-        (folder.checkpoint / LATEST).unlink()
         for tag in list_checkpoints(folder.checkpoint):
             discard(folder.checkpoint / tag)
+        with suppress(FileNotFoundError):
+            (folder.checkpoint / LATEST).unlink()
     own = folder.root / "checkpoint"
     for path in (folder.data, folder.records, folder.tensorboard, own, folder.hf):
         shutil.rmtree(path, ignore_errors=True)

@@ -183,11 +183,6 @@ def build(
     check_extensions(resolved)
     check_is_free(model)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer, is_training=is_training)
-    offload = resolved.zero_optimization.offload_optimizer
-    if offload.update_in_backward is None and has_step_pre_hooks(drawn.optimizer):
-        offload = offload.model_copy(update={"update_in_backward": False})
-        zero = resolved.zero_optimization.model_copy(update={"offload_optimizer": offload})
-        resolved = resolved.model_copy(update={"zero_optimization": zero})
     initial = InitialValues(model)
     joined = _join(drawn, resolved, ranks, extensions, initial, is_given=pretrained is not None)
     if ranks.rank == 0 and is_training:
@@ -261,6 +256,14 @@ def _join(
     control = ranks.connect(config.name_waits_within_s)
     control.place.enter("build()")
     drawn.check_ranks_agree(control, config, [one.describe() for one in extensions])
+    zero = config.zero_optimization
+    offload = zero.offload_optimizer
+    may_be_early = offload.device != "none" and offload.update_in_backward is None
+    # A pre-hook on one rank, such as one that logs, changes the policy of all.
+    if may_be_early and any(control.gather_json(has_step_pre_hooks(drawn.optimizer))):
+        offload = offload.model_copy(update={"update_in_backward": False})
+        zero = zero.model_copy(update={"offload_optimizer": offload})
+        config = config.model_copy(update={"zero_optimization": zero})
     with on_all_ranks(control, ConfigError):  # also if only one rank lacks a parameter's value
         initial.check(has_pretrained=is_given)
     per_node = count_per_node(control, ranks)

@@ -144,7 +144,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         raise RuntimeError("the optimizer state is sharded: use engine.load_checkpoint()")
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._may_step:  # within `engine_step` a `WholeTier` steps the given optimizer
+        # Both optimizers have this hook. Within `engine_step` a `WholeTier` steps the given one.
+        if optimizer is not self and not self._may_step:
             raise RuntimeError(
                 "this optimizer was given to zero_core.build(): call engine.step() instead of "
                 f"{type(optimizer).__name__}.step()"
