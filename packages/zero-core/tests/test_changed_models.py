@@ -47,10 +47,10 @@ def _swap(engine):
     torch.utils.swap_tensors(engine.module.first.bias, nn.Parameter(torch.zeros(7)))
 
 
-ADDED = "was added, replaced or tied to a further place after build"
+ADDED = "was added to the model after build"
 MOVED = "was given other memory"
 REFUSED = {
-    "replaced": (_replace, rf"blocks\.1\.0\.weight {ADDED}"),
+    "replaced": (_replace, r"blocks\.1\.0\.weight was replaced after build"),
     "module replaced": (
         lambda e: e.module.blocks.__setitem__(2, nn.Linear(7, 7)),
         rf"blocks\.2\.weight {ADDED}",
@@ -62,7 +62,7 @@ REFUSED = {
     ),
     "tied": (
         lambda e: e.module.blocks[0][3].register_parameter("gain", e.module.first.bias),
-        rf"first\.bias {ADDED}",
+        r"first\.bias was tied to a further place after build",
     ),
     "double": (
         lambda e: e.module.double(),
@@ -119,7 +119,7 @@ def test_a_change_between_backward_and_step_is_refused_at_the_step():
     engine = _build(None, 0)
     engine.backward(engine(rows(0, 0)))
     _replace(engine)
-    with pytest.raises(RuntimeError, match=rf"blocks\.1\.0\.weight {ADDED}"):
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.0\.weight was replaced"):
         engine.step()
 
 

@@ -535,7 +535,8 @@ def _micro_batches(batches: Iterable[Any], steps: int) -> list[Any]:
     if isinstance(batches, Tensor | Mapping):  # its rows or keys are no micro-batches
         raise ValueError(
             f"train_batch: expected an iterator or a list of the step's {steps} micro-batches, "
-            f"found one {type(batches).__name__}: give a list, for example of tensor.chunk({steps})"
+            f"found one {type(batches).__name__}: give a list, such as tensor.chunk({steps}), or "
+            "list(tensor) if they are stacked"
         )
     remaining = iter(batches)
     found = list(islice(remaining, steps))

@@ -167,6 +167,14 @@ class OffloadOptimizerConfig(_Block):
             return {"ratio": None, **block}
         return block
 
+    @pydantic.field_validator("ratio", mode="before")
+    @classmethod
+    def _check_ratio(cls, value: Any) -> Any:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value in (None, "auto") or (is_number and 0.0 <= value <= 1.0):
+            return value
+        raise ValueError('expected a number from 0 to 1, or "auto"')
+
 
 class OffloadParamConfig(_Block):
     """``zero_optimization.offload_param``: placement of parameter shards at stage 3."""

@@ -34,9 +34,10 @@ from torch.utils.hooks import RemovableHandle
 from zero_core._torch import outside_graphs
 from zero_core.comm.watch import count_ranks, join_few
 from zero_core.config import Config
-from zero_core.core.extension import Extension
+from zero_core.core.extension import EndedStep, Extension
 from zero_core.core.facts import Facts
 from zero_core.errors import ConfigError, RankMismatchError, UnusedParameterError
+from zero_core.layout.discovery import plain_name
 from zero_core.optim.train_state import TrainState
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.update import updates_in_backward
@@ -62,7 +63,7 @@ class TrainingGuard(Extension):
     def __init__(self, state: ShardedState, train: TrainState) -> None:
         self._state = state
         self._train = train
-        self._micro_step = self._drops = 0  # counts of ``train`` at the last round
+        self._micro_step = self._drops = self._step = 0  # counts of ``train`` at the last round
         self._num_rounds = 0  # rounds of the current micro-step
         self._usual_rounds = 0.0  # most rounds of the newest micro-steps; 0: unknown, inf: warned
         self._rounds: list[int] = []  # of the newest micro-steps
@@ -104,6 +105,7 @@ class TrainingGuard(Extension):
         if train.num_drops != self._drops:  # the earlier rounds add nothing to this gradient
             self._drops, self._num_rounds = train.num_drops, 0
         self._num_rounds += 1
+        self._step = train.global_steps + 1
         if self._num_rounds <= self._usual_rounds:
             return
         reported, self._reported = self._reported, id(vars(sys).get("last_value"))
@@ -133,8 +135,12 @@ class TrainingGuard(Extension):
 
     def _warn_of_rounds(self, text: str, number: int) -> None:
         self._usual_rounds = math.inf
-        place = (self._state.control.rank, self._train.global_steps + 1)
+        place = (self._state.control.rank, self._step)
         _log.warning("rank %d, step %d: " + text + ". This is said once", *place, number)
+
+    def stepped(self, ended: EndedStep) -> None:
+        self._micro_step = self._train.micro_steps
+        self._end_rounds()
 
     def fill(self, facts: Facts) -> None:
         buffers = [
@@ -184,21 +190,29 @@ class TrainingGuard(Extension):
 
     def _check_names(self, *, has_substitutes: bool) -> None:
         named = _named(self._state.module)
-        num_names = Counter(map(id, named.values()))
+        known = set(self._name_of.values())
         for name, param in named.items():
-            is_substitute = has_substitutes and not isinstance(param, nn.Parameter)
-            if num_names[id(param)] > self._num_names[id(param)] and not is_substitute:
+            if id(param) not in self._name_of:
+                if has_substitutes and not isinstance(param, nn.Parameter):
+                    continue
+                what = "was replaced" if plain_name(name) in known else "was added to the model"
                 raise RuntimeError(
-                    f"parameter {name} was added, replaced or tied to a further place after "
-                    f"build(): nothing would gather, train or save it there. {_ADVICE}"
+                    f"parameter {name} {what} after build(): nothing would train or save it. "
+                    f"{_ADVICE}"
                 )
-        gone = [name for key, name in self._name_of.items() if not num_names[key]]
-        if gone and not has_substitutes:
-            raise RuntimeError(
-                f"parameter {gone[0]} was removed from the model after build(): nothing would "
-                f"train it, and it would still be saved. {_ADVICE}"
-            )
-        if not gone:
+        num_names = Counter(map(id, named.values()))
+        for key, name in self._name_of.items():
+            if num_names[key] > self._num_names[key]:
+                raise RuntimeError(
+                    f"parameter {name} was tied to a further place after build(), where it would "
+                    f"not be gathered. {_ADVICE}"
+                )
+            if not num_names[key] and not has_substitutes:
+                raise RuntimeError(
+                    f"parameter {name} was removed from the model after build(): nothing would "
+                    f"train it, and it would still be saved. {_ADVICE}"
+                )
+        if len(num_names) == len(self._name_of):
             self._remember_places()  # only wrappers or modules without parameters changed
 
 
