@@ -600,7 +600,7 @@ def test_step_needs_all_of_its_micro_batches_and_none_before(schedule):
         engine.train_batch(_batches(0, number=2))
     for batches, why in (
         (_batches(0, number=5), "list has more, of which each call would take"),
-        (torch.ones(3, 4), r"one Tensor: give a list, for example of tensor.chunk\(3\)"),
+        (torch.ones(3, 4), r"one Tensor: give a list, such as tensor.chunk\(3\)"),
         (dict.fromkeys("abc"), "one dict: give a list"),
     ):
         with pytest.raises(ValueError, match=why):
