@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,42 +82,32 @@ def export_merged(
     _check(parts, engine)
     names, adapted = _names(parts)
     state = engine.sharded_state
-    is_writer = state.control.rank == 0
-    files = ModelFiles(directory)
-    written: set[str] = set()
-    failure: list[Exception] = []
 
     def unit_of(part: _Part) -> int | None:
         return state.places_of[id(part.params[0])][0][0].segment.unit if part.params else None
 
-    for _, group in groupby(parts, key=unit_of):
-        members = list(group)
-        with engine.gathered(params=[p for part in members for p in part.params]):
-            if not is_writer or failure:
-                continue  # every rank must enter all gathers
-            try:
-                for part in members:
-                    for name, value in _values(part, names, adapted, adapter_names):
-                        if name not in written:  # a tied weight is stored once
-                            is_cast = dtype is not None and value.is_floating_point()
-                            files.add(name, value.to(dtype) if is_cast else value)
-                            written.add(name)
-            except Exception as error:
-                failure.append(error)
+    def gathered() -> Iterator[list[_Part]]:
+        for _, group in groupby(parts, key=unit_of):
+            members = list(group)
+            with engine.gathered(params=[p for part in members for p in part.params]):
+                yield members
 
-    def finish() -> None:
-        if not is_writer:
-            return
+    def write(units: Iterator[list[_Part]]) -> None:
+        files, written = ModelFiles(directory), set[str]()
         try:
-            if failure:
-                raise failure[0]
+            for part in chain.from_iterable(units):
+                for name, value in _values(part, names, adapted, adapter_names):
+                    if name not in written:  # a tied weight is stored once
+                        is_cast = dtype is not None and value.is_floating_point()
+                        files.add(name, value.to(dtype) if is_cast else value)
+                        written.add(name)
             files.finish()
             _save_config(base, directory, written)
         except Exception:
             files.discard()
             raise
 
-    state.control.together("export_merged()", finish)
+    state.control.on_first_rank("export_merged()", gathered(), write)
     return directory
 
 
