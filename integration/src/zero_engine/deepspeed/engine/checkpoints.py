@@ -274,7 +274,7 @@ def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | 
         return import_checkpoint(source, output, name, optimizer=kind, frozen=frozen).name
 
     found = state.control.together("checkpoint: import", on_rank_0)
-    return state.control.gather_bytes(found.encode())[0].decode()
+    return str(state.control.gather_json(found)[0])
 
 
 _WORDS = {
@@ -292,7 +292,7 @@ class TagMismatchError(CheckpointError, AssertionError):
 def _agreed_tag(engine: Checkpoints, tag: str) -> str:
     """Return rank 0's tag. Other tags warn or raise, by ``checkpoint.tag_validation``."""
     validation = engine.settings.tag_validation
-    tags = [row.decode() for row in engine.core.sharded_state.control.gather_bytes(tag.encode())]
+    tags: list[str] = engine.core.sharded_state.control.gather_json(tag)
     if len(set(tags)) > 1 and validation != "IGNORE":
         text = f"the ranks save a checkpoint under different tags: {tags}; pass the same to all"
         if validation == "FAIL":

@@ -34,7 +34,6 @@ requests a group or is closed. Finalizers would run at different times on the ra
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import weakref
@@ -195,8 +194,7 @@ class ProcessLibrary:
         name = "" if shared is None else shared.group.group_name
         is_everybody = len(members) == dist.get_world_size()
         number = group_names_begin_at() if is_everybody else _next_number()
-        card = json.dumps([own, lane.value, name, number]).encode()
-        cards = map(json.loads, ControlGroup(self, device).gather_bytes(card))
+        cards = ControlGroup(self, device).gather_json([own, lane.value, name, number])
         given, lanes, names, numbers = zip(*cards, strict=True)
         parts = list(dict.fromkeys(map(tuple, given)))
         is_partition = sorted(r for part in parts for r in part) == list(range(self.world_size))

@@ -135,8 +135,7 @@ def count_per_node(control: ControlGroup, ranks: Ranks) -> int:
         launcher, node = "torchrun", found.get("GROUP_RANK", str(number))
     elif "SLURM_NODEID" in found:
         launcher, node = "SLURM", found["SLURM_NODEID"]
-    card = json.dumps([ranks.per_node, launcher, node, host])
-    cards = [json.loads(row) for row in control.gather_bytes(card.encode())]
+    cards = control.gather_json([ranks.per_node, launcher, node, host])
     told = {card[0] for card in cards}
     if len(told) > 1:
         raise ConfigError(f"build(mesh=...): ranks of a node differ between ranks, found {told}")

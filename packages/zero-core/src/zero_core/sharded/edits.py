@@ -20,7 +20,6 @@ rank's changes without comparing ranks. One case is not detected: a rank that wr
 from __future__ import annotations
 
 import copy
-import json
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import wait
@@ -115,8 +114,7 @@ class Edits(Extension):
                 names.
         """
         if self._facts.is_any("written"):
-            rows = self._state.control.gather_bytes(json.dumps(self.marked).encode())
-            found: list[dict[str, int | None]] = [json.loads(row) for row in rows]
+            found: list[dict[str, int | None]] = self._state.control.gather_json(self.marked)
             differing = []
             for name in sorted({name for row in found for name in row}):
                 checksums = {row[name] for row in found if row.get(name) is not None}

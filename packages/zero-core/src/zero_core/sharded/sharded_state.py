@@ -18,7 +18,6 @@ broadcast.)
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -174,8 +173,7 @@ class ShardedState:
 
         The tier of a rank without updates may have fewer states.
         """
-        own = json.dumps(list(self.tier.state_names())).encode()
-        rows = map(json.loads, self.control.gather_bytes(own))
+        rows = self.control.gather_json(list(self.tier.state_names()))
         return list(dict.fromkeys(chain.from_iterable(rows)))
 
     def extension_states(self) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ float64, or a quantized component's own dtype).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -363,8 +362,7 @@ class StateAccess:
         own = _kept(tier, param)
         found = own.get(what)
         kind = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        row = json.dumps([is_known, kind if what in own else None])
-        rows = [json.loads(r) for r in self._state.control.gather_bytes(row.encode())]
+        rows = self._state.control.gather_json([is_known, kind if what in own else None])
         if not any(is_known for is_known, _ in rows):
             raise KeyError(_unknown(what))
         owner = tier.owner_of(param)

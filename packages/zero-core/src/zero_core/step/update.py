@@ -35,7 +35,6 @@ second update. So speculation must be enabled in the configuration: see `may_spe
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -643,8 +642,7 @@ def _explain_nonfinite(grads_of: Mapping[int, FlatGrads], state: ShardedState) -
                 for slot in grads.segment.slots
                 if bool(((at >= slot.start) & (at < slot.stop)).any())
             ]
-    own = json.dumps({"names": names, "ranks": seen})
-    rows = [json.loads(row) for row in state.control.gather_bytes(own.encode())]
+    rows = state.control.gather_json({"names": names, "ranks": seen})
     # One rank may know the ranks of a segment, and another rank the names of the parameters.
     by_segment: dict[int, set[int]] = {}
     for index, ranks in (pair for row in rows for pair in row["ranks"]):
